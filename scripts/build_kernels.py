@@ -1,6 +1,6 @@
-"""Build DeepSpeed's CPU kernels once, ahead of the tests: cpu_adam and, with libaio's header, async_io.
+"""Build DeepSpeed's CPU kernels ahead of the tests: cpu_adam and, where libaio's header is installed, async_io.
 
-Two minutes on a fresh machine, a moment afterwards: torch keeps them in its extensions cache.
+The build takes two minutes on a fresh machine and a moment afterwards, since torch caches the compiled extensions.
 """
 
 import os
@@ -18,7 +18,10 @@ from offload_trainer.storage.owned_dirs import scratch
 
 
 def compile_without_debugger(folder: Path) -> None:
-    """Names and lines of all that torch's headers declare, which DeepSpeed asks for, take a third of the time."""
+    """Put a c++ wrapper with -g0 first on PATH.
+
+    The debug symbols that DeepSpeed requests take a third of the build time.
+    """
     if compiler := shutil.which("c++"):
         (folder / "c++").write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" -g0\n')
         (folder / "c++").chmod(0o755)

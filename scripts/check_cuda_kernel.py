@@ -1,16 +1,17 @@
-"""What can be known of adam.cu: without a GPU what NVRTC makes of it, with one its bits and its speed as well.
+"""Check the CUDA Adam kernel (adam.cu): its compilation with NVRTC and, on a GPU, its results and its speed.
 
     check_cuda_kernel.py [--nvrtc LIBRARY ...] [--elements 4194304] [--json FILE]
 
-    compiled  by each NVRTC (those given, else torch's): for the GPU, or without one for each kind of card, in both
-              forms (with and without FMA)
-    code      in PTX each operation on fp32 rounds to nearest even by itself, none flushes to zero, and a product is
-              fused with a sum twice for each element, or never
-    bits      on the GPU: those of the CPU's kernel, on pages of each form of moments
-    speed     on the GPU: pages in turn, more than its caches hold; GB/s counts what must be read and written
+    compiled  by each NVRTC (those listed, else torch's): for the GPU or, without one, for each supported
+              architecture, in both variants (with and without FMA)
+    code      the PTX rounds each fp32 operation to nearest even and flushes no denormals to zero; it has exactly
+              two FMAs an element in the one variant and none in the other
+    bits      on the GPU: equal to the CPU kernel's, for every state format
+    speed     on the GPU: updates pages in rotation that together exceed its caches; GB/s counts the bytes that the
+              update must read and write
 
-Exits 1 where something is wrong, 3 where there was nothing to check with. NVRTC alone: pip download --no-deps
-nvidia-cuda-nvrtc-cu12, then unzip; no GPU, driver or CUDA build of torch is needed to compile.
+Exits with 1 if a check failed and 3 if nothing could be checked. Compiling needs NVRTC alone (pip download --no-deps
+nvidia-cuda-nvrtc-cu12, then unzip): no GPU, driver or CUDA build of torch.
 """
 
 import argparse
@@ -33,15 +34,15 @@ from offload_trainer.plan.tiered.state_formats import StateFormat, state_formats
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 CARDS = {60, 70, 75, 80, 86, 89, 90, 100, 120}  # P100, V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
-# What may be done with fp32 in PTX: rounded to nearest even each time, or not arithmetic at all.
+# The fp32 instructions allowed in PTX: arithmetic that rounds to nearest even, and instructions without arithmetic.
 EXACT = re.compile(r"(add|sub|mul|div|sqrt|fma)\.rn\.f32|cvt\.rn\.f32\.u32|(ld|st|mov|selp|setp|neg|abs)\b.*")
 
 
 def faults_of(ptx: str, *, fuses: bool) -> list[str]:
-    """What is wrong with the code."""
+    """Return the faults in PTX source: inexact fp32 instructions, a wrong number of FMAs, or spilled registers."""
     operations = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]*f32[\w.]*)\s", ptx, flags=re.MULTILINE)
     faults = sorted({name for name in operations if not EXACT.fullmatch(name) or "ftz" in name})
-    roots, fused = operations.count("sqrt.rn.f32"), operations.count("fma.rn.f32")  # an element has one root
+    roots, fused = operations.count("sqrt.rn.f32"), operations.count("fma.rn.f32")  # each element takes one square root
     if not roots or fused != (2 * roots if fuses else 0):
         faults.append(f"{fused} FMA for {roots} elements")
     if ".local" in ptx:
@@ -50,7 +51,7 @@ def faults_of(ptx: str, *, fuses: bool) -> list[str]:
 
 
 def check_compiler(nvrtc: Nvrtc, cards: set[int]) -> list[dict]:
-    """A row for each of `cards` that this NVRTC knows."""
+    """Compile the kernel for each of `cards` that this NVRTC supports, and return one result row for each."""
     rows, source = [], SOURCE.read_bytes()
     for card in sorted(cards & set(nvrtc.architectures())):
         row = {"nvrtc": nvrtc.version, "card": f"sm_{card}", "faults": []}
@@ -89,7 +90,10 @@ def different_bytes(kernel: CudaKernel, beside, *, form: StateFormat, n: int, pl
 
 
 def speed(kernel: CudaKernel, *, form: StateFormat, n: int, place: torch.device, rounds: int = 20) -> dict:
-    """Of pages in turn, 1 GiB of state in all, each in one part; what the host does for a launch as well."""
+    """Measure the update of pages in rotation, 1 GiB of state in all, each page in one range.
+
+    The result also has the host's time for a launch.
+    """
     fields, grad = random_page(n, form)
     count = max(2, int(2**30 / (form.bytes_each * n)))
     pages = [{name: tensor.to(place, copy=True) for name, tensor in fields.items()} for _ in range(count)]
@@ -112,7 +116,7 @@ def speed(kernel: CudaKernel, *, form: StateFormat, n: int, place: torch.device,
     hosted = time.perf_counter() - begun
     torch.cuda.synchronize(place)
     seconds = begin.elapsed_time(end) / 1e3
-    moved = 2 * form.bytes_each + 2 + 2  # the state both ways, the gradient in, the weight out
+    moved = 2 * form.bytes_each + 2 + 2  # bytes: the state in and out, the gradient in, the weight out
     updates = rounds * count
     return {
         "GB/s": round(updates * n * moved / seconds / 1e9, 1),

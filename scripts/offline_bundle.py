@@ -1,10 +1,10 @@
-"""Gather wheels and compiled kernels for a machine without network; scripts/offline_bundle.sh says how it is called.
+"""Gather wheels and compiled kernels for a machine without network; scripts/offline_bundle.sh documents its use.
 
     requirements.lock ──> pip download (for that Python, manylinux x86-64) ──> FOLDER/*.whl, install.sh, bundle.txt
-    optim/native/     ──> g++, once for each kind of x86-64 processor      ──> FOLDER/kernels, for that machine's cache
+    optim/native/     ──> g++, once for each x86-64 processor level        ──> FOLDER/kernels, for that machine's cache
 
-torch, CUDA and transformers are that machine's own. What it has in a version that will do is left as it is. Its kernels
-are the sources' beside this script: with other sources they are passed over.
+The target machine supplies torch, CUDA and transformers, and keeps packages that it has in a suitable version. The
+bundled kernels belong to the sources next to this script; the package ignores them with other sources.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from offload_trainer.errors import TrainerError  # noqa: E402
 from offload_trainer.optim import native_adam  # noqa: E402
 from offload_trainer.optim.kernel_cache import LEVELS, compiled, place_ahead, sum_of  # noqa: E402
 
-LARGEST = 40_000_000  # bytes of all wheels
+LARGEST = 40_000_000  # limit in bytes of all wheels
 
-# What the package and its tests import beside THERE, with all that these need in turn; tests hold it against their
-# metadata. The versions are those of requirements.lock; the lower bounds are what install.sh asks for.
+# Dependencies of the package and its tests except THERE, including indirect ones; a test compares them with the
+# packages' metadata. requirements.lock has the versions; install.sh requires the lower bounds here.
 BUNDLED = {
     "pydantic": ">=2.11",
-    "pydantic_core": "",  # as pydantic says
+    "pydantic_core": "",  # pydantic pins its version
     "annotated-types": ">=0.6",
     "typing-inspection": ">=0.4.2",
     "typing_extensions": ">=4.14.1",
@@ -45,9 +45,9 @@ BUNDLED = {
     "pluggy": "",
     "Pygments": "",
 }
-RIVALS = ["torchao==0.18.0"]  # what scripts/gpu_suite.sh compares with, beside torch; needs nothing else
-THERE = ("torch", "transformers", "numpy")  # on that machine, with what they need
-# pip takes a platform's tag at its word: wheels for an older glibc have to be named too.
+RIVALS = ["torchao==0.18.0"]  # scripts/gpu_suite.sh compares with it; it depends on torch alone
+THERE = ("torch", "transformers", "numpy")  # installed on the target machine, with their dependencies
+# pip matches platform tags literally, so tags of older glibc versions must be listed too.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 
@@ -97,9 +97,9 @@ def main() -> int:
 
 
 def build_kernels(folder: Path) -> list[Path]:
-    """Compile the update's kernel for each kind of x86-64 processor; return the libraries.
+    """Compile the update kernel for each x86-64 processor level; return the libraries.
 
-    None where there is no compiler here, or this machine is another: then that machine compiles it, or has none.
+    The list is empty without a compiler or on another kind of machine. The target machine then compiles it, if it can.
     """
     source, flags = native_adam.SOURCE, native_adam.FLAGS
     common = [flag for flag in flags if flag != "-march=native"]
@@ -120,7 +120,7 @@ def build_kernels(folder: Path) -> list[Path]:
 
 
 def command(folder: Path, *, python: str, more: list[str]) -> list[str]:
-    """pip's words: exactly these wheels, for that Python and no other platform, and nothing that is not named."""
+    """Return the pip command that downloads exactly these wheels for that Python and platform, without dependencies."""
     for_there = [word for platform in PLATFORMS for word in ("--platform", platform)]
     cpython = f"cp{python.replace('.', '')}"
     for_there += ["--python-version", python, "--implementation", "cp"]
@@ -130,19 +130,22 @@ def command(folder: Path, *, python: str, more: list[str]) -> list[str]:
 
 
 def pinned() -> list[str]:
-    """NAME==VERSION of all that is bundled. KeyError for a name that requirements.lock does not have."""
+    """Return NAME==VERSION of every bundled package.
+
+    Raises KeyError for a name that requirements.lock lacks.
+    """
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     locked = {same(line.partition("==")[0]): line for line in lines if "==" in line and not line.startswith("#")}
     return [locked[same(name)] for name in BUNDLED]
 
 
 def requirements(more: list[str]) -> list[str]:
-    """What install.sh asks for: what will do, so that a machine's own version stays where it does."""
+    """Return what install.sh requires: lower bounds, so that a sufficient version on the machine stays."""
     return [*(f"{name}{bound}" for name, bound in BUNDLED.items() if name != "pydantic_core"), *RIVALS, *more]
 
 
 def same(name: str) -> str:
-    """A package's name as the index compares it (PEP 503)."""
+    """Return a package's name, normalised (PEP 503)."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 

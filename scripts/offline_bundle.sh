@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# offline_bundle.sh FOLDER [--python 3.12] [NAME==VERSION ...]: wheels and kernels for an x86-64 Linux machine without
-# network or compiler, which has torch and transformers and lacks others of this package's needs; FOLDER/install.sh
-# installs them there.
-# NAME==VERSION adds more (transformers==5.23.0). The versions are those of requirements.lock.
+# offline_bundle.sh FOLDER [--python 3.12] [NAME==VERSION ...]: gather wheels and kernels for an x86-64 Linux machine
+# without network or compiler. The machine has torch and transformers; FOLDER/install.sh installs the package's other
+# dependencies there. NAME==VERSION adds more packages (transformers==5.23.0). requirements.lock has the versions.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -1,4 +1,4 @@
-"""In which architectures documents of a row stay apart: the trial of data.packing=on with a tiny model of each.
+"""Find the architectures that keep packed documents of a row separate: test data.packing=on with a tiny model of each.
 
 packing_of_all.py [--page FILE]
 """
@@ -51,7 +51,7 @@ def main() -> None:
             found[name] = ""
         except UserError as error:
             found[name] = str(error)
-        except Exception as error:  # of transformers, which does not build it from defaults
+        except Exception as error:  # raised by transformers, which cannot build it from defaults
             found[name] = f"{type(error).__name__}: {error}"
         print(f"{name}: {found[name] or 'apart'}", flush=True)
     exact = [name for name, why in found.items() if not why]

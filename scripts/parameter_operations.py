@@ -1,12 +1,12 @@
 """Try every operation that torch registers on an offloaded parameter, and compare with a plain one.
 
-parameter_operations.py [--only TEXT] [--list]
+    parameter_operations.py [--only TEXT] [--list]
 
-The operations are aten's overloads that take a tensor or a list of tensors first, what torch asks `__torch_function__`
-about (functions, methods, properties), the functions of nn.init, and the setting of properties. Arguments are tried
-until plain torch accepts them. Each operation then runs on the same parameter resident on the device, in RAM and on a
-drive. What reads must give plain torch's result; what writes, directly or through the view that it returned, must raise
-UserError; and the weight must be what it was after either. The exit status is 1 if anything else was seen.
+The operations are aten's overloads that take a tensor or a list of tensors first, everything that dispatches through
+`__torch_function__` (functions, methods, properties), the functions of nn.init, and the assignment of properties.
+Arguments are varied until plain torch accepts them. Each operation then runs on the same parameter on the device, in
+RAM and on a drive. A read must give plain torch's result. A write, direct or through a returned view, must raise
+UserError. The weight must be unchanged after either. The exit status is 1 if anything else happened.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "in RAM": {"params": "cpu", "weight_buffers": 1},
     "on NVMe": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 1},
 }
-Case = tuple[str, Callable[[Any], Any]]  # a name, and what is done to a parameter
+Case = tuple[str, Callable[[Any], Any]]  # a name, and a function of the parameter
 
-# Their results are memory without values, addresses, or the names of classes: only types and shapes are compared.
+# Results of these are uninitialised memory, addresses or class names: only types and shapes are compared.
 _UNSET = (
     "empty",
     "resize",
@@ -50,7 +50,7 @@ _UNSET = (
     "__hash__",
     "_cdata",
 )
-# They wait for something, end the process, or change what torch does from then on.
+# These block, end the process, or change torch's global state.
 _NOT_TRIED = (
     "_assert",
     "set_default",
@@ -64,14 +64,14 @@ _NOT_TRIED = (
     "quantized_",
 )
 _SIZE = 6
-_TRIALS = 200  # of arguments for an operation
+_TRIALS = 200  # combinations of arguments for an operation
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
 
 
 def cases(only: str = "") -> Iterator[Case]:
-    """All operations that have `only` in their names, each with the arguments that plain torch accepts."""
+    """Yield the operations whose names contain `only`, each with arguments that plain torch accepts."""
     for name, kinds, function in (*_overloads(), *_functions(), *_initialisers()):
         tried = only in name and not any(word in name for word in _NOT_TRIED)
         if tried and (case := _accepted(name, kinds, function)):
@@ -82,7 +82,7 @@ def cases(only: str = "") -> Iterator[Case]:
                 yield f"set .{name} = {value!r:.12}", lambda p, name=name, value=value: setattr(p, name, value)
 
 
-Found = tuple[str, list[list[Any]], Callable[..., Any]]  # a name, candidates for each argument after the first
+Found = tuple[str, list[list[Any]], Callable[..., Any]]  # name, candidates of the further arguments, call
 
 
 def _overloads() -> Iterator[Found]:
@@ -108,7 +108,7 @@ def _overloads() -> Iterator[Found]:
 
 
 def _candidates(kind: str) -> list[Any]:
-    """Values for an argument of a schema."""
+    """Return values to try for an argument of this schema type."""
     torch.manual_seed(1)
     like = torch.rand(_SIZE, _SIZE)
     known: dict[str, list[Any]] = {
@@ -130,7 +130,7 @@ def _candidates(kind: str) -> list[Any]:
 
 
 def _functions() -> Iterator[Found]:
-    """What torch asks `__torch_function__` about."""
+    """Yield the functions that dispatch through `__torch_function__`."""
     values = [*_candidates("Tensor")[:3], 1, 0, 0.5, (_SIZE, _SIZE), [torch.rand(_SIZE, _SIZE)], "mean", torch.float64]
     for function, like in torch.overrides.get_testing_overrides().items():
         needed = [one for one in inspect.signature(like).parameters.values() if one.default is one.empty]
@@ -158,7 +158,7 @@ def _initialisers() -> Iterator[Found]:
 
 
 def _accepted(name: str, kinds: list[list[Any]], function: Callable[..., Any]) -> Case | None:
-    """The operation with the first arguments that plain torch takes."""
+    """Return the operation with the first arguments that plain torch accepts, or None."""
 
     def cases() -> Iterator[Callable[[Any], Any]]:
         for rest in islice(product(*kinds), _TRIALS):
@@ -169,7 +169,7 @@ def _accepted(name: str, kinds: list[list[Any]], function: Callable[..., Any]) -
 
             yield case
 
-    child = os.fork()  # some operations end the process where their arguments make no sense
+    child = os.fork()  # some operations crash the process on meaningless arguments
     if not child:
         signal.alarm(20)
         for number, case in enumerate(cases()):
@@ -196,8 +196,8 @@ def _plain() -> nn.Parameter:
 def _polluted() -> nn.Parameter:
     """Return the same parameter, after filling freed memory with other numbers.
 
-    An operation that reads memory which it was not given, for instance because the arguments tried here are not those
-    that its callers compute, then gives another result.
+    An operation that reads uninitialised memory, for instance because its callers compute other arguments, then gives
+    another result.
     """
     values = _plain()
     torch.seed()
@@ -207,7 +207,10 @@ def _polluted() -> nn.Parameter:
 
 
 def _run(case: Callable[[Any], Any], parameter: Any) -> tuple[str, Any]:
-    """("gave", result) or ("raised", error); without gradients where they are in the way of a write."""
+    """Return ("gave", result), ("refused", error) or ("raised", error).
+
+    A second attempt disables gradients, which forbid some writes.
+    """
     error: Any = None
     for mode in (nullcontext(), torch.no_grad()):
         torch.manual_seed(5)
@@ -226,7 +229,7 @@ def _facts(parameter: Any) -> tuple[Any, ...]:
 
 
 def _seen(name: str, value: Any) -> Any:
-    """What is compared of a result."""
+    """Return the comparable part of a result."""
     shapes = any(word in name for word in _UNSET)
     if isinstance(value, torch.Tensor):
         facts = (str(value.dtype), value.is_nested or tuple(value.shape), value.requires_grad)
@@ -255,7 +258,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _write_to_view(parameter: Any, result: Any) -> bool:
-    """Change what the result shares with the parameter. Returns whether there was anything."""
+    """Write to the first result that shares memory with the parameter; return whether there is one."""
     for one in _tensors(result):
         if one is not parameter and torch._C._is_alias_of(one, parameter) and one.numel():
             with torch.no_grad():
@@ -265,7 +268,7 @@ def _write_to_view(parameter: Any, result: Any) -> bool:
 
 
 def judged(name: str, case: Callable[[Any], Any], parameter: Any, read: Callable[[], torch.Tensor]) -> str:
-    """What the operation does to the offloaded parameter, in a word; `read` gives the weight that is stored."""
+    """Return a verdict on the operation applied to the offloaded parameter; `read` returns the stored weight."""
     plain = _plain()
     before, facts = plain.detach().clone(), _facts(plain)
     same, version = before.clone(), plain._version
@@ -275,7 +278,7 @@ def judged(name: str, case: Callable[[Any], Any], parameter: Any, read: Callable
     unset = not writes and any(_seen(name, _run(case, _polluted())[1]) != expected for _ in range(3))
     outcome, found = _run(case, parameter)
     if outcome == "gave" and facts != _facts(parameter) and _facts(plain) == _facts(parameter):
-        parameter.requires_grad_(True)  # that of a parameter may be changed
+        parameter.requires_grad_(True)  # changing requires_grad of a parameter is allowed
         writes = False
     if outcome == plainly == "raised":
         verdict = "equal, an error of torch's"
@@ -310,7 +313,7 @@ def _writes(tensor: torch.Tensor) -> bool:
 
 
 class Sessions(ExitStack):
-    """The same module in each of the places."""
+    """The same module in each of the placements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +370,7 @@ def main() -> int:
 
 
 def _work(only: str, *, after: int) -> None:
-    """Print a line for each operation in each place, from the one that follows number `after` on."""
+    """Print a line for each operation in each placement, beginning after operation number `after`."""
     warnings.simplefilter("ignore")
     with Sessions() as sessions:
         for number, (name, case) in enumerate(cases(only), 1):
@@ -377,7 +380,7 @@ def _work(only: str, *, after: int) -> None:
                 print(number, place, "begun", name, sep="\t", flush=True)
                 try:
                     verdict = judged(name, case, parameter, read).replace("\n", " ").replace("\t", " ")
-                except Exception as error:  # not one of the operation
+                except Exception as error:  # raised by the comparison, not the operation
                     verdict = f"COULD NOT BE COMPARED {error!r}".replace("\n", " ").replace("\t", " ")
                 print(number, place, verdict[:200], name, sep="\t", flush=True)
 

@@ -1,11 +1,11 @@
-"""Every causal language model of transformers, tiny, with its blocks' weights by the module, and whole beside it.
+"""Compare fetching by module with fetching whole blocks, on a tiny model of every causal architecture in transformers.
 
     parts_of_all.py [--only NAME ...] [--json FILE]
 
-Each is trained in fp32 for three steps by the tiered engine with all weights in RAM, with gradient checkpointing where
-transformers has it: with tiered.fetch_granularity=block, and with module in one buffer and in two. Right is: the same
-losses, norms and masters to the last bit, and parts fetched as often in a step as the plan has it. Of whole blocks and
-of what is outside them tests/model/test_fetches.py asks that.
+The tiered engine trains each model in fp32 for three steps with all weights in RAM, with gradient checkpointing where
+transformers has it: with tiered.fetch_granularity=block, and with module in one buffer and in two. An architecture is
+right if losses, norms and master weights have the same bits, and if a step fetches each part as often as planned. For
+whole blocks and weights outside blocks, tests/model/test_fetches.py checks the fetch counts.
 """
 
 from __future__ import annotations
@@ -38,23 +38,26 @@ from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.tiered import layout, submodule_units, traffic
 from offload_trainer.telemetry.meters import PhaseClock
 
-SECONDS = 240  # one architecture may take
-VECTORS = 4096  # elements of a unit of them, aligned
-SMALL = {"all in parts": 0, "what is little stays": 1 << 20}  # elements of a divided block that stay on the device
+SECONDS = 240  # time limit of one architecture
+VECTORS = 4096  # elements of an aligned unit of vectors
+SMALL = {"all in parts": 0, "what is little stays": 1 << 20}  # elements of a block that stay on the device
 OUTCOMES = ("right", "wrong", "whole", "refused", "traceback", "transformers")
 WORDS = ("--params", "cpu", "--ram-fraction", "1")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one. `outcome`: right, wrong, whole (not divided), refused, traceback, or transformers."""
+    """The result of one architecture.
+
+    `outcome` is right, wrong, whole (not divided), refused, traceback, or transformers (fails there).
+    """
 
     name: str
     outcome: str
     why: str = ""
     blocks: int = 0
     parts: int = 0
-    trial: str = ""  # what the trial found
+    trial: str = ""  # the result of the trial run
     seconds: float = 0.0
 
 
@@ -62,15 +65,15 @@ class Result:
 class Trained:
     steps: list[tuple[float, float | None]]
     masters: dict[str, torch.Tensor]
-    fetched: dict[str, int]  # how often in a step after the first, by unit that is away
+    fetched: dict[str, int]  # fetches in a step after the first, by offloaded unit
     planned: dict[str, int]
-    inside: list[str]  # those of blocks
+    inside: list[str]  # the units within blocks
     parts: int
     blocks: int
 
 
 class _Count:
-    """How often units are fetched between the ends of two updates, and how often the plan has them."""
+    """Counters of the fetches of each unit between two updates, actual and planned."""
 
     def __init__(self) -> None:
         self.steps: list[Counter[int]] = []
@@ -118,7 +121,7 @@ def train(model: Path, drive: Path, *words: str) -> Trained:
 
 
 def differences(found: Trained, expected: Trained) -> list[str]:
-    """To the last bit, and to the byte."""
+    """Return the differences from the expected bits and fetch counts."""
     wrong = []
     if any(loss != loss for loss, _ in found.steps):
         wrong.append("a loss is NaN")
@@ -131,7 +134,7 @@ def differences(found: Trained, expected: Trained) -> list[str]:
 
 
 def otherwise(found: Trained, among: Collection[str]) -> list[str]:
-    """Which of these units are fetched more often than planned, or less: one sentence at most."""
+    """Return a sentence on the units fetched more or less often than planned, or nothing if there are none."""
     names = [name for name in among if found.planned[name] != found.fetched[name]]
     told = ", ".join(f"{name} {found.fetched[name]} times for {found.planned[name]}" for name in names)
     fetched, planned = sum(found.fetched.values()), sum(found.planned.values())
@@ -139,7 +142,7 @@ def otherwise(found: Trained, among: Collection[str]) -> list[str]:
 
 
 def whole_blocks(model: Path, drive: Path, *words: str) -> list[str]:
-    """What the plan has wrong of them with one buffer and with two, where a block runs with no more."""
+    """Return how fetches of whole blocks differ from the plan with one and two buffers, where so few suffice."""
     wrong = []
     for buffers in (1, 2):
         try:
@@ -156,7 +159,7 @@ def whole_blocks(model: Path, drive: Path, *words: str) -> list[str]:
 
 
 def examine(name: str, folder: Path) -> Result:
-    """Never raises: what goes wrong is what becomes of it."""
+    """Return the result of one architecture; a failure becomes its outcome, and no exception escapes."""
     start, wrong = time.monotonic(), list[str]()
     try:
         model = saved(tiny_config(kinds()[name]), folder / "model")
@@ -171,7 +174,7 @@ def examine(name: str, folder: Path) -> Result:
             with (
                 mock.patch.object(layout, "SMALL", VECTORS),
                 mock.patch.object(submodule_units, "SMALL", small),
-                mock.patch.object(submodule_units, "_WORTH", 1.0),  # of tiny ones, whose experts are most of them
+                mock.patch.object(submodule_units, "_WORTH", 1.0),  # experts are most weights of tiny models
             ):
                 ways = _ways(folder, how)
                 if ways and whole is None:
@@ -195,7 +198,7 @@ def saved_config(folder: Path) -> Any:
 
 
 def _trial(config: Any) -> str:
-    """What the trial says of it: why it did not run, or what it found."""
+    """Run the trial that divides blocks; return its result, or why it could not run."""
     model = meta_model(config, trust_remote_code=False)
     names, needs = submodules.apart(model, block_names, trust_remote_code=False)
     if names:
@@ -211,7 +214,7 @@ def _trial(config: Any) -> str:
 
 
 def _ways(folder: Path, how: str) -> dict[str, Trained]:
-    """Trained with one buffer and with two, where there are parts."""
+    """Return the training results with one buffer and with two, or none if no block is divided."""
     found: dict[str, Trained] = {}
     for way, buffers in (("one buffer", 1), ("two buffers", 2)):
         words = ["tiered.fetch_granularity=module", f"tiered.weight_buffers={buffers}"]

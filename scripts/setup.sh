@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# setup.sh PYTHON VENV: a virtual environment with exactly the tested versions, and what DeepSpeed's kernels need.
+# setup.sh PYTHON VENV: make a virtual environment with exactly the tested versions, and install what DeepSpeed's
+# kernels need.
 set -euo pipefail
 python=$1 venv=$2
 
@@ -10,7 +11,7 @@ command -v "$python" >/dev/null || fail "$python is not installed; name another 
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module: apt-get install python3-venv"
 command -v g++ >/dev/null || fail "no C++ compiler: apt-get install g++"
 
-# DeepSpeed's NVMe kernel needs libaio's header: --engine deepspeed and tiered.io=async_io, nothing else.
+# DeepSpeed's NVMe kernel needs libaio's header; only --engine deepspeed and tiered.io=async_io use it.
 if [ ! -e /usr/include/libaio.h ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q libaio-dev; } >/dev/null \
@@ -21,7 +22,7 @@ if [ ! -e /usr/include/libaio.h ]; then
 fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-# torch first and pinned: asked for by another package, pip would take several GB of CUDA libraries on a CPU machine.
+# Install torch first and pinned: as a dependency, pip would fetch several GB of CUDA libraries on a CPU machine.
 "$venv/bin/pip" install --quiet --disable-pip-version-check "$(grep '^torch==' requirements.lock)"
 "$venv/bin/pip" install --quiet --disable-pip-version-check -r requirements.lock
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps -e .

@@ -1,7 +1,7 @@
-"""A tiny configuration of every causal language model that transformers has: its defaults, shrunk by rules.
+"""Tiny configurations of every causal language model in transformers, made by shrinking its defaults.
 
-The rules are `offload_trainer.model.probes.tiny_model`; here is what no rule finds, since a class's defaults alone make
-no model.
+`offload_trainer.model.probes.tiny_model` has the rules. This module has the exceptions, for classes whose shrunk
+defaults give no valid model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["VOCABULARY", "kinds", "tiny_config"]
 
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:
-    """By the name of its configuration, every architecture that `AutoModelForCausalLM` builds."""
+    """Return the architectures that `AutoModelForCausalLM` builds, by the name of their configuration."""
     return {kind.__name__.removesuffix("Config"): kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
 
 
 def tiny_config(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """`kind` with its defaults shrunk; `changes` are the caller's, on top."""
+    """Return a `kind` with its defaults shrunk; `changes` override them."""
     return _shrunk(kind(**_NEEDED.get(kind.__name__, {})), changes)
 
 
@@ -33,13 +33,13 @@ def _shrunk(whole: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfi
 
 
 _PLAIN = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_hidden_layers": 2}
-_NEEDED: dict[str, dict[str, Any]] = {  # without which there are no defaults
+_NEEDED: dict[str, dict[str, Any]] = {  # classes that cannot be built from defaults
     "Gemma4AssistantConfig": {"text_config": _PLAIN | {"num_kv_shared_layers": 2}},
 }
 _HYBRID = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HIDDEN // HEADS}
 _ATTENTION = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS}
-_CHANGES: dict[str, dict[str, Any]] = {  # what no rule finds
+_CHANGES: dict[str, dict[str, Any]] = {  # exceptions to the rules
     "BambaConfig": {"mamba_d_head": 2 * HIDDEN // HEADS},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},

@@ -1,4 +1,4 @@
-"""Write docs/config.md from the configuration's types. With --print: to standard output."""
+"""Write docs/config.md from the configuration's types; with --print, write to standard output."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ combinations are refused, all in one message.
 
 
 def allowed(annotation: Any) -> str:
-    """A type as a reader of the table understands it."""
+    """Describe a type for readers of the table."""
     if annotation in (int, float, str, bool):
         return {int: "integer", float: "number", str: "text", bool: "true, false"}[annotation]
     if get_origin(annotation) is tuple:

@@ -1,7 +1,7 @@
-"""Fill in the tables of docs/parallel.md: what each of its commands prints.
+"""Fill in the tables of docs/parallel.md with the output of each of its commands.
 
 python scripts/write_parallel_docs.py            write the page
-python scripts/write_parallel_docs.py --print    print it as it would be
+python scripts/write_parallel_docs.py --print    print it instead
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TABLE = re.compile(r"^ {4}offload-train (plan --parallel [^\n]+)\n\n```text\n.*
 
 
 def filled(page: str) -> str:
-    """The page with each command's table as it is now, without what all of them assume."""
+    """Return the page with each command's current table, without the arguments that all of them share."""
     return _TABLE.sub(lambda found: f"    offload-train {found[1]}\n\n```text\n{_printed(found[1])}```", page)
 
 

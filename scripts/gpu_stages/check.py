@@ -1,4 +1,7 @@
-"""Is this machine ready, what would run on it, and how fast is it? What fails does not stop the rest."""
+"""Check that this machine is ready, what it would run, and how fast it is.
+
+A check that fails does not stop the others.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def carry_out(stage: Stage) -> None:
 
 
 def driver(stage: Stage) -> dict[str, Any]:
-    """What nvidia-smi says, where there is one: an AMD card has another."""
+    """Return what nvidia-smi prints; it is missing on machines with AMD cards."""
     fields = "name,driver_version,memory.total,clocks.max.sm,power.limit"
     try:
         done = stage.command(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
@@ -55,7 +58,7 @@ def doctor(stage: Stage) -> dict[str, Any]:
 
 
 def kernels(stage: Stage) -> dict[str, Any]:
-    """What computes the update on the CPU, and whether the GPU's kernel can be compiled and gives the same bits."""
+    """Report the CPU's update kernel, and whether the GPU's kernel compiles and gives the same bits."""
     found = _json(stage.command([sys.executable, str(Path(__file__).with_name("kernels.py"))]))
     if found["same"] is False:
         raise Failure(f"failed: {found['GPU']}")
@@ -63,8 +66,8 @@ def kernels(stage: Stage) -> dict[str, Any]:
 
 
 def bench(stage: Stage) -> dict[str, Any]:
-    """The machine's rates, also into bench.json beside the table, which `plan --machine FILE` reads elsewhere."""
-    drive = [] if stage.rehearsal else ["--nvme", str(stage.drive)]  # seconds of writing, for each way to write
+    """Measure the machine's rates, and write bench.json next to the table, for `plan --machine FILE` elsewhere."""
+    drive = [] if stage.rehearsal else ["--nvme", str(stage.drive)]  # each write method of a drive takes seconds
     machine = _json(_ours(stage, ["bench", "--json", *drive]))
     (stage.record.folder / "bench.json").write_text(json.dumps(machine, indent=1))
     rates = machine["rates"]
@@ -89,7 +92,10 @@ def _ours(stage: Stage, words: Sequence[str]) -> Any:
 
 
 def _json(done: Any, *, refused: int | None = None) -> Any:
-    """What a command printed; with `refused`, also where it ended with that code. Failure with its last words."""
+    """Return a command's JSON output; accept the exit code `refused` as well as 0.
+
+    Raises Failure with the last of its stderr where there is no output.
+    """
     if done.returncode not in (0, refused) or not done.stdout.strip():
         last = " ".join(done.stderr.split())[-300:]
         if not done.stdout.strip():

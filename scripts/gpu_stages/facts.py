@@ -1,4 +1,4 @@
-"""One JSON line: processor, memory, GPU, versions. None where something is not there."""
+"""Print one JSON line with the processor, memory, GPU and versions; a missing one is null."""
 
 from __future__ import annotations
 

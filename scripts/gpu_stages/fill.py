@@ -1,7 +1,8 @@
-"""Weights for benchmarks alone: filled at the speed of memory, where drawing 10e9 normals on one thread takes minutes.
+"""Initial weights for benchmarks, filled at memory speed: drawing 10e9 normal values on one thread takes minutes.
 
-They are no initialisation: matrices repeat the same 2^24 + 43 normals (deviation: the model's own), each weight from
-another place on; norms are ones, biases zeros. Speed, bytes and finiteness are those of a fresh model, losses are not.
+They are no real initialisation. Matrices repeat the same 2^24 + 43 normal values with the model's standard deviation,
+and each starts at a different offset; norms are ones, biases zeros. Speed, bytes and finiteness match a freshly
+initialised model's; losses do not.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import torch
 
-_PATTERN = (1 << 24) + 43  # numbers; shares no divisor with any width, so that no two rows of a matrix are alike
+_PATTERN = (1 << 24) + 43  # numbers; coprime to every width, so that no two rows of a matrix are equal
 
 
 @contextmanager
 def cheap_weights(wanted: bool) -> Iterator[None]:
-    """Inside, every model with random weights has these instead, if they are wanted."""
+    """Within the context, replace random initial weights by these if `wanted`."""
     from offload_trainer.model.loader import ModelSource
 
     if not wanted:
@@ -33,7 +34,7 @@ def cheap_weights(wanted: bool) -> Iterator[None]:
 
 
 def filled_for_benchmarks(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, fp32 on the CPU), the same for the same shapes and seed, in the model's order."""
+    """Yield (name, fp32 tensor on the CPU) in the model's order; the same shapes and seed give the same values."""
     assert source.random
     largest = max(weight.numel for weight in source.shape.weights if len(weight.shape) > 1)
     count = min(_PATTERN, largest | 1)
@@ -47,7 +48,7 @@ def filled_for_benchmarks(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _from(pattern: torch.Tensor, place: int, numel: int) -> torch.Tensor:
-    """`numel` numbers of the endless repetition of the pattern, from `place` on."""
+    """Return `numel` values of the infinitely repeated pattern, starting at offset `place`."""
     filled = torch.empty(numel)
     done = 0
     while done < numel:

@@ -1,6 +1,6 @@
-"""GPT-2 of 10.28e9 parameters in fp16 with the GPU memory that a V100 of 32 GiB has, as the plan divides it.
+"""Train GPT-2 with 10.28e9 parameters in fp16 within the GPU memory of a 32 GiB V100, placed as the plan proposes.
 
-The cap is torch's (`set_per_process_memory_fraction`): it makes the smaller card's capacity, never its speed.
+torch's `set_per_process_memory_fraction` caps the memory. It imitates the smaller card's capacity, not its speed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One JSON line: what computes the update here, on the CPU and on the GPU, and whether their bits agree."""
+"""Print one JSON line: the update kernels of this machine's CPU and GPU, and whether their bits agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One way to train and to place a model: built, some steps in a row, their seconds and bytes beside the plan's."""
+"""Measure one way to train and place a model: build it, time consecutive steps, and compare with the plan."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MFU = (
 )
 IN_A_ROW = "Steps are timed in a row, nothing stopped between them: work that one leaves to the next is in the next"
 FILLED = "Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant"
-WARM = 1  # steps that do not count
+WARM = 1  # untimed steps
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: what `offload-train` is given, and whose engine it is, where not ours (peers.py)."""
+    """One way to train: arguments of `offload-train`, and the foreign engine (peers.py), if any."""
 
     name: str
     words: Sequence[str]
@@ -51,9 +51,9 @@ class Case:
 def measure(
     stage: Stage, case: Case, *, steps: int, dtype: str, size: int, cap_bytes: int | None = None
 ) -> dict[str, Any] | None:
-    """Add the case's row to the record, whatever comes of it; return it where it was timed.
+    """Measure a case and add its row to the record, whatever the outcome; return the row if steps were timed.
 
-    `size`: of the square matrices whose product is timed.
+    `size`: rows of the square matrices whose product is timed.
     """
     row: dict[str, Any] = {"case": case.name, "words": " ".join(case.words)}
     try:
@@ -71,7 +71,7 @@ def measure(
 
 
 def in_a_row(stage: Stage, worker: Worker, steps: int) -> dict[str, Any]:
-    """Let the worker take steps without a pause, after some that do not count: as many as there is time for."""
+    """Take warm-up steps, then as many of `steps` as the remaining time allows, without a pause."""
     warm = worker.ask("steps", count=WARM)["steps"][-1]["step"]
     return worker.ask("steps", count=max(1, min(steps, int(stage.left() / (2 * warm)))))
 
@@ -90,7 +90,7 @@ def _of_plan(about: dict[str, Any], *, ours: bool) -> dict[str, Any]:
 
 
 def homes(plan: dict[str, Any]) -> str:
-    """Weights and shares of the state, from a plan's JSON."""
+    """Describe the placement of weights and optimizer state in a plan's JSON."""
     chosen, sizes = plan["chosen"], plan["chosen"]["sizes"] or {}
     if chosen["engine"] != "tiered":
         return f"{chosen['engine']}, weights {chosen['params']}, state {chosen['optimizer']}"

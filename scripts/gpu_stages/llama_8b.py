@@ -1,4 +1,4 @@
-"""Llama-3-8B's shape in bf16: the optimizer state on the GPU, half of it in RAM, all of it in RAM, by each overlap."""
+"""Train Llama-3-8B's shape in bf16, with the optimizer state on the GPU, half in RAM or all in RAM, by overlap."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def carry_out(stage: Stage) -> None:
 
 
 def prepare(stage: Stage) -> list[str]:
-    """Note what the rows mean; return the words that all cases have."""
+    """Note what the rows mean; return the arguments that all cases share."""
     model = model_directory(stage.drive / "llama", tiny=stage.rehearsal)
     length, rows = (32, 2) if stage.rehearsal else (4096, 4)
     for note in (large.MFU, large.IN_A_ROW, large.FILLED):
@@ -71,12 +71,12 @@ def prepare(stage: Stage) -> list[str]:
 
 
 def sizes(stage: Stage) -> dict[str, Any]:
-    """Return how many steps are timed, and the product that they are compared with."""
+    """Return the number of timed steps, and the matrix product that they are compared with."""
     return {"steps": 2 if stage.rehearsal else 5, "dtype": "bf16", "size": 128 if stage.rehearsal else 8192}
 
 
 def model_directory(folder: Path, *, tiny: bool) -> Path:
-    """A directory with the shape's config.json and no weights."""
+    """Write a model directory with the shape's config.json and no weights; return it."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_3_8B | (_TINY if tiny else {}), indent=1))
     return folder

@@ -1,4 +1,4 @@
-"""The floor under the rows of `8b`: the same shape's forward and backward with no offload, and torchao's offload."""
+"""Measure lower bounds for the rows of `8b`: forward and backward without offload, and torchao's offload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_stages.stage import Stage
 
 TITLE = "8B parameters: forward and backward alone, and torchao's CPUOffloadOptimizer"
 COLUMNS = large.COLUMNS
-_PLAIN = ["--engine", "plain", "--force"]  # whose plan counts a state that none of these has on the GPU
+_PLAIN = ["--engine", "plain", "--force"]  # --force: the plan counts optimizer state on the GPU, which no case here has
 CASES = {
     "forward and backward alone, checkpointing on": ([*_PLAIN, "model.activation_checkpointing=on"], "native"),
     "forward and backward alone, checkpointing off": ([*_PLAIN, "model.activation_checkpointing=off"], "native"),

@@ -1,7 +1,7 @@
-"""Every home of weights and state against plain torch within a tolerance, and against each other bit for bit.
+"""Compare every placement of weights and state with plain torch within a tolerance, and with each other bit for bit.
 
-All of it under torch's deterministic algorithms, without which CUDA adds gradients of attention and embeddings in any
-order. One process takes all cases of a dtype; a case that ends it costs only itself.
+All cases run under torch's deterministic algorithms, without which CUDA adds gradients of attention and embeddings in
+an arbitrary order. One process runs all cases of a dtype; a case that crashes it loses only its own result.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ COLUMNS = {
     "same": "losses, norms, masters as the first home's",
     "step": "step s",
 }
-BOUND = 2e-2  # of the loss, to plain torch, which updates by another kernel
+BOUND = 2e-2  # relative difference of a loss from plain torch's, whose update kernel rounds differently
 WEIGHTS = ("gpu", "cpu", "nvme")
-SHARES = ((1.0, 0.0), (0.3, 0.3), (0.0, 1.0), (0.0, 0.0))  # of the state on the GPU and in RAM; the rest on the drive
+SHARES = ((1.0, 0.0), (0.3, 0.3), (0.0, 1.0), (0.0, 0.0))  # fractions on the GPU and in RAM, the rest on NVMe
 _REHEARSED = (("gpu", SHARES[0]), ("gpu", SHARES[1]), ("cpu", SHARES[2]), ("nvme", SHARES[3]))
 
 
@@ -50,28 +50,28 @@ def carry_out(stage: Stage) -> None:
                 row |= found
                 stage.record.add(compared.outcome(row), **row)
             except Failure as failure:
-                worker = None  # it has ended
+                worker = None  # the failed process has ended
                 stage.record.add(str(failure), **row)
     if worker is not None:
         worker.end()
 
 
 class Compared:
-    """What plain torch and the first home gave, of one dtype and number of micro-batches."""
+    """The results of plain torch and of the first placement, for one dtype and number of micro-batches."""
 
     def __init__(self) -> None:
         self._plain: dict[str, Any] | None = None
         self._first: dict[str, Any] | None = None
 
     def outcome(self, row: dict[str, Any]) -> str:
-        """How the row compares; puts `apart` and `same` into it."""
+        """Return the outcome of comparing a row; set its `apart` and `same`."""
         if row["shares"] is None:
             self._plain = row
             return "ok"
         wrong = []
         if self._plain is not None:
             row["apart"] = _furthest(row["losses"], self._plain["losses"])
-            if not row["apart"] < BOUND:  # NaN is not
+            if not row["apart"] < BOUND:  # the negation also catches NaN
                 wrong.append(f"loss is {row['apart']:.2g} from plain torch's")
         if self._first is None:
             self._first = row
@@ -82,7 +82,7 @@ class Compared:
 
 
 def _furthest(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """The largest difference; NaN where a loss is."""
+    """Return the largest difference, or NaN if a loss is NaN."""
     apart = [abs(one - other) for one, other in zip(losses, plain, strict=True)]
     return float("nan") if any(map(isnan, apart)) else max(apart)
 
@@ -104,7 +104,7 @@ def _run(stage: Stage, worker: Worker, words: list[str]) -> dict[str, Any]:
 
 
 def _words(stage: Stage, dtype: str, accumulate: int) -> list[str]:
-    # 49 M parameters: a step of those whose state is on the drive moves 0.6 GB each way.
+    # 49 M parameters: a step with all state on the drive moves 0.6 GB each way.
     model = ["--model", "gpt2", "model.overrides.n_layer=6", "model.overrides.vocab_size=8192"]
     model += ["--seq-len", "256", "--micro-batch", "4"]
     if stage.rehearsal:
@@ -131,7 +131,7 @@ def _home(weights: str, shares: tuple[float, float] | None, *, tiny: bool) -> li
 
 
 def overlap_of(shares: tuple[float, float]) -> str:
-    """Return the overlap that this division is tried with: the bits must not depend on it either."""
+    """Return the overlap to test with this placement; the bits must not depend on it either."""
     if shares[0] == 1:
         return "off"
     return "backward" if sum(shares) < 1 else "forward"

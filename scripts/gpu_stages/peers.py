@@ -1,12 +1,13 @@
-"""Other people's ways to train with little GPU memory, behind this package's loop: the same rows, clock and loss.
+"""Other libraries' ways to train with little GPU memory, driven by this package's loop with the same rows, clock and
+loss.
 
-    native   plain torch's forward and backward, the gradients thrown away: what everyone has to do at least
-    foreach  plain torch as the package's engine has it, its AdamW by `foreach` and not fused
-    fsdp2    torch's fully_shard with CPUOffloadPolicy, one rank: fp32 masters, moments and AdamW in host memory
-    torchao  its CPUOffloadOptimizer: weights on the GPU, AdamW on a copy of them in host memory
+    native   forward and backward of plain torch, which discards the gradients: the minimum that every engine needs
+    foreach  the package's plain torch engine, with the `foreach` variant of AdamW in place of the fused one
+    fsdp2    torch's fully_shard with CPUOffloadPolicy on one rank: fp32 masters, moments and AdamW in host memory
+    torchao  CPUOffloadOptimizer: weights on the GPU, AdamW on a copy of them in host memory
 
-Stock DeepSpeed is an engine of the package (`--engine deepspeed`) and needs nothing here. Where it is not installed
-nothing is said of it.
+Stock DeepSpeed is an engine of the package (`--engine deepspeed`) and needs nothing here. Where it is not installed,
+the record leaves it out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LACKS_TORCHAO = "not run: torchao is not installed; scripts/offline_bundle.sh br
 
 
 def builder(peer: str | None) -> Callable[..., Any]:
-    """What builds this peer, or the package's engine where there is none."""
+    """Return the function that builds this peer's engine, or the package's own without a peer."""
     from offload_trainer.run.build import build_engine
 
     return build_engine if peer is None else _BUILDERS[peer]
@@ -78,7 +79,7 @@ def _groups(module: Any, source: Any, optim: Any) -> list[dict[str, Any]]:
 
 
 class _Rival:
-    """A training step as its library's documentation has it: every rival's, with its own module and optimizer."""
+    """A training step as the libraries' documentation shows it; subclasses supply the module and the optimizer."""
 
     rank, world = 0, 1
     _device: Any
@@ -109,13 +110,13 @@ class _Rival:
                 group["lr"] = lr
             self._adam.step()
             self._adam.zero_grad()
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's is in parts
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's norm is sharded
         mean = float(torch.stack(losses).mean())
         return StepResult(loss=mean, grad_norm=float(norm), loss_scale=1.0, skipped=False)
 
 
 class TorchAO(_Rival):
-    """torchao's CPUOffloadOptimizer over weights on the GPU, as its documentation has it."""
+    """torchao's CPUOffloadOptimizer over weights on the GPU, used as its documentation shows."""
 
     def __init__(self, source: Any, config: Any) -> None:
         import torch
@@ -140,7 +141,7 @@ class TorchAO(_Rival):
 
 
 class Fsdp2(_Rival):
-    """One rank of FSDP2 whose parameters, gradients and moments are in host memory."""
+    """FSDP2 on one rank, with parameters, gradients and moments in host memory."""
 
     def __init__(self, source: Any, config: Any) -> None:
         import torch
@@ -150,8 +151,8 @@ class Fsdp2(_Rival):
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for library in ("NCCL", "GLOO"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # there may be no other
-        # Norms of gradients in host memory are summed by gloo.
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # the machine may have no other interface
+        # gloo reduces the norms of gradients in host memory.
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._module = source.build(dtype=torch.float32)

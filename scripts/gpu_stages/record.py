@@ -1,4 +1,4 @@
-"""What a stage has found so far: STAGE.json and STAGE.md, both whole after every row.
+"""The results of one stage so far: STAGE.json and STAGE.md, both rewritten completely after every row.
 
 A process that is killed at a time limit leaves all rows that it had, and `"done": false`.
 """
@@ -18,8 +18,11 @@ REHEARSAL = "rehearsal without a GPU on tiny shapes: these numbers mean nothing"
 
 
 class Record:
-    """Rows of one stage. A row's `outcome` is "ok", "not run: WHY", "failed: WHY" or, of a speed that
-    is not to be quoted, "not comparable: WHY"; the columns go into the table."""
+    """The rows of one stage.
+
+    A row's `outcome` is "ok", "not run: WHY", "failed: WHY" or, for a speed that must not be quoted, "not comparable:
+    WHY". The table shows the configured columns.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,10 @@ class Record:
         about: dict[str, Any],
         rehearsal: bool,
     ) -> None:
-        """`columns`: heading by key; all of a row is in the JSON, whether it has a column or not."""
+        """Start a record with empty files.
+
+        `columns`: heading by key. The JSON has all keys of a row, with or without a column.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.rehearsal = folder, rehearsal
         self._json, self.page = folder / f"{stage}.json", folder / f"{stage}.md"
@@ -55,29 +61,29 @@ class Record:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the numbers depend on: GPU, versions."""
+        """Return the facts that the numbers depend on, such as GPU and versions."""
         return self._content["about"]
 
     def add(self, outcome: str = "ok", **row: Any) -> None:
-        """One result more, on the disk when this returns."""
+        """Add one row; both files are written when this returns."""
         self.rows.append({"outcome": outcome, **row})
         told = ", ".join(str(row[key]) for key in self._columns if key in row)
         print(f"gpu_suite: {told}: {outcome}", file=sys.stderr, flush=True)
         self._save()
 
     def complete(self, **more: Any) -> None:
-        """Put more into the row that was added last."""
+        """Add keys to the latest row."""
         self.rows[-1] |= more
         self._save()
 
     def note(self, text: str) -> None:
-        """A line above the table, once however often it is noted."""
+        """Add a line above the table, unless it is there already."""
         if text not in self._content["notes"]:
             self._content["notes"].append(text)
         self._save()
 
     def close(self) -> bool:
-        """Whether nothing failed."""
+        """Mark the record as done; return whether no row failed."""
         self._content["done"] = True
         self._save()
         return not any(row["outcome"].startswith("failed") for row in self.rows)

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training, and runs that are killed at random moments, on the GPU."""
+"""Measure what a checkpoint costs training, and kill runs at random moments, on the GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def carry_out(stage: Stage) -> None:
 
 
 def save(stage: Stage, case: str, words: list[str]) -> None:
-    """Rounds of steps without a save, with one behind them, and with one before them."""
+    """Time rounds of steps without a save, with one in the background, and with a completed one before them."""
     rounds, steps = (1, 1) if stage.rehearsal else (3, 6)
     row = {"case": case, "words": " ".join(words), "steps": steps}
     try:
@@ -63,7 +63,7 @@ def save(stage: Stage, case: str, words: list[str]) -> None:
 
 
 def kill(stage: Stage, *, count: int) -> None:
-    """SIGKILL at random moments; what the runs end with must be the uninterrupted one's, bit for bit."""
+    """Send SIGKILL at random moments; the resumed runs must end with the bits of an uninterrupted run."""
     script = str(ROOT / "soak" / "kill_and_resume.py")
     try:
         done = stage.command([sys.executable, script, "--kills", str(count)], env={"KILL_DIRECTORY": str(stage.drive)})

@@ -1,8 +1,9 @@
-"""Seconds of a step at 8 thousand tokens: ours by home of the state and overlap, plain torch, and others' offload.
+"""Time steps of 8 thousand tokens: this package by state placement and overlap, plain torch, and other libraries'
+offload.
 
-Each case has a process and the machine to itself: it is built, takes a step that does not count, then some in a row,
-and ends before the next is built. Plain torch is measured again at the end, which shows what the machine's speed did
-meanwhile. What plain torch's forward and backward take alone is the floor under everybody.
+Each case has its own process, and the machine to itself: it takes one warm-up step and then the timed ones, and ends
+before the next case is built. Plain torch is measured again at the end, which shows drift of the machine's speed. The
+forward and backward of plain torch alone are the lower bound for every case.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def plain() -> Case:
 
 
 def shares(gpu: str, ram: str, overlap: str) -> list[str]:
-    """Weights on the GPU, the state divided so, its update overlapped so: never as `auto` would choose."""
+    """Return arguments with weights on the GPU and this state placement and overlap; nothing is left to `auto`."""
     return [*OURS, "--params", "gpu", "--gpu-fraction", gpu, "--ram-fraction", ram, f"tiered.overlap={overlap}"]
 
 
@@ -80,7 +81,7 @@ def cases() -> list[Case]:
 
 
 def prepare(stage: Stage, *, rows: int, accumulate: int) -> list[str]:
-    """Note what the rows mean; return the words that all cases have, whose own win."""
+    """Note what the rows mean; return the arguments that all cases share, which a case's own override."""
     if stage.rehearsal:
         model, length, rows = ["model.overrides.n_layer=2", "model.overrides.n_embd=64"], 32, 2
     else:
@@ -95,9 +96,9 @@ def prepare(stage: Stage, *, rows: int, accumulate: int) -> list[str]:
 def compare(
     stage: Stage, compared: Sequence[Case], words: Sequence[str], *, against: float | None = None
 ) -> float | None:
-    """Add a row for each case that is asked for; return plain torch's tokens a second, `against` which others are told.
+    """Add a row for each selected case; return plain torch's tokens a second, the reference for the others (`against`).
 
-    What a rehearsal cannot do, without a GPU or in seconds, is noted there.
+    A rehearsal notes the cases that it cannot run, for want of a GPU or of time.
     """
     for case in compared:
         if not stage.asked(case.name):
@@ -113,7 +114,7 @@ def compare(
 
 
 def measure_against(stage: Stage, case: Case, against: float | None) -> float | None:
-    """Add the case's row, with its rate over `against`; return its rate."""
+    """Add a case's row, including its rate relative to `against`; return its rate in tokens a second."""
     steps, size = (2, 128) if stage.rehearsal else (STEPS, 8192)
     row = large.measure(stage, case, steps=steps, dtype="bf16", size=size)
     if row is None:
@@ -133,13 +134,16 @@ def _missing(stage: Stage, case: Case) -> str | None:
 
 
 def _model(stage: Stage) -> str:
-    """1.6e9 parameters where plain torch has room for them, else half as many."""
+    """Return a model of 1.6e9 parameters if plain torch can train it on this GPU, else one of half the size."""
     gpu = stage.record.about["gpu"]
     return "gpt2-xl" if float(gpu.split(", ")[-2].removesuffix(" GiB")) > 70 else "gpt2-large"
 
 
 def trace(stage: Stage, words: Sequence[str]) -> None:
-    """A step whose update goes on behind the forward, once, as chrome://tracing and https://ui.perfetto.dev read it."""
+    """Record a step whose update overlaps the forward.
+
+    chrome://tracing and https://ui.perfetto.dev read the trace.
+    """
     path = stage.record.folder / TRACE
     name = "a trace of state in RAM, overlap forward"
     if not stage.asked(name):

@@ -1,4 +1,4 @@
-"""What every stage is given: its time, a directory on the drive, its record, and processes that hold the GPU.
+"""The environment of a stage: its time limit, a directory on the drive, its record, and worker processes for the GPU.
 
 with stage.worker("name") as worker:
     facts = worker.build([...])                   every answer within the stage's time, or Failure
@@ -26,19 +26,19 @@ from offload_trainer.storage.owned_dirs import scratch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _Of = TypeVar("_Of")
-_CLOSING = 12.0  # seconds kept for ending processes and writing the page
-_LEAST = 15.0  # with fewer seconds left nothing is begun: a process takes as many to start
+_CLOSING = 12.0  # seconds reserved for ending processes and writing the page
+_LEAST = 15.0  # seconds below which nothing new starts: starting a process takes as many
 
 
 class Failure(Exception):
-    """Why something has no result, as its row's outcome says it."""
+    """The reason for a missing result, in the words of its row's outcome."""
 
 
 class Stage:
-    """One stage's time, drive and processes; all that it started has ended, and is removed, on the way out."""
+    """One stage's time, drive and processes; leaving the context ends its processes and removes their files."""
 
     def __init__(self, record: Record, *, seconds: float, drive: Path, only: str = "") -> None:
-        """`only`: of the cases those whose name contains it."""
+        """`only`: run the cases whose names contain it."""
         self.record, self.rehearsal = record, record.rehearsal
         self._only, self._kept = only, list[Worker]()
         self._end = time.monotonic() + seconds - _CLOSING
@@ -55,21 +55,24 @@ class Stage:
         self._open.__exit__(*exception)
 
     def left(self) -> float:
-        """Seconds that may still be used."""
+        """Return the seconds that remain."""
         return max(0.0, self._end - time.monotonic())
 
     def some(self, cases: Mapping[str, _Of]) -> list[tuple[str, _Of]]:
-        """The cases that are asked for; in a rehearsal the first two, since the others differ in words alone."""
+        """Return the selected cases; a rehearsal takes the first two, since the others differ in arguments alone."""
         asked = [(name, case) for name, case in cases.items() if self._only in name]
         return asked[: 2 if self.rehearsal else None]
 
     def asked(self, name: str) -> bool:
-        """Whether a case of this name is asked for."""
+        """Return whether a case of this name is selected."""
         return self._only in name
 
     @contextmanager
     def process(self, name: str) -> Iterator[Worker]:
-        """A process for one run, ended behind it; in a rehearsal one for all runs, since it takes seconds to start."""
+        """Yield a process for one run, which ends afterwards.
+
+        A rehearsal reuses one process for all runs, since starting one takes seconds.
+        """
         if not self.rehearsal:
             with self.worker(name) as worker:
                 yield worker
@@ -81,20 +84,26 @@ class Stage:
         yield worker
         if worker.runs_one:
             worker.ask("close")
-        self._kept.append(worker)  # what has failed has ended, and does not come here
+        self._kept.append(worker)  # a failed worker has ended, and its exception skips this line
 
     def worker(self, name: str, **settings: Any) -> Worker:
-        """A process for runs; `settings` are those of worker.py. Failure where there is no time for one."""
+        """Start a process for runs; worker.py documents `settings`.
+
+        Raises Failure if there is no time for one.
+        """
         self.need_time()
         return Worker(self, name, settings)
 
     def need_time(self, least: float = _LEAST) -> None:
-        """Failure, out of time, with less than this left."""
+        """Raise Failure (out of time) if fewer than `least` seconds remain."""
         if self.left() < least:
             raise Failure(OUT_OF_TIME)
 
     def command(self, argv: Sequence[str], *, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """A command within the stage's time, stdout and stderr apart. Failure, out of time, where it takes longer."""
+        """Run a command within the stage's time; return its stdout and stderr separately.
+
+        Raises Failure (out of time) if it takes longer.
+        """
         self.need_time()
         with subprocess.Popen(
             argv,
@@ -108,7 +117,7 @@ class Stage:
             try:
                 out, err = process.communicate(timeout=self.left())
             except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)  # what it started too
+                os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that it started
                 process.communicate()
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise Failure(OUT_OF_TIME) from None
@@ -117,14 +126,14 @@ class Stage:
 
 
 class Worker:
-    """The other end of worker.py: one process with a directory of its own on the drive, asked one thing at a time."""
+    """A client of worker.py: one process with its own directory on the drive, which answers one request at a time."""
 
     def __init__(self, stage: Stage, name: str, settings: dict[str, Any]) -> None:
         self.name, self._stage = name, stage
         self._open = ExitStack()
         self.folder = self._open.enter_context(scratch("worker-", directory=stage.drive))
         self._log, self._runs = self.folder / "log", 0
-        self.runs_one = False  # whether a run is open in it
+        self.runs_one = False  # whether the process has an open run
         command = [sys.executable, str(Path(__file__).with_name("worker.py")), json.dumps(settings)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -132,7 +141,10 @@ class Worker:
             )
 
     def build(self, words: Sequence[str], **given: Any) -> dict[str, Any]:
-        """The run that `words` mean, its drive and its directory here; `given` is as worker.py has it."""
+        """Build the run that `words` configure, with its drive and output in this worker's directory.
+
+        worker.py documents `given`.
+        """
         self._runs += 1
         self.runs_one = True
         here = ["--nvme", str(self.folder)] if "{drive}" in words else []
@@ -141,7 +153,10 @@ class Worker:
         return self.ask("build", words=words, output=str(self.folder / f"run-{self._runs}"), **given)
 
     def ask(self, what: str, **given: Any) -> dict[str, Any]:
-        """Its answer. Failure with its last words, or out of time; the process has ended then."""
+        """Send a request and return its answer.
+
+        Raises Failure, with the worker's last output or for lack of time, after ending the process.
+        """
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         try:
@@ -161,7 +176,7 @@ class Worker:
         raise Failure(why)
 
     def rest(self) -> None:
-        """Stand still until it is asked again, so that its threads cost the others nothing."""
+        """Stop the process until the next request, so that its threads take no time from other cases."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGSTOP)
 
@@ -172,7 +187,7 @@ class Worker:
             if not waiting.select(self._stage.left()):
                 self.end()
                 raise Failure(OUT_OF_TIME)
-        return self._process.stdout.readline()  # one write each, so a line is whole
+        return self._process.stdout.readline()  # an answer is one write, so the line is complete
 
     def _last_words(self) -> str:
         code = self._process.poll()
@@ -180,7 +195,7 @@ class Worker:
         return f"{how}: {' '.join(self._log.read_text(errors='replace').split())[-300:]}"
 
     def end(self) -> None:
-        """Killed where it stands; its runs' directories and pages on the drive are removed. Again: nothing."""
+        """Kill the process and remove its directory on the drive; calling this again has no effect."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -199,7 +214,10 @@ class Worker:
 
 
 def facts(*, rehearsal: bool) -> dict[str, Any]:
-    """What numbers depend on and no setting says; asked of a process of its own, since it begins CUDA."""
+    """Return the facts that numbers depend on and no setting contains.
+
+    A separate process collects them, since that initialises CUDA.
+    """
     command = [sys.executable, str(Path(__file__).with_name("facts.py"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
@@ -220,7 +238,7 @@ def _commit() -> str:
 
 
 def _source() -> str:
-    """Sum of the package's Python and C++, which also names a copy without its history."""
+    """Return a hash of the package's Python, C++ and CUDA sources, which also identifies a copy without git history."""
     total = hashlib.sha256()
     for path in sorted((ROOT / "offload_trainer").rglob("*")):
         if path.suffix in (".py", ".cpp", ".cu"):
@@ -229,10 +247,10 @@ def _source() -> str:
 
 
 def outcome_of(about: dict[str, Any]) -> str:
-    """Return "ok" for what `Worker.build` answered, or why its speed must not be quoted.
+    """Return "ok" for an answer of `Worker.build`, or why its speed must not be quoted.
 
-    State in RAM and on drives is updated by the CPU. By torch's kernel, where there is no compiler, that takes a
-    multiple of the time.
+    The CPU updates state in RAM and on drives. Without a compiler, torch's kernel does so and takes several times as
+    long.
     """
     chosen = about["plan"]["chosen"]
     sizes = chosen["sizes"] or {}
@@ -242,11 +260,11 @@ def outcome_of(about: dict[str, Any]) -> str:
 
 
 def middle(steps: Sequence[dict[str, Any]], key: str) -> float:
-    """Median over the steps, in whatever unit they have."""
+    """Return the median of `key` over the steps."""
     return median(step[key] for step in steps)
 
 
 def spread(steps: Sequence[dict[str, Any]], key: str) -> str:
-    """Median, smallest and largest."""
+    """Return the median, smallest and largest of `key` over the steps."""
     values = [step[key] for step in steps]
     return f"{median(values):.3g} ({min(values):.3g}-{max(values):.3g})"

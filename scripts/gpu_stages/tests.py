@@ -1,6 +1,6 @@
-"""The package's tests on this machine: those that need a GPU, and those that compute, which do it on the GPU here.
+"""Run the package's tests on this machine: those that need a GPU, and those that compute, which use the GPU here.
 
-Tests of stand-ins for a GPU are skipped where there is one. Several run at a time where pytest-xdist is installed.
+Tests that imitate a GPU are skipped where there is one. Several tests run at a time if pytest-xdist is installed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from gpu_stages.stage import Failure, Stage
 
 TITLE = "The tests that compute, on this machine"
 COLUMNS = {"check": "check", "found": "found", "seconds": "s"}
-_AT_ONCE = 6  # each begins CUDA of its own
+_AT_ONCE = 6  # test processes; each initialises CUDA
 
-# Whole files whose tests compute: on a machine with a GPU they do it there. The quickest first.
+# Whole files whose tests compute, on the GPU where there is one, the quickest first.
 COMPUTING = (
     "tests/offload/test_against_torch.py",
     "tests/offload/test_gradients.py",
@@ -42,11 +42,11 @@ COMPUTING = (
 )
 
 _SMALL = "tests/run/test_streams.py"
-FAILED = "tests-failed.txt"  # in whose words
+FAILED = "tests-failed.txt"  # the file with the messages of failed tests
 
 
 def carry_out(stage: Stage) -> None:
-    # Those marked ops build DeepSpeed's kernels. A rehearsal takes one small file: all of them run elsewhere.
+    # Tests marked ops build DeepSpeed's kernels. A rehearsal runs one small file; other test runs cover the rest.
     checks = {"tests that need a GPU": ["-m", "gpu", "tests"]}
     checks |= {file: ["-m", "not ops and not slow", file] for file in ((_SMALL,) if stage.rehearsal else COMPUTING)}
     (stage.record.folder / FAILED).unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def carry_out(stage: Stage) -> None:
 
 
 def tests(stage: Stage, what: Sequence[str]) -> dict[str, Any]:
-    """pytest's outcome; what failed, in its own words, is in a file beside the table."""
+    """Run pytest and return its outcome; a file next to the table gets the messages of failed tests."""
     if stage.rehearsal:
         what = [*what[:-1], _SMALL]
     report = stage.drive / "tests.xml"

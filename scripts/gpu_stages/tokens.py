@@ -1,4 +1,7 @@
-"""Seconds of a step over tokens a step: with few the update is long beside the products, with many it is short."""
+"""Time steps with few and with many tokens.
+
+With few, the update takes long compared with the matrix products; with many, it takes little.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from gpu_stages.stage import Stage
 
 TITLE = "Speed at 2 and 32 thousand tokens a step"
 COLUMNS = {"tokens": "tokens a step", **speed.COLUMNS}
-BATCHES = {"2 thousand tokens": (2, 1), "32 thousand tokens": (8, 4)}  # rows of a micro-batch, micro-batches
+BATCHES = {"2 thousand tokens": (2, 1), "32 thousand tokens": (8, 4)}  # rows of a micro-batch, number of micro-batches
 _TAKEN = (
     speed.PLAIN,
     "forward and backward alone",

@@ -1,4 +1,4 @@
-"""Ways of the update and of fetching weights, each named: without rates `auto` takes the first of each alone."""
+"""Measure every method of the update and of fetching weights by name: without rates, `auto` takes the first of each."""
 
 from __future__ import annotations
 

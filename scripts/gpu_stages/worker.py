@@ -1,16 +1,16 @@
-"""A process that builds runs as `offload-train` does and takes steps when it is asked to.
+"""A process that builds runs as `offload-train` does, and takes steps on request.
 
-    worker.py '{"cap_bytes": 34359738368}'       the GPU memory that there is; {}: all
+    worker.py '{"cap_bytes": 34359738368}'       limit of GPU memory; {}: all of it
 
-One JSON object a line on stdin, one answer a line on stdout. After {"error": ...} the process ends.
+It reads one JSON object a line from stdin and writes one answer a line to stdout. After {"error": ...} it ends.
 
-    build   words, fill, peer    the run that `words` mean, up to its first step; answers facts and the plan
-    steps   count                what each took, its loss and norm, peaks of memory
-    trace   path                 one step more under torch's profiler
-    digest                       sum of names and bytes of all masters
-    saves   rounds, steps        what checkpoints cost (bench_save.compare)
-    product dtype, size          floating-point operations a second that a product of two matrices reaches
-    close                        the run's end, its memory given back; another may be built
+    build   words, fill, peer    build the run that `words` configure; answers facts and the plan
+    steps   count                take steps; answers the time, loss and norm of each, and peaks of memory
+    trace   path                 take one more step under torch's profiler
+    digest                       hash names and bytes of all master weights
+    saves   rounds, steps        measure what checkpoints cost (bench_save.compare)
+    product dtype, size          measure the floating-point operations a second of a matrix product
+    close                        end the run and free its memory; another may be built then
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # bench_step, bench_save
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in place of this directory: gpu_stages
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # for bench_step and bench_save
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the package gpu_stages
 
 from offload_trainer.errors import explain
 
 _ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0", "--resume", "never"]
-_CONTEXT = 500_000_000  # bytes of a card that are the driver's, as plans count it
+_CONTEXT = 500_000_000  # bytes of GPU memory that plans count for the driver
 
 
 class Served:
-    """What is asked for on stdin, and what becomes of it."""
+    """The loop that reads requests and writes their answers."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # libraries print to stdout
+        os.dup2(2, 1)  # libraries print to stdout, which is moved to stderr
         self._ready = False
 
     def serve(self) -> None:
@@ -66,7 +66,7 @@ class Served:
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def _build(self, words: list[str], output: str, fill: bool = False, peer: str | None = None) -> None:
-        """From wish to engine; returns once `close` is asked for."""
+        """Build the engine for a configuration and serve requests on it; return at `close`."""
         from offload_trainer.run.process_setup import prepare_process
         from offload_trainer.settings import load_config
 
@@ -118,7 +118,7 @@ class Served:
             "build_device_peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
         }
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats()  # from here on the peak is that of steps
+            torch.cuda.reset_peak_memory_stats()  # the peak after this point is that of the steps
         return about
 
     def _steps(self, running: Iterator[dict[str, Any]], count: int) -> dict[str, Any]:
@@ -137,13 +137,13 @@ class Served:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         with profile(activities=kinds) as seen:
             step = next(running)
-        seen.export_chrome_trace(path)  # gzipped by its name
+        seen.export_chrome_trace(path)  # the suffix of the name selects gzip
         return {"bytes": os.path.getsize(path), "step": step}
 
     # -- torch ---------------------------------------------------------------------------------------------------------
 
     def _prepare_torch(self) -> None:
-        """Once, before anything is computed."""
+        """Apply the memory cap once, before any computation."""
         if self._ready:
             return
         self._ready = True
@@ -155,7 +155,7 @@ class Served:
             self._cap(cap)
 
     def _cap(self, cap: int) -> None:
-        """As much memory as a smaller card has, its driver's share taken off; never its speed."""
+        """Limit memory to that of a smaller card, less the driver's share; its speed stays."""
         import torch
 
         total = torch.cuda.get_device_properties(0).total_memory
@@ -168,7 +168,7 @@ class Served:
         torch.cuda.mem_get_info = within_cap
 
     def _product(self, dtype: str, size: int) -> float:
-        """As many operations a second as one product reaches, on random numbers; the median of ten."""
+        """Return the operations a second of one matrix product on random values, as the median of ten."""
         self._prepare_torch()
         import torch
 
@@ -198,7 +198,10 @@ class Served:
 
 @contextmanager
 def _nothing_kept() -> Iterator[None]:
-    """Inside, plans count no export and no checkpoints, of tens of gigabytes: with `instead` none is made."""
+    """Within the context, plans count no export and no checkpoints.
+
+    `instead` replaces the loop that would write them, which takes tens of gigabytes.
+    """
     from offload_trainer.plan import planner
 
     counted = planner.saved_items
@@ -210,7 +213,7 @@ def _nothing_kept() -> Iterator[None]:
 
 
 def digest_of(weights: Iterator[tuple[str, Any]]) -> str:
-    """SHA-256 over names and bytes, in the order that they come in, which is the model's for every engine."""
+    """Return the SHA-256 over names and bytes, sorted by name, so that every engine's weights hash alike."""
     import hashlib
 
     import torch
@@ -229,14 +232,14 @@ def _saves(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped process must not outlive its stage
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped worker must not outlive its stage
     served = Served(json.loads(sys.argv[1]))
     try:
         served.serve()
     except Exception as error:
         traceback.print_exc()
         served.answer({"error": explain(error) or f"{type(error).__name__}: {error}"})
-        os._exit(1)  # whatever still holds memory or threads
+        os._exit(1)  # skips cleanup that memory or threads in use might block
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Conversations: ids and what of them is learned, against transformers' own count and by hand; and their rows."""
+"""Tests of conversations: token ids, the tokens that are trained on, compared with transformers, and their rows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MARKED = (
     "{{ message.content }}<end>{% endgeneration %}{% else %}{{ message.content }}<end>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# A turn's end has a line end behind it, as ChatML's has.
+# A turn's end is followed by a line end, as in ChatML.
 LINES = TEMPLATE.replace("<end>", "<end>\n")
-# The last answer is rendered with (empty) thoughts, earlier ones without.
+# The last answer is rendered with (empty) reasoning, earlier ones without.
 THOUGHTS = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' and loop.last %}(so)\n"
     "{% endif %}{{ message.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# The beginning of a text depends on what follows.
+# The beginning of the text depends on what follows.
 COUNTED = "{{ messages | length }}" + TEMPLATE
 
 
@@ -60,7 +60,7 @@ def encoded(record: dict[str, Any], *, form: str, template: str | None = TEMPLAT
 
 
 def learned(found: Encoded) -> list[str]:
-    """The stretches of text that are learned."""
+    """Return the spans of text that are trained on."""
     tokenizer, stretches, before = chat_tokenizer(), [], False
     for id_, counted in zip(*found, strict=True):
         if counted and not before:
@@ -72,7 +72,7 @@ def learned(found: Encoded) -> list[str]:
 
 
 def by_transformers(messages: list[dict[str, Any]]) -> Encoded:
-    """Its own count of what its template's marks are around."""
+    """Return ids and the mask of answer tokens as transformers computes them from the template's generation marks."""
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = MARKED
     found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -165,7 +165,7 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path: Path) -> None
 
 
 def conversation(count: int, *, first: int, answer: int) -> Encoded:
-    """`count` ids from `first` on, the last `answer` of them learned."""
+    """Return `count` consecutive ids from `first`, of which the last `answer` are trained on."""
     return Encoded(list(range(first, first + count)), [n >= count - answer for n in range(count)])
 
 
@@ -184,7 +184,7 @@ def test_each_conversation_has_its_row() -> None:
 
 
 def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
-    """A conversation may end with the pad token, learned or not; a full row has no padding."""
+    """A conversation may end with the pad token, trained on or not; a full row has no padding."""
     ends = Encoded([20, 21, 9], [False, True, False])
     given = [ends, conversation(6, first=30, answer=2), Encoded([20, 9], [False, True])]
     maker = RowMaker(6, pad=9)
@@ -194,7 +194,7 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     cuts = [maker.cut(one) for one in (ends, Encoded([20, 9], [False, True]), conversation(6, first=30, answer=6))]
     packed = [row for cut in cuts if (row := packer.add(cut)) is not None] + packer.rest()
     assert sorted(packing.padding_of(np.stack(packed)).tolist()) == [0, 1]
-    before = rows & ~np.uint32(BEGINS)  # as files were written before padding was marked
+    before = rows & ~np.uint32(BEGINS)  # the format of files written before padding was marked
     assert packing.padding_of(before).tolist() == [0, 0, 0]
 
 
@@ -206,7 +206,7 @@ def test_where_nothing_is_learned_is_left_out() -> None:
 
 
 def test_packed_rows_hold_each_conversation_whole() -> None:
-    """At most 64 rows are open at a time; what fills one up is by itself."""
+    """At most 64 rows are open at a time, and a conversation that fills a row is alone in it."""
     draw = random.Random(1)
     maker, packer = RowMaker(32, pad=9), Packer(32, pad=9)
     given = [conversation(draw.randrange(2, 33), first=100 * n, answer=1) for n in range(400)]
@@ -263,7 +263,7 @@ def prepared(file: Path, *, tokenizer: PreTrainedTokenizerFast, seq_len: int, **
 
 
 def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
-    """Of every row, as transformers counts them; at the same places when read again from the cache."""
+    """Targets of every row are transformers' answer tokens, also when rows are read again from the cache."""
     talks = [TALK, TALK[1:3], TALK[:3]]
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))

@@ -1,4 +1,4 @@
-"""Documents: what a file's documents are, and that every mistake in them is named by file and line."""
+"""Tests of documents: how files divide into them, and that errors name file and line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_bad_utf8_in_a_text_file_is_named(
 def test_the_place_of_a_byte_is_where_a_hex_editor_finds_it(
     name: str, line: int, mark: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Characters of several bytes count as those, and so does a byte-order mark."""
+    """The reported byte counts every byte of a multi-byte character and of a byte-order mark."""
     lines = [json.dumps({"text": f"é€ {number}" * 5}, ensure_ascii=False).encode() for number in range(4)]
     bad = lines[line - 1].replace(str(line - 1).encode(), b"\xff")
     whole = mark + b"\n".join([*lines[: line - 1], bad, *lines[line:]])
@@ -81,7 +81,7 @@ def test_the_place_of_a_byte_is_where_a_hex_editor_finds_it(
 
 
 def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Characters of one to four bytes, cut everywhere; a byte-order mark is none of them."""
+    """A text decodes alike wherever blocks cut its characters of one to four bytes; a byte-order mark is dropped."""
     text = "aé€\U0001f600\n" * 7
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     for size in (3, 4, 5, 7, 100):
@@ -107,7 +107,7 @@ def test_a_name_that_would_steer_a_terminal_does_not(tmp_path: Path) -> None:
 
 
 def test_all_bytes_of_a_file_are_seen(tmp_path: Path) -> None:
-    """What is summed is what was read."""
+    """The checksum covers exactly the bytes of the file."""
     for name in ("a.txt", "a.jsonl"):
         seen: list[bytes] = []
         (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n{"text": "b"}')

@@ -1,4 +1,4 @@
-"""Pieces: bounded, together the text, and their ids those of the text in one piece, whatever the tokenizer does."""
+"""Tests of chunked tokenisation: chunks are bounded and join to the text, and their ids are those of the whole text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LLAMA3 = (
 
 
 def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -> PreTrainedTokenizerFast:
-    """A tokenizer of that kind, with a vocabulary of its own from the text that ships here."""
+    """Train a tokenizer of this kind on the built-in text."""
     backend = Tokenizer(models.BPE(unk_token="<unk>") if model == "bpe" else models.Unigram())
     if pre_tokenizer is not None:
         backend.pre_tokenizer = pre_tokenizer
@@ -43,7 +43,7 @@ def trained(pre_tokenizer: Any, normalizer: Any = None, *, model: str = "bpe") -
         trainer = trainers.UnigramTrainer(
             vocab_size=600, special_tokens=special, show_progress=False, unk_token="<unk>"
         )
-    # Where nothing cuts words, merges over them would be learned: sentencepiece learns from words.
+    # Without a pre-tokenizer, BPE would learn merges across words; sentencepiece learns from words.
     backend.train_from_iterator(CORPUS[:20_000].splitlines(keepends=True) if pre_tokenizer else CORPUS.split(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
@@ -77,7 +77,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 def test_ids_are_those_of_the_text_in_one_piece(
     suffix: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixty pieces: of a text file, and of one document of a jsonl file."""
+    """Sixty chunks of a text file, or of one document of a jsonl file, give the ids of the uncut text."""
     monkeypatch.setattr(chunked_tokenize, "PIECE", 1000)
     path = tmp_path / f"a{suffix}"
     path.write_text(CORPUS if suffix == ".txt" else json.dumps({"text": CORPUS}))
@@ -97,7 +97,7 @@ def test_ids_are_those_of_the_text_in_one_piece(
 
 
 def test_the_plain_cut_would_change_ids() -> None:
-    """What the test above is for: behind a line end, ids of Metaspace are other ones."""
+    """Cutting after every line end changes Metaspace's ids, so the test above can fail."""
     tokenizer = KINDS["Metaspace"]()
     place = CORPUS.index("\n", 1000) + 1
 

@@ -1,4 +1,4 @@
-"""Token files: what is written is what the tokenizer says, and a torn or foreign one is never taken."""
+"""Tests of token files: they hold the tokenizer's ids, and a torn or foreign file is never used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSE
 
 
 class CountingTokenizer:
-    """The builtin tokenizer, and how often it was asked."""
+    """The built-in tokenizer with a count of its calls."""
 
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer("builtin")
@@ -84,7 +84,7 @@ def leftovers(directory: Path) -> list[str]:
 def test_the_work_of_others_in_a_shared_cache_is_not_taken(
     source: Path, tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sums match, and its name: only its owner, and who may change it, tell that it is another's."""
+    """Files in a shared cache with valid checksums are refused if another user owns them or may change them."""
     cache = tmp_path / "shared"
     cache.mkdir()
     cache.chmod(0o1777)
@@ -159,7 +159,7 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
         "crc32": [zlib.crc32(tokens.path.read_bytes())],
     }
     assert tokens.path.name.startswith("my-text-")
-    assert len(leftovers(tmp_path / "cache")) == 4  # and the sums of the text, and a lock
+    assert len(leftovers(tmp_path / "cache")) == 4  # with the checksums of the text, and a lock
 
 
 def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
@@ -199,7 +199,7 @@ def test_the_cache_is_reused_until_something_changes(
     assert again.read(0, len(again)).tolist() == first.read(0, len(first)).tolist()
     assert again.text_bytes == len(TEXT)
     os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
-    assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path  # the same text
+    assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path  # touched, but the same text
     assert tokenizer.calls == 1
     source.write_text(TEXT.replace("rain", "hail"))
     changed = prepared(source, tokenizer=tokenizer, cache=cache)
@@ -211,7 +211,7 @@ def test_the_cache_is_reused_until_something_changes(
 def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
     way: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_hashes, "_SETTLED_NS", 0)  # or the two seconds alone would have it read again
+    monkeypatch.setattr(file_hashes, "_SETTLED_NS", 0)  # else a text modified within two seconds is always read again
     cache = tmp_path / "cache"
     prepared(source, tokenizer=tokenizer, cache=cache)
     before = source.stat()
@@ -240,7 +240,7 @@ def test_a_text_that_was_left_alone_is_not_read_again(
     monkeypatch.setattr(file_hashes, "time", SimpleNamespace(time_ns=lambda: now[0]))
     first = prepared(source, tokenizer=tokenizer, cache=cache)
     prepared(source, tokenizer=tokenizer, cache=cache)
-    assert len(read) == 2  # it had just been written, and may have been again within the clock's tick
+    assert len(read) == 2  # a text that was just written may change again within one tick of the clock
     now[0] += 10**10
     prepared(source, tokenizer=tokenizer, cache=cache)
     assert len(read) == 3
@@ -267,7 +267,7 @@ def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
 
 
 def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every rename, what stands in the directory is absent or whole."""
+    """A token file and its sidecar are absent or whole at every rename."""
     path = tmp_path / "t.bin"
     seen: list[tuple[str, bool]] = []
     replace = os.replace
@@ -474,7 +474,7 @@ def test_a_full_drive_is_reported_and_left_clean(
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the file takes where there is room, or up to a third more."""
+    """The reported size is between the file's real size and a third more."""
     talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     record = {"text": TEXT[:400]} if kind == "text" else {"messages": talk}
     source, tokenizer = tmp_path / "a.jsonl", load_tokenizer("builtin")
@@ -505,7 +505,7 @@ def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkey
 
 
 class WaitingTokenizer(CountingTokenizer):
-    """Tokenises once it may, and says that it has been asked."""
+    """A tokenizer that signals its first call and waits for permission."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -518,7 +518,7 @@ class WaitingTokenizer(CountingTokenizer):
 
 
 def test_of_three_that_prepare_a_text_one_does_the_work(tmp_path: Path, source: Path) -> None:
-    """The others say that they wait, and take the file of the first."""
+    """One of three processes tokenises a text; the others report that they wait, and use its file."""
     first, others = WaitingTokenizer(), [CountingTokenizer() for _ in range(2)]
     said: list[list[str]] = [[], []]
     waiting = [threading.Event() for _ in others]
@@ -593,5 +593,5 @@ def test_progress_is_said_now_and_then(
     progress = [line for line in said if line.startswith("tokenised")]
     batches = len(list(TextSplitter(tokenizer.ids).pieces([TEXT])))
     assert batches > 20
-    assert len(progress) == batches // 3  # 2 s a batch, at most one line in 5 s
+    assert len(progress) == batches // 3  # a batch takes 2 s, and there is at most one line in 5 s
     assert "of 2.43 kB" in progress[0]

@@ -1,4 +1,4 @@
-"""Rows: the order is a permutation, every batch is where it should be, and resuming changes nothing."""
+"""Tests of rows: each epoch is a permutation, batches have the right rows, and resuming changes nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import TrainerError, UserError
 
 SEQ_LEN = 5
-ROWS = 13  # divided by none of the micro-batches below
+ROWS = 13  # none of the micro-batch sizes below divides it
 
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> TokenFile:
-    """Token i is i + 7, so that a token names its own place in the file."""
+    """Return a file whose token i is i + 7, so that each token identifies its position."""
     with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=1000) as writer:
         writer.write(np.arange(ROWS * SEQ_LEN + 1 + 3) + 7)
     return TokenFile.open(tmp_path / "t.bin")
@@ -53,8 +53,8 @@ def test_order_differs_by_epoch_and_seed_and_mixes() -> None:
 
     first = places(seed=0, epoch=0)
     for other in (places(seed=0, epoch=1), places(seed=1, epoch=0), np.arange(1000)):
-        assert (first == other).sum() < 10  # a random permutation agrees with another in one place on average
-        assert abs(np.corrcoef(first, other)[0, 1]) < 0.15  # more than 4 standard deviations of chance
+        assert (first == other).sum() < 10  # a random permutation agrees with another in one position on average
+        assert abs(np.corrcoef(first, other)[0, 1]) < 0.15  # more than 4 standard deviations
     assert 400 < np.sum(np.diff(first) > 0) < 600
 
 
@@ -63,7 +63,7 @@ def test_order_of_two_rows_is_not_always_the_same() -> None:
 
 
 def test_order_is_pinned() -> None:
-    """A run resumes on another machine or version in the same order: these numbers must never change."""
+    """The order never changes between machines or versions, since a resumed run depends on these numbers."""
     assert [order(i, 10, seed=0, epoch=0, shuffle=True) for i in range(10)] == [0, 6, 2, 9, 1, 7, 4, 5, 8, 3]
     assert order(10**15, 10**16, seed=0, epoch=0, shuffle=True) == 7365325784422396
 
@@ -146,7 +146,7 @@ def test_split_has_no_overlap_and_leaves_no_row_out() -> None:
 
 
 def test_no_token_that_validation_predicts_is_one_that_training_predicts(tokens: TokenFile) -> None:
-    """A token names its own place. The two meet in one: the last that training predicts is validation's first input."""
+    """Training and validation share one token only: the last target of training is the first input of validation."""
     split = split_rows(len(tokens), seq_len=SEQ_LEN, validation=0.3)
     trained, held_out = (reader(tokens, rows).rows_at(rows) for rows in split)
     trained_targets = set(trained.targets.flatten().tolist())
@@ -177,7 +177,7 @@ def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> No
 
 @pytest.fixture
 def long(tmp_path: Path) -> TokenFile:
-    """Three blocks of sums: 2.5 MiB of uint16."""
+    """Return a token file with three checksum blocks: 2.5 MiB of uint16."""
     with TokenWriter(tmp_path / "long.bin", tokenizer=None, vocabulary=1000) as writer:
         for part in range(5):
             writer.write(np.arange(part, part + (1 << 18)) % 1000)
@@ -199,9 +199,9 @@ def test_a_changed_byte_is_found_when_its_block_is_read(long: TokenFile, place: 
     again = TokenFile.open(long.path)
     start = place // (1 << 20) * (1 << 20)
     if start:
-        again.read(0, 1000)  # another block is whole
+        again.read(0, 1000)  # another block is intact
     with pytest.raises(TrainerError, match=f"the block at byte {start} is not what was written"):
-        again.read(start // 2, 4)  # another place of it
+        again.read(start // 2, 4)  # another position in the damaged block
 
 
 def test_a_file_that_is_cut_short_while_it_is_open(long: TokenFile) -> None:
@@ -212,7 +212,7 @@ def test_a_file_that_is_cut_short_while_it_is_open(long: TokenFile) -> None:
 
 
 def test_an_id_beyond_the_vocabulary_is_told_with_its_row(tmp_path: Path) -> None:
-    """As in nanoGPT's files, which have no sums."""
+    """An id beyond the vocabulary is reported with its row, also in nanoGPT's files, which have no checksums."""
     path = tmp_path / "bare.bin"
     ids = np.arange(100, dtype="<u2") % 50
     ids[33] = 60

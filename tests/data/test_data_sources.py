@@ -1,4 +1,4 @@
-"""Sources: which files a path stands for, and which are refused by name."""
+"""Tests of data sources: the files that a path means, and those that are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files of others: which ids raw bytes are, several as one, and that a file that changes is found."""
+"""Tests of foreign token files: the width of their ids, shards read as one, and detection of changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepared(*paths: Path, tokenizer: Any, say: Callable[[str], None] = lambda _
 
 
 def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
-    """Ids as text has them: few are frequent."""
+    """Draw ids with the skewed frequencies of text."""
     return (np.random.default_rng(seed).zipf(1.3, count) - 1) % below
 
 
@@ -44,7 +44,7 @@ def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
 def test_real_files_of_uint16_pass(vocabulary: int, tmp_path: Path, tokenizer: Any) -> None:
-    """Also those of a few ids (four bases, the letters of a text), and of an even and an odd number of them."""
+    """Real uint16 files pass, also with a vocabulary of a few ids, and with an even or odd number of ids."""
     ids = draw(4001, below=vocabulary)
     ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
     for count in (4000, 4001):
@@ -114,7 +114,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_sidecar_has_sums_of_its_own(tmp_path: Path) -> None:
-    """Between two runs another identity, within a run an error."""
+    """A changed file has another identity in the next run, and is an error within a run."""
     path = tmp_path / "t.bin"
     ids = draw(1_200_000, below=50257).astype("<u2")
     ids.tofile(path)
@@ -143,7 +143,7 @@ def test_a_sidecar_without_sums_is_no_promise_of_content(tmp_path: Path) -> None
 
 
 def test_shards_are_read_as_if_they_lay_in_one_file(tmp_path: Path, tokenizer: Any) -> None:
-    """Files of odd sizes, one of a single id; rows cross from one into the next."""
+    """Shards of odd sizes, one with a single id, read as one file; rows cross their borders."""
     ids = draw(1000, below=2048)
     paths = []
     for number, (start, end) in enumerate([(0, 333), (333, 334), (334, 1000)]):
@@ -247,7 +247,7 @@ def test_a_validation_text_without_one_row_is_refused(tmp_path: Path) -> None:
 
 
 def test_token_files_train_and_validate_like_nanogpts(tmp_path: Path) -> None:
-    """train.bin in two shards, and val.bin."""
+    """Training uses train.bin, in two shards, and validation uses val.bin."""
     ids = draw(500, below=2048)
     for name, part in (("t0", ids[:203]), ("t1", ids[203:400]), ("val", ids[400:])):
         part.astype("<u2").tofile(tmp_path / f"{name}.bin")

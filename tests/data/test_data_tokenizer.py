@@ -1,4 +1,4 @@
-"""Tokenizers: the builtin one encodes everything, and one that cannot be had is refused with the fix."""
+"""Tests of tokenizers: the built-in one encodes any text, and an unavailable one is refused with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Data sets by their name on the hub: what `datasets` finds is read. No hub is asked: a folder stands for one."""
+"""Tests of data sets named on the hub: they give the rows that `datasets` loads.
+
+No network is used: a local folder stands for the repository.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from offload_trainer.errors import UserError
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a folder where someone/corpus has two splits; `datasets` keeps what it makes of them there too."""
+    """Run in a folder where someone/corpus has two splits; it also has the cache of `datasets`."""
     folder = tmp_path / "someone/corpus"
     folder.mkdir(parents=True)
     for split in ("train", "test"):
@@ -47,7 +50,7 @@ def test_its_rows_are_the_splits() -> None:
 
 
 def test_it_is_read_as_any_text(tmp_path: Path) -> None:
-    """From the name to tokens: those of the same rows as lines of JSON."""
+    """A data set gives the same tokens as its rows in a jsonl file."""
 
     def prepared(path: str) -> bytes:
         section = DataSection(path=(path,), format="text", validation=0.0)
@@ -72,7 +75,8 @@ def test_it_is_read_as_any_text(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_had_says_what_to_do(wish: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for libraries in (datasets.config, huggingface_hub.constants):  # which read the environment when they are imported
+    # they read the environment on import
+    for libraries in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(libraries, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=message):
         find_sources([wish])

@@ -1,4 +1,4 @@
-"""Mixtures: each text's share of every epoch to the row, each of its rows as often as the others, and O(1) resuming."""
+"""Tests of mixtures: exact shares in every epoch, even use of each text's rows, and resuming in constant time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 5
 
 
 def test_each_epoch_has_the_shares_to_the_row() -> None:
-    """6 + 30 + 1 rows, weights 2 : 1 : 1 -> 19 (rounded up), 9 and 9 of 37."""
+    """Texts of 6, 30 and 1 rows with weights 2 : 1 : 1 give 19 (rounded up), 9 and 9 of 37 rows an epoch."""
     shares = Shares([6, 30, 1], [2, 1, 1])
     assert shares.counts == [19, 9, 9]
     ends = (6, 36, 37)
@@ -38,7 +38,7 @@ def test_each_epoch_has_the_shares_to_the_row() -> None:
     assert sum(large) == 4 * 9
     assert max(small) - min(small) <= 1
     assert max(large) - min(large) <= 1
-    assert min(large) >= 1  # a large text goes on where the last epoch left it
+    assert min(large) >= 1  # an epoch continues a large text where the last one stopped
     assert seen[0] != seen[1]
     assert [shares.row(place, seed=4) for place in range(37)] != seen[0]
 
@@ -50,7 +50,7 @@ def written(folder: Path, name: str, *, first: int, tokens: int, **about: Any) -
 
 
 def test_rows_are_the_texts_own(tmp_path: Path) -> None:
-    """Each begins at a multiple of the length in its own text; the last of each are for validation alone."""
+    """Each row begins at a multiple of the length in its own text, and each text's last rows are validation only."""
     files = [written(tmp_path, "a", first=0, tokens=103), written(tmp_path, "b", first=10000, tokens=41)]
     found = mixed(files, (1, 3), names=("a", "b"), seq_len=LENGTH, validation=0.2)
     assert found.shares.rows == (16, 7)
@@ -66,7 +66,7 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
         assert first < 16 * LENGTH or 10000 <= first < 10000 + 7 * LENGTH
     for epoch in range(4):
         of_b = sum(first >= 10000 for first in firsts[23 * epoch : 23 * epoch + 23])
-        assert of_b == 17  # three quarters of 23: 17.25
+        assert of_b == 17  # three quarters of 23 are 17.25
     again = reader.train_batches(given[40].state, micro_batch=1)
     assert [int(next(again).inputs[0, 0]) for _ in range(51)] == firsts[41:]
     held_out = RowReader(found, seq_len=LENGTH, rows=range(23, 28), vocabulary=30000)

@@ -1,4 +1,4 @@
-"""What becomes of each record form of LLaMA-Factory, Axolotl and TRL, and of text that a chat template does not print.
+"""Tests of every record form of LLaMA-Factory, Axolotl and TRL, and of text that a chat template does not print.
 
 The forms are those that the three projects document (LLaMA-Factory `data/README.md`, Axolotl `docs/dataset-formats`,
 TRL "Dataset formats and types"), as of 2026.
@@ -19,7 +19,7 @@ from offload_trainer.data.packing import IDS, NOT_LEARNED
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.errors import UserError
 
-# Prints roles, contents, thoughts, calls and tools.
+# Prints roles, contents, reasoning, calls and tools.
 TOOLS = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
@@ -42,19 +42,18 @@ U, A, S = "user", "assistant", "system"
 
 
 def turns(*texts: str) -> list[dict[str, Any]]:
-    """Messages from user and assistant in turn."""
+    """Return messages that alternate between user and assistant."""
     return [{"role": (U, A)[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
 def shares(*texts: str) -> list[dict[str, Any]]:
-    """The same in ShareGPT's words."""
+    """Return the same messages in ShareGPT's format."""
     return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
 
 
-# project and form: (a record, the row's text with what is learned in « », or what the refusal says)
+# project and form: (a record, the row's text with trained spans in « », or a pattern of the refusal)
 PREFERENCES = "preferences, .*`offload-train cp dpo`"
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
-    # LLaMA-Factory
     "llamafactory alpaca": (
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         "<user>Add.\n\n1 2<end><assistant>«3<end>»",
@@ -116,7 +115,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "llamafactory openai": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
     "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, "<user>a<end><assistant>«A<end>»"),
     "llamafactory input and output": ({"input": "a", "output": "A"}, "<user>a<end><assistant>«A<end>»"),
-    # Axolotl
     "axolotl chat_template, content in parts": (
         {"messages": [{"role": who, "content": [{"type": "text", "text": it}]} for who, it in ((U, "a"), (A, "A"))]},
         "<user>a<end><assistant>«A<end>»",
@@ -192,7 +190,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": "a", "completions": ["A"], "labels": [True]},
         "steps of an answer with a label each",
     ),
-    # TRL
     "trl language modeling": ({"text": "Some text."}, "Some text.<end>"),
     "trl conversational language modeling": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
     "trl from and value": ({"conversations": shares("a", "A")}, "<user>a<end><assistant>«A<end>»"),
@@ -212,7 +209,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": turns("a", "A"), "chat_template_kwargs": {"enable_thinking": False}},
         "'chat_template_kwargs' is not read",
     ),
-    # Others
+    # other forms
     "two answers": ({"question": "a", "answer": "A", "response": "B"}, "'response' and 'answer' may each be the one"),
     "a system prompt for plain text": (
         {"prompt": "a", "completion": "b", "system": "s"},
@@ -251,7 +248,7 @@ def prepared(folder: Path, *records: dict[str, Any], template: str = TOOLS, tabl
 
 
 def shown(tokenizer: Any, tokens: Any) -> str:
-    """The first row's text, without padding, with what is learned in « »; of plain text all of it."""
+    """Return the first row's text without padding, with trained spans in « »; plain text is unmarked."""
     if tokens.row_length is None:
         return str(tokenizer.decode(tokens.read(0, len(tokens)).tolist()))
     marked = tokens.read(0, 512).tolist()
@@ -337,7 +334,7 @@ def test_other_text_that_no_row_holds_is_named_and_counted(tmp_path: Path) -> No
 
 
 def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
-    """Thoughts go before the answer, lines are stripped and texts are spelled as JSON: nothing is lost."""
+    """A template may put reasoning before the answer, strip lines and quote text as JSON; no text counts as lost."""
     moves = (
         "{% for m in messages %}<{{ m.role }}>{% set parts = m.content.split('</think>') %}"
         "{% if parts[1:] %}(thought: {{ parts[0][7:].strip() }}){{ parts[1].strip() }}"

@@ -1,4 +1,4 @@
-"""Packed text, Parquet, Arrow and what `datasets` saved: the ids and rows that the same lines give as they are."""
+"""Tests of compressed text, Parquet, Arrow and saved data sets: they give the ids and rows of the same plain lines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def texts() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("packing", PACKERS)
 def test_packed_files_give_what_they_hold(packing: str, tmp_path: Path) -> None:
-    """Two members, one behind the other, as `cat` makes them; longer than any block that is read at once."""
+    """A compressed file of two concatenated members, longer than any block read at a time, gives its whole content."""
     content = lines(texts() * 12)
     assert len(content) > 1 << 19
     half = len(content) // 2
@@ -95,7 +95,7 @@ def test_errors_in_packed_lines_name_their_line(tmp_path: Path) -> None:
 
 
 def tables_of(records: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
-    """The same records in each of the forms."""
+    """Write the same records in each table format; return the paths."""
     table = pyarrow.Table.from_pylist(records)
     parquet.write_table(table, folder / "a.parquet", row_group_size=300)
     with ipc.new_stream(folder / "stream.arrow", table.schema) as writer:
@@ -121,7 +121,7 @@ def test_tables_of_text_give_what_their_lines_give(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", ["off", "on"])
 def test_tables_of_conversations_give_what_their_lines_give(packing: str, tmp_path: Path) -> None:
-    """Where some messages have a field, a table gives it to all of them, as null."""
+    """Tables give the rows of the same lines, although a table adds a field of some messages to all, as null."""
     records: list[dict[str, Any]] = [{"messages": talk, "source": "x"} for talk in TALKS]
     records[3] = {"messages": [*TALKS[3][:1], TALKS[3][1] | {"weight": 0}, *TALKS[4]], "source": "y"}
     (tmp_path / "a.jsonl").write_bytes(lines(records))

@@ -1,4 +1,4 @@
-"""Bits per byte: of the bytes of the rows that were evaluated, counted in the text itself."""
+"""Tests of bits per byte: the count covers the bytes of exactly the evaluated rows of the text."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from offload_trainer.trainer import _evaluate
 
 SHIPPED = BUILTIN_CORPUS.read_text("utf-8")
 FOREIGN = "四月は最も残酷な月だ 🌒 и всё же — naïve café\n\t x  =  1;\n"
-MIXED = SHIPPED[:60_000] + FOREIGN * 120  # the rows at the end are of another kind
+MIXED = SHIPPED[:60_000] + FOREIGN * 120  # the last rows differ in kind
 
 
 def sentence_piece(kind: str) -> PreTrainedTokenizerFast:
-    """As SentencePiece makes them: spaces are letters of words, and rare letters are bytes."""
+    """Train a tokenizer like SentencePiece's: spaces are part of words, and rare characters are bytes."""
     if kind == "llama":
         backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         backend.normalizer = normalizers.Replace(" ", "▁")
@@ -54,16 +54,17 @@ TOKENIZERS = {
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("text", [SHIPPED[:30_000], MIXED[-12_000:], FOREIGN], ids=["shipped", "mixed", "foreign"])
 def test_all_tokens_of_a_text_are_all_its_bytes(kind: str, text: str) -> None:
-    """Whole, and up to any token; with end-of-text behind it, which stands for nothing."""
+    """The tokens of a text or of any prefix count its bytes; end-of-text counts none."""
     tokenizer = TOKENIZERS[kind]()
     if kind == "metaspace":
-        text = text.replace("\n", " ").replace("\t", " ")  # its words end at them, and they are not in its decoded text
+        # Metaspace splits words at these characters, and its decoded text lacks them.
+        text = text.replace("\n", " ").replace("\t", " ")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     count = TokenBytes(tokenizer).of
     assert count(torch.tensor([*ids, tokenizer.eos_token_id])) == len(text.encode())
     for end in range(5, len(ids), 911):
         said = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        while said.endswith("\ufffd"):  # cut inside a letter: up to its first token
+        while said.endswith("\ufffd"):  # the cut is inside a character: go back to its first token
             end -= 1
             said = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert count(torch.tensor(ids[:end])) == len(said.encode())
@@ -81,7 +82,7 @@ def test_what_is_not_known_is_not_guessed() -> None:
 
 
 def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> tuple[EvalRecord, range]:
-    """What a validation of `rows` rows of 64 records where the model's loss is `loss`, and the rows."""
+    """Return the record of a validation of `rows` rows of 64 with the given loss, and those rows."""
     held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
     told: list[EvalRecord] = []
     train = SimpleNamespace(micro_batch_size=3, eval_rows=rows)
@@ -97,7 +98,7 @@ def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> t
 
 
 def ends(ids: list[int], tokenizer: Any) -> Iterator[int]:
-    """UTF-8 bytes of the text up to each token, by the tokenizer's own bytes-to-text alone."""
+    """Yield the number of UTF-8 bytes up to each token, from the tokenizer's byte table alone."""
     done = b""
     letters = {letter: byte for byte, letter in enumerate_bytes().items()}
     for token in tokenizer.convert_ids_to_tokens(ids):
@@ -106,7 +107,7 @@ def ends(ids: list[int], tokenizer: Any) -> Iterator[int]:
 
 
 def enumerate_bytes() -> dict[int, str]:
-    """The letters of the 256 bytes, as GPT-2's encoder has them: printable ones as they are, others from 256 on."""
+    """Return GPT-2's characters of the 256 bytes: printable ones unchanged, others from 256 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
@@ -118,12 +119,12 @@ def test_bits_are_of_the_bytes_of_the_rows_evaluated(text: str, rows: int, tmp_p
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     np.array(ids, dtype=np.uint16).tofile(tmp_path / "ids.bin")
     record, held_out = evaluated(TokenFile.open(tmp_path / "ids.bin"), tokenizer, rows=rows, loss=3.0)
-    first, last = held_out[0] * 64 + 1, (held_out[-1] + 1) * 64 + 1  # targets are one token further on
+    first, last = held_out[0] * 64 + 1, (held_out[-1] + 1) * 64 + 1  # targets are one token later
     places = [0, *ends(ids, tokenizer)]
     assert all(before <= after for before, after in pairwise(places))
     assert places[-1] == len(text.encode())
     size = places[last] - places[first]
     assert record.bits_per_byte == pytest.approx(3.0 * (last - first) / math.log(2) / size, rel=1e-12)
     mean = len(text.encode()) / len(ids)
-    if text is MIXED:  # the text's mean would be far off
+    if text is MIXED:  # the mean over the whole text would be far off
         assert abs(mean * (last - first) / size - 1) > 0.2

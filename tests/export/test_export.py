@@ -1,4 +1,4 @@
-"""Weights in and out: transformers saves, the engine imports, the export is what transformers saved, bit for bit."""
+"""Tests of export: weights saved by transformers, imported and exported, are the same bit for bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def architecture(name: str) -> Any:
 @pytest.mark.parametrize("home", [ON_DRIVE, ["--ram-fraction", "1"]], ids=["on the drive", "in RAM"])
 @pytest.mark.parametrize("name", ROUND)
 def test_round_trip(name: str, home: list[str], tmp_path: Path, drive: Path) -> None:
-    """transformers -> ours -> export -> transformers in fp32, no step taken: names, layout and every bit."""
+    """Import and export of an untrained model in fp32 keep names, layout and every bit."""
     model = reference(architecture(name))
     with torch.no_grad():
         for key, value in model.state_dict().items():
@@ -79,7 +79,7 @@ def test_round_trip(name: str, home: list[str], tmp_path: Path, drive: Path) -> 
         run = checkpoint_of(made, tmp_path / "given", tmp_path / "run")
     done = export(run, tmp_path / "out", dtype="fp32", shard_bytes=30_000, check=True)
     assert done.compared > 0
-    assert_equal(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "given"))  # as on the hub, experts apart
+    assert_equal(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "given"))  # experts are separate, as on the hub
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
@@ -114,7 +114,7 @@ def rewrite(directory: Path, change: Any) -> None:
     ids=["no prefix", "no prefix, gpt2", "tied under its other name", "tied twice", "an old buffer"],
 )
 def test_other_spellings_of_a_checkpoint(name: str, change: Any, tmp_path: Path) -> None:
-    """What transformers' own loader takes is taken, and gives the same weights."""
+    """Checkpoint variants that transformers' loader accepts are accepted, and give the same weights."""
     model = reference(ARCHITECTURES[name])
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, change)
@@ -125,7 +125,10 @@ def test_other_spellings_of_a_checkpoint(name: str, change: Any, tmp_path: Path)
 
 
 def test_a_head_of_its_own_in_a_model_that_ties_it(tmp_path: Path) -> None:
-    """transformers would keep both; training the one that config.json means would lose the other without a word."""
+    """A separate head in a model that config.json declares tied is refused.
+
+    transformers would keep both weights; training the tied one would silently lose the other.
+    """
     reference(ARCHITECTURES["qwen3, tied"]).save_pretrained(tmp_path)
     rewrite(tmp_path, lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1})
     with pytest.raises(UserError, match=r"lm_head\.weight and model\.embed_tokens\.weight hold different values"):
@@ -158,7 +161,7 @@ def test_files_that_are_not_whole(damage: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def trained(tmp_path: Path, drive: Path) -> Iterator[Path]:
-    """The run directory of three steps of a small model."""
+    """Yield the run directory of a small model after three steps."""
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, *ON_DRIVE, drives=[drive]) as made:
         train(made, batches(3))
@@ -182,7 +185,7 @@ def test_shards_an_index_and_the_dtype(dtype: torch.dtype, trained: Path, tmp_pa
 
 
 def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that changes one value."""
+    """The check finds a single changed value."""
     from offload_trainer.export import directory
 
     put = directory.TensorFileWriter.write
@@ -199,7 +202,7 @@ def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_check_finds_what_is_missing(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named, and nothing is left under the export's name."""
+    """The check names missing and converted weights, and no export remains."""
     from offload_trainer.export import directory
 
     write = directory._write_shards
@@ -218,7 +221,7 @@ def test_the_check_finds_what_is_missing(trained: Path, tmp_path: Path, monkeypa
 
 
 def test_models_with_code_of_their_own_are_exported_as_they_are(trained: Path, tmp_path: Path) -> None:
-    """No rules apply, and none of the code is run or asked for."""
+    """Models with custom code are exported unchanged, and their code is not run."""
     for config in trained.rglob("config.json"):
         held = json.loads(config.read_text()) | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
         config.write_text(json.dumps(held))
@@ -279,7 +282,7 @@ def test_a_checkpoint_that_is_being_read_is_not_pruned(trained: Path, tmp_path: 
 
 
 def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
-    """Two drives; at rest exactly the masters, and within an update only when asked for."""
+    """Page files on two drives hold the master weights between updates, and are marked during one."""
     model = model_directory(tmp_path / "model", "gpt2")
     drives = [drive / "a", drive / "b"]
     for made_drive in drives:
@@ -301,7 +304,7 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
 
 
 def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
-    """A new lease removes what a dead run left, but not from under a reader; and a reader of another user sees life."""
+    """A new lease removes a dead run's page files unless a reader holds them; a live run's lease is recognised."""
     with DriveLease(tmp_path) as alive:
         assert is_alive(alive.path)
         dead = died(DriveLease(tmp_path)._place)
@@ -337,7 +340,10 @@ def test_masters_in_memory_went_with_the_run(tmp_path: Path, drive: Path) -> Non
 
 
 def test_export_of_page_files_after_a_kill(tmp_path: Path, drive: Path) -> None:
-    """The command: refused while the run lives; after SIGKILL the masters that the same run has when left alone."""
+    """Exporting page files is refused while their run lives.
+
+    After SIGKILL it gives the master weights of an uninterrupted run.
+    """
     here = drive / "killed"
     here.mkdir()
     words = ["--nvme", here, *TINY, "--optimizer", "nvme", "optim.schedule=constant", "optim.warmup_steps=0"]

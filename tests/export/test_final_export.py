@@ -1,4 +1,4 @@
-"""The weights that a run leaves in its own directory: what is there is what is said of it."""
+"""Tests of the weights that a run exports at its end: their record describes the weights that are there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_trainer.settings import load_config
 def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record of the new ones is written first; it must not be taken for that of the old ones."""
+    """After a kill during writing, the record of the new weights does not apply to an earlier run's weights."""
     record: Any = SimpleNamespace(identity={}, run={"config": {}})
 
     def written(source: Any, destination: Path, **_: Any) -> None:

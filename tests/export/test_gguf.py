@@ -1,4 +1,4 @@
-"""GGUF: read back by transformers' own reader, and by the gguf package's for names, types and metadata."""
+"""Tests of GGUF export: transformers reads the weights back, and the gguf package names, types and metadata."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export import gguf as export_gguf
 from offload_trainer.export.gguf import write_gguf
 
-ROWS = 2051  # three more than the builtin tokenizer has tokens
+ROWS = 2051  # three more than the tokens of the built-in tokenizer
 _COMMON = {
     "hidden_size": 64,
     "intermediate_size": 80,  # no multiple of 32: down_proj's rows cannot be q8_0
@@ -77,7 +77,7 @@ MODELS = {
     "qwen2 experts": Qwen2MoeConfig(**_COMMON, **_EXPERTS, shared_expert_intermediate_size=96),
     "qwen3 experts": Qwen3MoeConfig(**_COMMON, **_EXPERTS, norm_topk_prob=True, head_dim=32),
 }
-# What transformers' reader leaves at its defaults though the file has it: (its option, the file's key).
+# Options that the file has and transformers' reader ignores: (its option, the file's key).
 UNREAD = {
     "gpt2": (("n_positions", "context_length"), ("n_inner", "feed_forward_length")),
     "qwen3": (("head_dim", "attention.key_length"),),
@@ -96,13 +96,13 @@ def random_model(config):
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # ones and zeros would hide what is mixed up
+            if parameter.dim() == 1:  # ones and zeros would hide exchanged vectors
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
 def save(model, directory: Path, tokenizer=None) -> Path:
-    """What a run keeps of a model beside its weights."""
+    """Save a model's config and tokenizer, as a run does next to its weights."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
@@ -132,13 +132,16 @@ def kinds(reader: gguf.GGUFReader) -> dict[str, Kind]:
 
 
 def reloaded(path: Path):
-    """transformers' model of the file alone. (`from_pretrained(gguf_file=...)` is this, and wants accelerate.)"""
+    """Return the model that transformers builds from the file alone.
+
+    `from_pretrained(gguf_file=...)` does the same but requires accelerate.
+    """
     options = dict(load_gguf_checkpoint(path)["config"])
     reader = gguf.GGUFReader(path)
     kind = options.pop("model_type")
     for option, key in UNREAD.get(kind, ()):
         options[option] = value(reader, f"{value(reader, 'general.architecture')}.{key}")
-    if kind == "llama":  # there a bias is known by being there
+    if kind == "llama":  # its file has no flag for biases
         options |= {
             "attention_bias": "blk.0.attn_q.bias" in kinds(reader),
             "mlp_bias": "blk.0.ffn_up.bias" in kinds(reader),
@@ -179,7 +182,7 @@ def test_f16_is_rounded_once_and_what_is_small_stays_f32(name: str, tmp_path: Pa
 
 
 def blocks_of_q8(tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scale of each) from the bytes: blocks of 32, an f16 scale and 32 signed bytes."""
+    """Return (values, scale of each) of q8_0 bytes: blocks of 32, with an f16 scale and 32 signed bytes."""
     raw = np.asarray(tensor.data).reshape(-1, 34)
     scales = raw[:, :2].copy().view(np.float16).astype(np.float64)
     values = raw[:, 2:].copy().view(np.int8) * scales
@@ -194,7 +197,7 @@ def test_q8_0_is_within_half_a_step(name: str, tmp_path: Path) -> None:
     held, found = weights_of(again), kinds(reader)
     assert value(reader, "general.file_type") == gguf.LlamaFileType.MOSTLY_Q8_0
     down = "ffn_down_exps" if "experts" in name else "ffn_down"
-    assert found[f"blk.0.{down}.weight"] is Kind.F16  # rows of 80 or 48
+    assert found[f"blk.0.{down}.weight"] is Kind.F16  # rows of 80 or 48 elements
     assert found["token_embd.weight"] is found["blk.1.attn_output.weight"] is Kind.Q8_0
     assert {kind for key, kind in found.items() if "norm" in key or key.endswith("bias")} == {Kind.F32}
     errors = []
@@ -204,10 +207,10 @@ def test_q8_0_is_within_half_a_step(name: str, tmp_path: Path) -> None:
         if weight.dim() > 1 and rows.shape[-1] % 32 == 0 and not key.endswith(("wpe.weight", "mlp.gate.weight")):
             rows, got = (tensor.reshape(-1, 32).double() for tensor in (rows, got))
             largest = rows.abs().amax(1, keepdim=True)
-            # Half a step, and the rounding of the scale to f16's 11 bits, up to 127 times over.
+            # Half a quantisation step, plus the rounding of the scale to f16's 11 bits, times at most 127.
             assert ((rows - got).abs() <= largest / 127 / 2 + largest * 2**-11).all(), key
             errors.append(((rows - got).abs() / (largest / 127)).max().item())
-    assert max(errors) > 0.45  # steps of that size, not finer
+    assert max(errors) > 0.45  # the steps are not finer than q8_0's
     embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
     expected = (held.get("model.embed_tokens.weight", held.get("transformer.wte.weight"))).double().numpy()
     assert np.array_equal(blocks_of_q8(embedding)[0].reshape(expected.shape), expected)
@@ -258,7 +261,7 @@ def test_metadata_of_a_gpt2(tmp_path: Path) -> None:
 
 
 def test_mixtral(tmp_path: Path) -> None:
-    """transformers' reader does not know its experts, so they are compared as they lie in the file."""
+    """Mixtral's tensors are compared in the file, since transformers' reader does not know its experts."""
     model = random_model(MixtralConfig(**_COMMON, num_local_experts=4))
     reader = write(model, tmp_path / "out.gguf")
     held = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in reader.tensors}
@@ -285,7 +288,7 @@ def test_llama3s_rotary_frequencies(tmp_path: Path) -> None:
     assert ((factors > 1) & (factors < 8)).any()
 
 
-# The tokenizer
+# the tokenizer
 
 
 def test_the_builtin_tokenizer(tmp_path: Path) -> None:
@@ -299,7 +302,7 @@ def test_the_builtin_tokenizer(tmp_path: Path) -> None:
     merges = json.loads((BUILTIN_TOKENIZER / "tokenizer.json").read_text())["model"]["merges"]
     assert value(reader, "tokenizer.ggml.merges") == [" ".join(pair) for pair in merges]
     assert value(reader, "tokenizer.ggml.model") == "gpt2"
-    # And not "qwen2": transformers' AutoTokenizer would make a Qwen's tokenizer of it beside this config.json.
+    # Not "qwen2": with it, transformers' AutoTokenizer would build a Qwen tokenizer for this config.json.
     assert value(reader, "tokenizer.ggml.pre") == "gpt-2"
     assert value(reader, "tokenizer.ggml.bos_token_id") == value(reader, "tokenizer.ggml.eos_token_id") == 0
     assert value(reader, "tokenizer.ggml.add_bos_token") is False
@@ -405,7 +408,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> N
         write(endless, tmp_path / "out.gguf", tokenizer=wrapped(trained(QWEN2), eos_token=None))
 
 
-# Refusals and failures
+# refusals and failures
 
 REFUSED = {
     "an architecture": (Gemma2Config(**_COMMON, head_dim=16), "Gemma2ForCausalLM .* only GPT2LMHeadModel, Llama"),
@@ -525,7 +528,7 @@ def test_one_weight_is_held_at_a_time(dtype: str, tmp_path: Path) -> None:
     assert len(seen) == len(weights_of(model))
 
 
-# Read back
+# reading back
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
@@ -542,14 +545,14 @@ def test_a_file_that_is_right_passes_its_check(name: str, dtype: str, tmp_path: 
 
     path, folder = tmp_path / "out.gguf", save(model, tmp_path / "model")
     done = write_gguf(iter(held.items()), path, shapes=shapes, model=folder, dtype=dtype, read=read)
-    split = sum(key.endswith(".experts.gate_up_proj") for key in asked)  # into two tensors
+    split = sum(key.endswith(".experts.gate_up_proj") for key in asked)  # each is split into two tensors
     assert done.compared == len(asked) + split
-    assert asked == list(held)  # all of a model with few
+    assert asked == list(held)  # a small model is compared completely
     assert done.notes == ()
 
 
 def _value(data: bytearray, reader: gguf.GGUFReader) -> None:
-    """The lowest bit of a weight's last number."""
+    """Flip the lowest bit of the last element of a weight."""
     tensor = next(one for one in reader.tensors if one.name == "blk.1.ffn_up.weight")
     data[tensor.data_offset + tensor.n_bytes - 1] ^= 1
 
@@ -560,7 +563,7 @@ def _name(data: bytearray, reader: gguf.GGUFReader) -> None:
 
 
 def _shape(data: bytearray, reader: gguf.GGUFReader) -> None:
-    """80 x 64 as 64 x 80."""
+    """Swap the dimensions 80 x 64."""
     place = data.index(b"blk.1.ffn_up.weight") + len(b"blk.1.ffn_up.weight") + 4
     data[place : place + 16] = data[place + 8 : place + 16] + data[place : place + 8]
 
@@ -590,7 +593,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__.strip("_"))
 def test_what_came_out_otherwise_is_found_and_not_left(spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in which one thing changed between its writing and its check."""
+    """The check finds any change after writing, and the damaged file is removed."""
     held = weights_of(model := random_model(MODELS["llama, untied"]))
     shapes = {key: tuple(weight.shape) for key, weight in held.items()}
     true_check = export_gguf.check_file

@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers in GGUF: the ids that llama.cpp's way finds in the file are the tokenizer's."""
+"""Tests of SentencePiece tokenizers in GGUF: llama.cpp's algorithm gives the tokenizer's ids."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.errors import UserError
 from offload_trainer.export.gguf_pieces import FIRST_ONLY
 
-TEXT = BUILTIN_CORPUS.read_text()[:100_000].replace("e ", "e   ")  # runs of spaces too
+TEXT = BUILTIN_CORPUS.read_text()[:100_000].replace("e ", "e   ")  # includes runs of spaces
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LEGACY = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 
 
 def pieces() -> dict[str, float]:
-    """A vocabulary as SentencePiece orders it: what is joined by score, then letters; each with its score."""
+    """Return a vocabulary in SentencePiece's order, merged pieces by score and then letters, with their scores."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = LEGACY
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("▁+[^▁]*|[^▁]+"), "isolated")  # words, with what is before
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("▁+[^▁]*|[^▁]+"), "isolated")  # words with leading spaces
     tokenizer.train_from_iterator(TEXT.split("\n"), trainers.BpeTrainer(vocab_size=700, show_progress=False))
     found = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     letters, joined = [text for text, _ in found if len(text) == 1], [text for text, _ in found if len(text) > 1]
@@ -34,7 +34,7 @@ def pieces() -> dict[str, float]:
 
 
 def tokenizer_of(held: dict[str, float] | None = None, *, merges: list | None = None) -> Tokenizer:
-    """What transformers makes of such a model, in the form of Llama 2's own file."""
+    """Return the tokenizer that transformers builds from such a model, in the form of Llama 2's file."""
     held = held or pieces()
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *BYTES, *held])}
     merges = generate_merges(vocabulary, held) if merges is None else merges
@@ -46,7 +46,10 @@ def tokenizer_of(held: dict[str, float] | None = None, *, merges: list | None = 
 
 
 def as_llama_cpp_would(reader, text: str) -> list[int]:
-    """src/llama-vocab.cpp: a space before, characters, the best of neighbours joined again and again, then bytes."""
+    """Tokenise as src/llama-vocab.cpp does.
+
+    It adds a space, splits into characters, repeatedly joins the best adjacent pair, and falls back to bytes.
+    """
     tokens, scores = (value(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "scores"))
     ids = {token: number for number, token in enumerate(tokens)}
     symbols = list((" " * bool(value(reader, "tokenizer.ggml.add_space_prefix")) + text).replace(" ", "▁"))
@@ -113,7 +116,10 @@ def test_tokens_types_and_what_is_special(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_the_form_that_transformers_5_makes(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same ids, but for the space where a text begins with one, or after a special token: that is said."""
+    """transformers 5's form gives the same ids, except for a space at the start of a text or after a special token.
+
+    The export reports that exception.
+    """
     from test_gguf import save, weights_of
 
     from offload_trainer.export.gguf import write_gguf
@@ -148,7 +154,7 @@ def other_merges() -> Tokenizer:
 
 
 def mixed_order() -> Tokenizer:
-    """The merges of one token far from each other."""
+    """Separate the merges of one token."""
     held = pieces()
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *BYTES, *held])}
     merges = generate_merges(vocabulary, held)

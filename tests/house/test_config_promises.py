@@ -1,7 +1,7 @@
-"""Each key of docs/config.md: a run on which it would be seen if nobody read it, or the test that would show it.
+"""Tests that every key of docs/config.md has an effect, by a run here or a named test elsewhere.
 
-A row here is a short run in this process with the key and one without, and what must differ between the two. A key
-that is ignored makes them the same run, and the row fails.
+A row makes a short run with the key and one without, in this process, and states what must differ. If the key is
+ignored, the runs are equal and the row fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHECKPOINTED = ["model.activation_checkpointing=on"]
 FP16 = ["--dtype", "fp16", "optim.initial_loss_scale=1024", "optim.loss_scale_window=2"]
 WSD = ["optim.schedule=wsd"]
 
-# key: the words of both runs, those of the second, and what must differ
+# key: arguments of both runs, those of the second alone, and what must differ
 RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "model.name": ([], ["--model", "MODEL", "--scratch", "--tokenizer", "builtin"], "weights"),
     "model.overrides": ([], ["model.overrides.n_layer=3"], "weights"),
@@ -108,7 +108,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
 }
 
 _TOKENS = "data/test_data_token_files.py"
-# Keys that other tests show, by id.
+# Keys that other tests cover, by test id.
 ELSEWHERE = {
     "deepspeed.zero_stage": ("engine/test_deepspeed_engine.py::test_the_mean_is_over_all_targets_that_all_ranks_count"),
     "model.random_init": "model/test_model.py::test_a_directory_without_weights_asks_for_scratch",
@@ -139,7 +139,7 @@ ELSEWHERE = {
     "placement.gpus": "house/test_config_promises.py::test_ranks_are_started",
 }
 
-# DeepSpeed's sizes: that it is told of them is all that is seen here.
+# Sizes for DeepSpeed: the test checks only that DeepSpeed receives them.
 STOCK = {
     "sub_group_size": "123456",
     "reduce_bucket_size": "234567",
@@ -168,13 +168,13 @@ def test_every_key_has_a_row() -> None:
 
 @pytest.fixture(scope="module")
 def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
-    """`observe(words...)`: what is seen of a run with these words, which is carried out once."""
+    """Return `observe(words...)`: the observations of a run with these arguments, made once."""
     held, patch = dict(os.environ), pytest.MonkeyPatch()
     threads = torch.get_num_threads()
 
     @cache
     def seen(*words: str) -> dict[str, Any]:
-        products_of_torch()  # whatever the run before has left
+        products_of_torch()  # restores what an earlier run changed
         return _observed(tmp_path_factory.mktemp("run"), list(words), patch)
 
     yield seen
@@ -215,7 +215,7 @@ def _put(word: str, named: dict[str, str]) -> str:
 
 
 def _small_tokenizer(directory: Path) -> None:
-    """One id for each letter."""
+    """Save a tokenizer with one id for each character."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -226,7 +226,7 @@ def _small_tokenizer(directory: Path) -> None:
 
 
 def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, Any], patch: Any, folder: Path) -> Any:
-    """The run's loop, with what is seen of it on the way."""
+    """Run the training loop and record observations of it."""
     job = given[0]
     engine, calls, requests = job.engine, {"block": 0, "head": 0, "mlp": 0}, []
     model = engine._module.model
@@ -319,7 +319,10 @@ def test_deepspeed_is_told(name: str) -> None:
 
 
 def test_the_backend_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine opens its files with; DeepSpeed's kernel itself: tests/offload/test_tiered.py."""
+    """tiered.io selects the class that opens page files.
+
+    tests/offload/test_tiered.py tests DeepSpeed's kernel itself.
+    """
     monkeypatch.setattr(build_tiered, "load_async_io", lambda: None)
     monkeypatch.setattr(build_tiered, "async_io_handle", lambda *_, **__: lambda: None)
     names = []

@@ -1,4 +1,7 @@
-"""How soon a command answers: by what it loads, not by a clock. Torch and transformers are seconds."""
+"""Tests that commands answer soon, by the libraries that they load instead of a clock.
+
+Loading torch and transformers takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from conftest import environment
 
 HEAVY = {"torch", "transformers", "numpy", "deepspeed", "tqdm", "psutil", "wandb", "mlflow", "trackio"}
 
-# A process that says what it has loaded, and one that cannot load torch.
+# A script that reports the loaded libraries, and one that cannot load torch.
 LOADED = """
 import sys
 from offload_trainer.__main__ import main
@@ -50,9 +53,9 @@ def test_what_needs_no_torch_loads_none(words: list[str]) -> None:
 
 
 def all_of(terminal: int) -> bytes:
-    """What was written to the other end, which is closed: one read has what the kernel has passed on by then."""
+    """Return all output written to a pseudo-terminal, whose other end is closed."""
     told = b""
-    with suppress(OSError):  # at its end
+    with suppress(OSError):  # raised at the end
         while more := os.read(terminal, 10_000):
             told += more
     return told
@@ -63,7 +66,7 @@ def all_of(terminal: int) -> bytes:
     [["train"], ["plan"], ["bench"], ["doctor"], ["prepare"], ["sample", "runs/none"], ["export", "runs/none", "out"]],
 )
 def test_a_terminal_hears_of_torch_before_it_is_loaded(words: list[str]) -> None:
-    """And nobody else."""
+    """Only a terminal, not a pipe, gets the notice that torch is loading."""
     argv = [sys.executable, "-c", WITHOUT_TORCH, *words]
     ours, theirs = pty.openpty()
     done = subprocess.run(argv, stdout=subprocess.DEVNULL, stderr=theirs, env=environment(), timeout=300)

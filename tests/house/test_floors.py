@@ -1,4 +1,4 @@
-"""The house: a module imports only from lower floors or its own room, and each library has one room."""
+"""Tests of the package's layers: a module imports only from lower layers or its own, and each library has one user."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
 
-# From the ground up; a floor of several rooms is one whose rooms do not know each other.
+# From the bottom up; the packages of one layer do not import each other.
 HOUSE = (
     ("packages", "units", "stdio", "numa"),
     ("errors",),
@@ -32,7 +32,7 @@ HOUSE = (
 )
 FLOORS = {name: number for number, floor in enumerate(HOUSE) for name in floor}
 ROOMS = {
-    "deepspeed": {"engine", "optim"},  # in optim/ its count of Adam optimizers
+    "deepspeed": {"engine", "optim"},  # optim/ counts DeepSpeed's Adam optimizers
     "transformers": {"model", "data", "hf"},
     "peft": {"session"},
     "bitsandbytes": {"engine"},
@@ -59,7 +59,7 @@ LIBRARY_FREE |= {"settings", "synonyms", "numa"}
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.parent.name == "recipes":  # copied, and then a user's own script
+        if path.parent.name == "recipes":  # recipes are copied, and belong to users then
             continue
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(part for part in parts if part != "__init__")] = path
@@ -67,7 +67,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module named in an import, inside functions too."""
+    """Return every module named in an import, also within functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -79,7 +79,7 @@ def imports(path: Path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The room a module is in: its package, or itself."""
+    """Return the package of a module, or the module itself at the top level."""
     name = module.split(".")[0]
     assert name in FLOORS, f"{module} stands on no floor: add it to HOUSE and to docs/design.md"
     return name
@@ -91,7 +91,7 @@ def test_imports_go_down(module: str) -> None:
     for name in imports(modules()[module]):
         target = name.removeprefix("offload_trainer.")
         if not name.startswith("offload_trainer.") or target not in modules():
-            continue  # another library; a name inside a module, whose module is in the set too
+            continue  # another library, or a name inside a module that is in the set too
         there = room(target)
         assert here == there or FLOORS[there] < FLOORS[here], f"{module} ({FLOORS[here]}) imports {target}"
 

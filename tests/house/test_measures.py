@@ -1,6 +1,7 @@
-"""Functions, their parameters, modules, and how far the whole configuration goes: bounds, and what breaks them.
+"""Tests of code size: the length of functions and modules, the number of parameters, and users of the whole
+configuration.
 
-An exception that is not needed any more fails as one that is missing does.
+An exception that is no longer needed fails as a missing one does.
 """
 
 import ast
@@ -11,7 +12,7 @@ from test_floors import imports, modules
 
 LINES, PARAMETERS, OF_MODULE = 100, 7, 700
 
-# Longer, and why.
+# Exceptions and their reasons.
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
@@ -21,24 +22,24 @@ MANY_PARAMETERS: dict[str, str] = {
     "offloading.update.updater.Updater.__init__": "the stores of three things, two kernels and their device",
     "plan.memory.activations.peak_of": "counts, and all that changes which moment is the largest",
 }
-# Who knows the whole configuration: what reads it, what plans with it, and who starts from it.
+# Modules that may use the whole configuration: those that read it, plan with it, and start from it.
 WHOLE = {
     "settings",
     "plan.planner",
     "plan.max_seq_len",
-    "run.process_setup",  # what a process must be, of four sections
+    "run.process_setup",  # sets up a process from four sections
     "run.commands.plan",
     "run.planning",
     "run.memory_fallbacks",
     "run.train",
-    "session.api",  # the library's own way in
+    "session.api",  # the entry point of the library
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(module: str) -> Iterator[tuple[str, Function]]:
-    """(module.function or module.Class.function, its definition)."""
+    """Yield (module.function or module.Class.function, its definition)."""
 
     def inside(node: ast.AST, name: str) -> Iterator[tuple[str, Function]]:
         for child in ast.iter_child_nodes(node):
@@ -51,7 +52,7 @@ def functions(module: str) -> Iterator[tuple[str, Function]]:
 
 
 def parameters(function: Function) -> int:
-    """As a caller sees them."""
+    """Return the number of parameters that a caller sees."""
     given = function.args
     names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])

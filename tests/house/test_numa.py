@@ -1,4 +1,4 @@
-"""CPUs by NUMA node, and which of them are whose."""
+"""Tests of NUMA: the CPUs of each node, and the nodes of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are printed, each against a count that knows nothing of how it was made."""
+"""Tests of every printed number against an independent count."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def source_of(folder: Path, name: str, frozen: str) -> ModelSource:
 
 
 def counted_flops(source: ModelSource) -> tuple[int, int]:
-    """Forward and backward of transformers' own model, by torch's counter.
+    """Return the forward and backward FLOPs of transformers' model, by torch's counter.
 
-    Attention as plain products: of a fused one the counter takes what its backward computes twice. Experts in a loop,
-    as the grouped product of a CPU is not in the counter's table.
+    Attention uses plain products, since the counter includes recomputation in the backward of a fused one. Experts run
+    in a loop, since the counter lacks the CPU's grouped product.
     """
     source.config._experts_implementation = "eager"
     module = source.build(dtype=torch.float32)
@@ -101,7 +101,10 @@ def counted_flops(source: ModelSource) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("name", "frozen"), CASES)
 def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
-    """Exactly; also of frozen weights, whose gradients nobody computes, nor what lies before all that is trained."""
+    """FLOPs equal torch's count.
+
+    Frozen weights have no gradients, and the backward stops at the first trained weight.
+    """
     source = source_of(tmp_path, name, frozen)
     shape = source.shape
     forward, backward = counted_flops(source)
@@ -127,13 +130,13 @@ def test_parameters_are_transformers(name: str, tmp_path: Path) -> None:
 # -- a run: each number of its records
 
 ROOT = Path(__file__).resolve().parents[2]
-PEAK = 1e12  # FLOP/s, as if products had been timed
+PEAK = 1e12  # FLOP/s, as if matrix products had been timed
 STEPS, MICRO, SEQ, EVAL_ROWS = 6, 8, 128, 16
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A finished run of the demo's configuration, and what it was made of, by transformers alone."""
+    """A finished run of the demo's configuration, and its inputs, made with transformers alone."""
 
     run: Run
     wall: float
@@ -148,18 +151,18 @@ class Counted:
         return json.loads((self.run.output / "plan.json").read_text())
 
     def rows(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, cut from the text's ids."""
+        """Return inputs and targets, cut from the text's ids."""
         held = self.ids[first * SEQ : (first + count) * SEQ + 1]
         return held[:-1].view(count, SEQ), held[1:].view(count, SEQ)
 
     @property
     def held_out(self) -> int:
-        """The first row of the last 5 %."""
+        """Return the first row of the last 5 %."""
         rows = (len(self.ids) - 1) // SEQ
         return rows - int(0.05 * rows)
 
     def model(self) -> Any:
-        """As it begins: transformers' own random weights, in bf16."""
+        """Return the initial model: transformers' random weights, in bf16."""
         config = AutoConfig.from_pretrained(self.run.output / "model", attn_implementation="eager")
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16()
@@ -172,7 +175,7 @@ def loss_of(model: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    """With all that a long run does: a drive, validations, samples, saves."""
+    """Run training with a drive, validations, samples and saves."""
     folder, drive = tmp_path_factory.mktemp("numbers"), tmp_path_factory.mktemp("drive")
     words = ["--steps", STEPS, "train.eval_every=3", "train.sample_every=2", "--save-every", 3, "data.shuffle=false"]
     words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", "optim.warmup_steps=0"]
@@ -242,7 +245,7 @@ def is_within_the_step(c: Counted) -> None:
 
 
 def is_half_of_the_state(c: Counted) -> None:
-    """12 bytes a parameter each way, and what pads weights and pages; a save reads once more."""
+    """Drive traffic is 12 bytes a parameter each way, plus padding of weights and pages; a save reads once more."""
     state = 12 * c.model().num_parameters()
     for key in ("nvme_read_bytes", "nvme_written_bytes"):
         counts = [step[key] for step in c.run.steps[2:]]
@@ -251,14 +254,17 @@ def is_half_of_the_state(c: Counted) -> None:
 
 
 def is_what_was_planned(c: Counted) -> None:
-    """Within 15 %: processors, threads and the moment of a save make that much of a difference to a small model."""
+    """Peak memory is within 15 % of the plan's.
+
+    A small model's varies that much with processors, threads and the moment of a save.
+    """
     peaks = [step["host_rss_bytes"] for step in c.run.steps]
     assert peaks == sorted(peaks)
     assert peaks[-1] == pytest.approx(c.plan["tiers"]["ram"]["need"], rel=0.15)
 
 
 def is_what_is_held(c: Counted) -> None:
-    """At the end of each step; half of the state in page files, which are as large as the plan has said."""
+    """Memory after each step includes page files with half of the state, as large as planned."""
     half = 6 * c.model().num_parameters()
     (drive,) = {moved["place"] for moved in c.plan["traffic"]} - {"device"}
     for step in c.run.steps:
@@ -276,7 +282,10 @@ def is_false(c: Counted) -> None:
 
 
 def is_not_told(c: Counted) -> None:
-    """An update in line hides nothing; of one behind the forward: offload/test_overlap.py."""
+    """An update without overlap hides no time.
+
+    offload/test_overlap.py covers the overlap with the forward.
+    """
     assert all("hidden" not in step for step in c.run.steps)
 
 
@@ -303,7 +312,7 @@ def is_e_to_the_loss(c: Counted) -> None:
 
 
 def is_of_the_bytes_of_those_rows(c: Counted) -> None:
-    """The text up to the last predicted token less the text up to the first."""
+    """Bytes are counted from the first predicted token to the last one."""
     first, last = c.held_out * SEQ + 1, (c.held_out + EVAL_ROWS) * SEQ + 1
     said = [len(load_tokenizer("builtin").decode(c.ids[:end]).encode()) for end in (first, last)]
     for record in c.evaluations:
@@ -342,7 +351,10 @@ NUMBERS: dict[type, dict[str, Callable[[Counted], None]]] = {
 
 
 def test_every_number_of_a_record_is_counted_here() -> None:
-    """A new key needs a count of its own in the table. Report, card and TensorBoard print these and no others."""
+    """Every key of a record has an independent count in the table.
+
+    Reports, cards and TensorBoard print these keys and no others.
+    """
     for record, table in NUMBERS.items():
         assert set(table) == {field.name for field in fields(record)}
 

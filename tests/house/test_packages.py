@@ -1,4 +1,4 @@
-"""Packages of every installation and of some: bounds that are said once, and what happens where one is missing."""
+"""Tests of required and optional packages: version bounds have one source, and a missing package is reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bounds_are_pyprojects() -> None:
 
 
 def test_no_module_imports_a_library_of_some_wishes_when_it_is_imported() -> None:
-    """But for annotations: what stands outside functions and `if TYPE_CHECKING`."""
+    """No module imports an optional library at import time, except for annotations."""
     for path in set((ROOT / "offload_trainer").rglob("*.py")) - set((ROOT / "configs").resolve().glob("*.py")):
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -67,7 +67,7 @@ sys.meta_path.insert(0, Refuse())
 
 
 def run_without(names: set[str], *words: object) -> subprocess.CompletedProcess[str]:
-    """`offload-train WORDS` in a process that cannot import these."""
+    """Run `offload-train WORDS` in a process that cannot import these packages."""
     code = REFUSING.format(names=names) + "sys.argv[0] = 'offload-train'\n"
     code += "from offload_trainer.__main__ import main; raise SystemExit(main())"
     argv = [sys.executable, "-c", code, *map(str, words)]
@@ -75,7 +75,7 @@ def run_without(names: set[str], *words: object) -> subprocess.CompletedProcess[
 
 
 def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> None:
-    """Trained, saved, gone on with, exported, and the machine examined: nothing asks for what is not there."""
+    """Training, resuming, export and doctor work without any optional package."""
     words = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--save-every", 1, "--output", tmp_path / "out"]
     for steps in (1, 2):
         done = run_without(LIBRARIES, *words, "--steps", steps)
@@ -108,7 +108,7 @@ def test_a_wish_for_a_missing_one_is_refused_in_one_line(words: list[str], packa
 
 
 def machine(*installed: str) -> MachineProfile:
-    """A GPU on which a small model fits whole."""
+    """Return a machine whose GPU has memory for a small model."""
     return replace(read_machine("h200"), packages=installed)
 
 
@@ -125,7 +125,7 @@ def test_auto_never_picks_what_is_not_installed() -> None:
     ):
         make_plan(eight, shape, machine("deepspeed"))
     assert make_plan(eight, shape, machine("deepspeed", "bitsandbytes")).engine == "deepspeed"
-    unknown = replace(machine(), packages=None)  # a machine that is only described
+    unknown = replace(machine(), packages=None)  # a machine known only from its description
     assert make_plan(eight, shape, unknown).engine == "deepspeed"
 
 
@@ -138,7 +138,7 @@ def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyP
 
 
 def test_one_that_is_there_and_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed raises an exception of its own where a GPU's toolkit is missing."""
+    """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
     monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed and cannot be imported: CUDA_HOME does not exist"
     with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", wish="--engine deepspeed"):
@@ -157,7 +157,7 @@ def test_what_every_run_needs_is_named(package: str, tmp_path: Path) -> None:
 
 
 def test_one_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 4 has no `core_model_loading`."""
+    """An outdated package is reported, such as transformers 4, which lacks `core_model_loading`."""
     monkeypatch.setattr(packages, "version", lambda name: {"transformers": "4.57.6", "torch": "2.9.0+cu128"}[name])
     assert too_old("transformers") == "4.57.6"
     assert too_old("torch") is None

@@ -1,4 +1,4 @@
-"""docs/parallel.md: its tables are what its commands print, and what it says of them stands in them."""
+"""Tests of docs/parallel.md: its tables are the output of its commands, and its text agrees with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_table_is_what_its_command_prints(part: str) -> None:
 
 
 def rows(part: str) -> list[list[str]]:
-    """Of each table of a part the modes that fit, from the fastest on."""
+    """Return the modes that fit, fastest first, of each table in a part."""
     tables = re.findall(r"^```text\n.*?\n(.*?)^```", PARTS[part], re.MULTILINE | re.DOTALL)
     return [[line.split("  ")[0] for line in table.splitlines()[1:] if not line.startswith("  ")] for table in tables]
 

@@ -1,4 +1,4 @@
-"""JSON that is read back: typed, within limits, and refused in one line wherever it is anything else."""
+"""Tests of JSON that is read back: it is typed and limited, and anything else is refused in one line."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ RECORD = RunRecord(identity={}, layout={}, run={"config": {"model": {}, "optim":
 
 
 def _edit(checkpoint: Path, change: Callable[[dict[str, Any]], Any], *, name: str = "MANIFEST.json") -> None:
-    """Change one file; what the manifest says of it stays true."""
+    """Change one file, and update its entry in the manifest."""
     held = json.loads((checkpoint / name).read_text())
     change(held)
     (checkpoint / name).write_text(json.dumps(held))
@@ -144,7 +144,7 @@ def test_damaged_checkpoints_are_refused_with_what_to_do(name: str, tmp_path: Pa
 
 
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """With the generators that states used to hold, and keys that this version does not know."""
+    """Older checkpoints with generator states, and keys that this version does not know, are read."""
     checkpoint = save(tmp_path, 2)
     _edit(checkpoint, lambda state: state.update(random=["AAAA"]), name="state.json")
     _edit(checkpoint, lambda manifest: manifest.update(more=1))
@@ -197,7 +197,7 @@ def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
     (note,) = found.notes
     assert wrong in note
     assert note.isprintable()
-    rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # of a machine that was not timed: nothing is kept
+    rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # the machine was not timed, so nothing is stored
     rate_cache.keep_rates(MACHINE)
     for _ in range(2):
         rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})
@@ -292,7 +292,7 @@ def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
         checkpoint_files(tmp_path)
 
 
-# Where the package parses JSON otherwise, and why.
+# Modules that parse JSON otherwise, and the reason.
 ELSEWHERE = {
     "data/documents.py": "users' own text, a line at a time",
     "data/sources.py": "whether a user's text looks like JSON",
@@ -305,7 +305,7 @@ ELSEWHERE = {
 }
 
 
-# Which modules open files otherwise than through `readback` and `durable.open_to_append`, and why none of them waits.
+# Modules that open files without `readback` and `durable.open_to_append`, and why none of them blocks.
 OPENING = {
     "checkpoint.py": "files that it has just written",
     "data/conversation_rows.py": "the package's own",
@@ -343,7 +343,7 @@ _OPENERS = {"open_file", "open_owned", "open_to_append"}
 
 
 def _opens(call: ast.Call) -> bool:
-    """Whether a call opens a file by its name, as far as its own words tell."""
+    """Return whether a call opens a file by name, judged by its source."""
     function, given = call.func, call.args[0] if call.args else None
     name = getattr(function, "id", getattr(function, "attr", ""))
     owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
@@ -354,7 +354,7 @@ def _opens(call: ast.Call) -> bool:
 
 
 def test_every_file_goes_through_the_one_opener() -> None:
-    """A pipe in place of a file blocks whoever opens it otherwise."""
+    """Every file is opened by `readback` or an exception above, since a pipe in its place would block."""
     package = Path(offload_trainer.__file__).parent
     found = {
         path.relative_to(package).as_posix()

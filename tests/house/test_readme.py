@@ -1,9 +1,9 @@
-"""Every command of the README and of docs/ is understood, plans are made, and every file that they name is there.
+"""Tests of the README and docs/: commands parse, plans run, and named files exist.
 
-What is run as it stands: README's quickstart from a wheel (tests/tools/test_newcomer.py), docs/scaling.md
-(test_scaling_docs.py), docs/parallel.md (test_parallel_docs.py), the Python of docs/library.md,
-docs/integrations.md and the README (tests/library), and here
-what needs no run and no drive. The others are parsed with today's keys: PARSED says why that is all.
+Other tests run the README's quickstart (tests/tools/test_newcomer.py), docs/scaling.md (test_scaling_docs.py),
+docs/parallel.md (test_parallel_docs.py), and the Python of docs/library.md, docs/integrations.md and the README
+(tests/library). This module runs the commands that need no training and no drive. It parses the others with today's
+keys; PARSED has the reasons.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from offload_trainer.run.commands.sampling import draw_of
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Run by tests of their own; what was tried, not what to do.
+# Pages with their own tests, or with a record of experiments instead of instructions.
 ELSEWHERE = {"docs/scaling.md", "docs/parallel.md", "docs/log.md"}
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES if page not in ELSEWHERE}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)
 COMMANDS = {(one or other).replace("\\\n", "") for text in TEXTS.values() for one, other in COMMAND.findall(text)}
-COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export")}  # which are only named there
+# The text only names these.
+COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export")}
 SCRIPT = re.compile(r"((?:scripts|soak|benchmarks|tests)/[\w/]+\.(?:py|sh))")
 SCRIPTS = sorted({found for text in TEXTS.values() for found in SCRIPT.findall(text)})
 RUN = ("plan", "ls", "cp", "--help", "runs")
@@ -57,7 +58,10 @@ def verb(command: str) -> str:
 
 
 def is_run(command: str) -> bool:
-    """Recipes are planned by tests/plan/test_recipes.py, since their models are on the hub."""
+    """Return whether this module runs the command.
+
+    tests/plan/test_recipes.py plans the recipes, since their models are on the hub.
+    """
     return verb(command) in RUN and "configs/" not in command
 
 
@@ -65,7 +69,7 @@ def is_run(command: str) -> bool:
 def test_what_needs_no_run_is_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A plan for a drive that is not here is made for a named machine, of a model that is not here for a preset."""
+    """Commands without training run; their plans use a named machine and a preset for missing drives and models."""
     words = shlex.split(command)[1:]
     if words[0] == "plan":
         if "--nvme" in words:
@@ -121,7 +125,7 @@ def test_commands(command: str) -> None:
         return
     if words == ["--help"]:
         return
-    if words[:1] == ["tiny.yaml"]:  # which `cp tiny` has written
+    if words[:1] == ["tiny.yaml"]:  # `cp tiny` writes this file
         words[0] = str(ROOT / "configs/tiny.yaml")
     load_config(words)
 

@@ -1,4 +1,4 @@
-"""Each command of docs/scaling.md is run, and says what the page says that it fits."""
+"""Tests that each command of docs/scaling.md runs and fits as the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: strict, all mistakes at once, and answered without torch."""
+"""Tests of the configuration: it is strict, reports all mistakes together, and needs no torch."""
 
 import json
 import os
@@ -164,7 +164,7 @@ def test_what_is_gone_says_what_to_take_instead(word: str, instead: str) -> None
 
 
 def test_a_file_of_an_earlier_version_still_reads(tmp_path: Path) -> None:
-    """It has every key; one that is gone and was left alone asks for nothing."""
+    """A complete file of an earlier version is read; a removed key is an error only if it was changed."""
     file = tmp_path / "config.yaml"
     file.write_text("model: {checkpointing_variant: auto}\noptim: {name: adamw}\n")
     assert load_config([str(file)]) == load_config([])
@@ -206,7 +206,7 @@ def test_a_file_that_would_take_all_memory_or_time_is_one_mistake(name: str, tmp
 
 
 def test_a_key_given_twice_is_found_among_many(tmp_path: Path) -> None:
-    """In time that grows with their number: its square would be a minute."""
+    """Duplicate keys are found in linear time: quadratic time would take a minute."""
     file = tmp_path / "a.yaml"
     file.write_text("model:\n  overrides:\n" + "".join(f"    k{n}: 1\n" for n in [*range(30_000), 7]))
     (told,) = mistakes(str(file))
@@ -239,14 +239,14 @@ def test_dump_reads_back(tmp_path: Path) -> None:
     assert load_config([str(file)]) == config
 
 
-# What YAML takes for a number, a truth value, a date, nothing, or syntax, and what is hard to write at all.
+# Text that YAML reads as a number, boolean, date, null or syntax, and text that is hard to write.
 TEXTS = [
     *("1e3", "-.5E+2", "1.5", "0x10", "1_000", "12:30:00", "on", "Yes", "off", "true", "null", "~", "", "=", "<<"),
     *("2020-01-01", " a ", "a\nb\n", "# a", "- a", "a: b", "{", "[x", "'", '"', "!a", "%a", "@a", "`a", "&a", "*a"),
     *("ü", "\u4e2d", "\x07", "\x85", "\u2028", "\ufeff", "\U0001f600", "\\", "a" * 300, "a b " * 60),
 ]
 NUMBERS = [0, 1, 2, 3, 4, 7, 4096, 8192, 10**15, 0.0, 0.25, 0.5, 1.0, 1e-8, 1e-05, 1e16, 1e-300, 123456.789]
-# What a value needs beside it to be no mistake.
+# Other arguments that a value may require to be valid.
 BESIDE = [
     [],
     ["--nvme", "/x"],
@@ -259,13 +259,13 @@ BESIDE = [
 
 
 def literals(annotation: Any) -> Iterator[str]:
-    """The words that a type allows."""
+    """Yield the literal words that a type allows."""
     for part in get_args(annotation):
         yield from [part] if isinstance(part, str) else literals(part)
 
 
 def values_of(key: str) -> list[Any]:
-    """Everything above that the key may hold: alone, in lists of one and two, or as a model's own key."""
+    """Return every value above that the key accepts: alone, in lists of one and two, or as a model's override."""
     section, _, name = key.partition(".")
     model = TrainConfig.model_fields[section].annotation
     adapter = TypeAdapter(model)
@@ -284,7 +284,7 @@ def values_of(key: str) -> list[Any]:
 
 @pytest.mark.parametrize("key", sorted(all_keys()))
 def test_every_value_of_a_key_reads_back(key: str, tmp_path: Path) -> None:
-    """What is dumped loads to an equal configuration, also of those that need other keys beside them."""
+    """A dumped configuration loads as an equal one, also for values that require other keys."""
     section, _, name = key.partition(".")
     file, held = tmp_path / "a.yaml", 0
     for value in values_of(key):
@@ -315,7 +315,7 @@ def test_every_value_of_a_key_reads_back(key: str, tmp_path: Path) -> None:
     ],
 )
 def test_tokens_of_a_step_or_its_rows(file: str, words: list[str], expected: tuple[Any, ...] | None, tmp_path: Path):
-    """The command line's choice replaces the file's; both in one place are a mistake; what is dumped loads."""
+    """The command line overrides the file; both keys in one source are an error; a dump reads back."""
     path = tmp_path / "a.yaml"
     path.write_text(file)
     if expected is None:
@@ -345,7 +345,7 @@ def test_tokens_of_a_step_or_its_rows(file: str, words: list[str], expected: tup
     ],
 )
 def test_steps_of_a_run_or_its_epochs(file: str, words: list[str], expected: tuple[Any, ...] | None, tmp_path: Path):
-    """The command line's choice replaces the file's; both in one place are a mistake; what is dumped loads."""
+    """The command line overrides the file; both keys in one source are an error; a dump reads back."""
     path = tmp_path / "a.yaml"
     path.write_text(file)
     if expected is None:
@@ -378,7 +378,7 @@ def test_every_shipped_config(config: Path) -> None:
 
 @pytest.mark.parametrize("words", [["--help"], ["optim.lrr=1"], ["plan", "--stepz", "3"], ["--print-config"]])
 def test_answers_without_torch(words: list[str], tmp_path: Path) -> None:
-    """Nothing heavy is loaded, nothing is written, and a mistake ends with 2 and no traceback."""
+    """Commands load nothing heavy and write nothing; a mistake exits with 2 and no traceback."""
     code = (
         "import sys; from offload_trainer.cli import main; status = main(sys.argv[1:]); "
         "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules); "
@@ -396,7 +396,7 @@ def test_answers_without_torch(words: list[str], tmp_path: Path) -> None:
 
 
 def test_documentation_of_keys_is_current() -> None:
-    """docs/config.md is generated: scripts/write_config_docs.py."""
+    """docs/config.md is the output of scripts/write_config_docs.py."""
     written = subprocess.run(
         [sys.executable, "scripts/write_config_docs.py", "--print"], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The pages as a site: it builds without a warning, each page is in it once, and no link leads nowhere."""
+"""Tests of the documentation site: it builds without a warning, has each page once, and has no broken link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def pages(part: object) -> list[str]:
-    """Of a part of the navigation."""
+    """Return the pages of a part of the navigation."""
     if isinstance(part, str):
         return [part]
     parts = part.values() if isinstance(part, dict) else part

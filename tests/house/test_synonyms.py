@@ -1,4 +1,4 @@
-"""Words of other trainers: each leads to a name that there is here, and no guess has another meaning."""
+"""Tests of other trainers' option names: each leads to the name used here, and no suggestion has another meaning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUE
 
 ADAPTERS, QUANTISED, LOGGED = "adapters (PEFT) are trained with the library", "never quantised", "metrics.jsonl"
 
-# trainer: what is typed -> what has to be written instead, or a part of the sentence where there is no such thing
+# trainer: what a user types -> the equivalent here, or a part of the message if there is none
 LEADS: dict[str, dict[str, str]] = {
     "transformers": {
         "--learning_rate 1e-4": "--lr 1e-4",
@@ -186,7 +186,7 @@ def told(*words: str) -> str:
     [pytest.param(typed, here, id=f"{who} {typed}") for who, each in LEADS.items() for typed, here in each.items()],
 )
 def test_a_word_of_another_trainer_leads_to_the_one_here(typed: str, here: str) -> None:
-    """One mistake, that says what to write; and what it says is no mistake here."""
+    """Another trainer's option gives one error with the option to use here, which is valid."""
     message = told(*shlex.split(typed))
     assert message.startswith("1 mistake")
     assert here in message
@@ -203,7 +203,7 @@ def test_as_many_words_as_a_newcomer_brings() -> None:
 
 
 def test_the_words_are_those_of_the_others() -> None:
-    """Of the installed ones: a name that they do not have would prove nothing."""
+    """The option names exist in the installed versions of the other trainers; others would prove nothing."""
     from transformers import TrainingArguments
     from trl import ModelConfig, ScriptArguments, SFTConfig
 
@@ -221,7 +221,7 @@ def _of(kind: type) -> tuple[dataclasses.Field[object], ...]:
 
 
 def _known_words(text: str) -> list[str]:
-    """The keys and flags that a sentence names and there are not."""
+    """Return the keys and flags in a sentence that do not exist."""
     named = re.findall(r"(?<![\w./-])(--[a-z][a-z-]+|[a-z]+\.[a-z][a-z_]+)\b(?!\.\w)", text)
     keys, sections = {*all_keys()}, {key.partition(".")[0] for key in all_keys()}
     return [
@@ -235,7 +235,7 @@ def _known_words(text: str) -> list[str]:
 @pytest.mark.parametrize(("here", "words", "note"), _TERMS, ids=[words.split()[0] for _, words, _ in _TERMS])
 def test_each_target_is_there(here: str, words: str, note: str) -> None:
     key, fixed, value = here.partition("=")
-    if key and key != "parallel.pipeline":  # which says that it is not there yet
+    if key and key != "parallel.pipeline":  # its message says that it is not implemented
         assert key in all_keys() or key.startswith("model.overrides.")
     if fixed:
         more = ["--engine", "deepspeed"] if here.startswith("deepspeed.") else []
@@ -279,7 +279,7 @@ def test_commands_lead_to_commands() -> None:
 
 
 def test_a_guess_is_a_misspelling_and_nothing_else() -> None:
-    """Of all names that transformers and TRL have: none is guessed to be another one."""
+    """No option of transformers and TRL is taken for a misspelling of a different option."""
     from transformers import TrainingArguments
     from trl import ModelConfig, SFTConfig
 
@@ -322,7 +322,7 @@ def test_what_is_near_is_a_letter_or_two_away() -> None:
 
 
 def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
-    """Flat keys and sections alike, each with what it is here, in one message."""
+    """One message lists every key of another trainer's file, flat or in sections, with its name here."""
     path = tmp_path / "axolotl.yaml"
     path.write_text(
         "base_model: gpt2\nlearning_rate: 2e-5\nadapter: lora\ndatasets:\n  - path: x\n"

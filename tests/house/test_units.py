@@ -1,4 +1,4 @@
-"""Text of bytes, counts and seconds, also where rounding crosses a border."""
+"""Tests of the text of bytes, counts and seconds, also where rounding reaches the next unit."""
 
 import pytest
 

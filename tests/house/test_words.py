@@ -1,4 +1,4 @@
-"""What the program says: help for every command, words that fit the machine, and nothing of a file that steers."""
+"""Tests of the program's text: help of every command, messages for the machine, and no control codes from files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_help_of_every_command(command: str | None, capsys: pytest.CaptureFixtur
     ("command", "flags"), [("bench", None), ("doctor", None), ("prepare", {"--data", "--seq-len"})]
 )
 def test_help_shows_the_flags_that_a_command_reads(command: str, flags: set[str] | None) -> None:
-    """Of `bench` and `doctor` those whose sections their code names."""
+    """Help of `bench` and `doctor` shows the flags whose sections their code reads."""
     import inspect
 
     shown_here = set(flags_of(command))
@@ -60,7 +60,7 @@ def test_help_shows_the_flags_that_a_command_reads(command: str, flags: set[str]
 
 
 def test_no_words_are_a_question(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not 300 steps; `train` alone is the default run."""
+    """The program without arguments prints help and does not train; `train` alone starts the default run."""
     monkeypatch.setitem(cli._COMMANDS, "train", lambda words: None)
     assert cli.main([]) == 2
     said = capsys.readouterr()
@@ -86,7 +86,7 @@ def test_a_machine_that_there_is_not(name: str, near: str | None) -> None:
 
 @pytest.mark.parametrize("command", cli._COMMANDS)
 def test_help_knows_each_switch(command: str) -> None:
-    """Those that the code of a command takes, and no others."""
+    """Help lists exactly the switches that a command's code reads."""
     import ast
     import inspect
 
@@ -128,7 +128,7 @@ def test_a_plan_without_a_gpu_speaks_of_none() -> None:
 
 @pytest.mark.parametrize("step", [1.6, 1.7, 1.701, 1.72, 3.0])
 def test_why_a_slower_plan_was_not_chosen(step: float) -> None:
-    """Never that a step takes 1.7 s and not 1.7 s."""
+    """Two step times that round alike are not reported as different."""
     told = _slower(step, 1.7)
     assert "1.7 s, not 1.7 s" not in told
     assert ("longer" in told) == (step > 1.71)
@@ -178,7 +178,7 @@ def test_a_hub_tokenizer_that_is_not_to_be_had_is_asked_for_once(monkeypatch: py
 
 
 def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found out by the plan, before the output is written."""
+    """An unusable page-file directory is reported by the probe, before any output is written."""
     here = tmp_path / "offload-trainer"
     here.touch()
     with pytest.raises(UserError, match="is a link or a file of yours"):

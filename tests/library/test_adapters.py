@@ -1,4 +1,4 @@
-"""PEFT's adapters in a loop of one's own, beside weights that are away: against plain PEFT and torch's AdamW."""
+"""Tests of PEFT adapters in a user's loop over offloaded weights, compared with plain PEFT and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def adapted(model: Any, **changes: Any) -> PeftModel:
 
 
 def with_norms(model: PeftModel) -> PeftModel:
-    """The layer norms of its base are trained too."""
+    """Make the base model's norms trainable too."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.requires_grad_(True)
@@ -79,11 +79,11 @@ def trained(
     start: int = 0,
     steps: int = STEPS,
 ) -> Iterator[tuple[float, float]]:
-    """The loop that both run: loss and norm of each step."""
+    """Run the loop that both sides share; yield loss and norm of each step."""
     data = [{key: value[None] for key, value in row.items()} for row in rows(STEPS * ACCUMULATE)]
     model.train()
     for step in range(start, steps):
-        torch.manual_seed(step)  # of the dropout
+        torch.manual_seed(step)  # for dropout
         total = 0.0
         for number in range(ACCUMULATE):
             last = number == ACCUMULATE - 1
@@ -99,7 +99,7 @@ def trained(
 
 
 def by_peft(model: PeftModel, *, whole: bool = True) -> list[tuple[float, float]]:
-    """Plain PEFT, trained by torch."""
+    """Train plain PEFT with torch; return losses and norms."""
     parameters = list(model.parameters() if whole else filter(lambda p: p.requires_grad, model.parameters()))
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
     clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False)  # noqa: E731
@@ -133,7 +133,7 @@ def references(folder: Path) -> dict[str, tuple[list[Any], PeftModel]]:
 def test_a_loop_is_plain_pefts_to_the_last_bit(
     home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
-    """Losses, norms and adapters; exported merged and apart."""
+    """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits."""
     expected, reference = references[kind]
     with opened(folder, drive, home=home) as session:
         model = adapted(session.model, **KINDS[kind])
@@ -157,7 +157,7 @@ def test_a_loop_is_plain_pefts_to_the_last_bit(
 
 
 def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """The adapters are in fp32, and the sum is rounded once; those of an embedding are tables."""
+    """A merge into bf16 rounds the sum with fp32 adapters once; adapters of embeddings are included."""
     changes = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"], "init_lora_weights": False}
     with opened(folder, drive, dtype="bf16") as session:
         adapted(session.model, **changes)
@@ -172,12 +172,12 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
 def test_offloaded_norms_are_trained_beside_adapters(
     home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """One optimizer, one norm, in groups that mix both."""
+    """Offloaded norms and adapters share one optimizer and one norm, in parameter groups that mix both."""
     reference = with_norms(adapted(plain(folder)))
     expected = by_peft(reference)
     with opened(folder, drive, home=home, freeze=ALL_BUT_NORMS, overlap=overlap) as session:
         model = with_norms(adapted(session.model))
-        optimizer = session.adamw(lr=1e-2)  # all that is trained
+        optimizer = session.adamw(lr=1e-2)  # all trainable parameters
         clip = session.clip_grad_norm_
         steps = trained(model, optimizer, one_cycle(optimizer), clip=clip, session=session)
         assert list(steps) == expected
@@ -196,7 +196,10 @@ def test_offloaded_norms_are_trained_beside_adapters(
 def test_killed_and_resumed_elsewhere_it_goes_on_as_it_would_have(
     freeze: list[str], folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL in the second save: the first is gone on from, in other homes, by adapters that were drawn anew."""
+    """After SIGKILL during the second save, the first one resumes with the bits of an uninterrupted run.
+
+    The resumed session has another placement and newly initialised adapters.
+    """
     whole = freeze == FROZEN
     model = adapted(plain(folder))
     reference = model if whole else with_norms(model)
@@ -219,7 +222,7 @@ def test_killed_and_resumed_elsewhere_it_goes_on_as_it_would_have(
 
 @pytest.fixture
 def save(folder: Path, drive: Path, tmp_path: Path) -> Path:
-    """Of two steps, with LoRA over a frozen base."""
+    """Return a save after two steps of LoRA over a frozen base."""
     with opened(folder, drive) as session:
         model = adapted(session.model)
         optimizer = session.adamw(model.parameters(), lr=1e-2)
@@ -229,7 +232,7 @@ def save(folder: Path, drive: Path, tmp_path: Path) -> Path:
 
 
 def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
-    """Adapters by name; no weights of a frozen base. The command does not export it without them."""
+    """A save holds adapters by name and no frozen base, and the export command refuses it."""
     held = {path.stem: load_file(path) for path in (save / "resident").iterdir()}
     assert held.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
     assert all(len(tensors) == 12 for tensors in held.values())
@@ -254,7 +257,7 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
 def test_other_adapters_and_another_base_are_refused(
     changes: dict[str, Any] | None, said: str, save: Path, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """And nothing is changed."""
+    """A save of other adapters or another base is refused, and nothing changes."""
     changes = changes if changes is None else dict(changes)
     if changes and changes.pop("model", None):
         folder = tmp_path / "other"
@@ -270,7 +273,7 @@ def test_other_adapters_and_another_base_are_refused(
 
 
 def test_a_save_of_earlier_versions_is_resumed(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """They knew of nothing beside the offloaded weights."""
+    """Saves of versions that knew only offloaded weights are resumed."""
     with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
         session.adamw()
         session.save(tmp_path / "save")
@@ -285,7 +288,7 @@ def test_a_save_of_earlier_versions_is_resumed(folder: Path, drive: Path, tmp_pa
 
 
 class WithValue(nn.Module):
-    """A head of its own on an offloaded model."""
+    """A custom head on an offloaded model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -298,7 +301,7 @@ class WithValue(nn.Module):
 
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_a_head_of_ones_own(rule: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """It is no part of the session's model, which is trained whole: by either rule, resumed, with torch's bits."""
+    """A head outside the offloaded model trains and resumes with torch's bits, under either rule."""
     inputs = rows(1)[0]["input_ids"][None]
     words = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -353,7 +356,7 @@ def test_a_step_takes_both_or_neither(folder: Path, drive: Path) -> None:
         backward()
         adapter = next(p for name, p in model.named_parameters() if "lora_B" in name)
         assert adapter.grad is not None
-        adapter.grad[0, 0] = torch.nan  # of an adapter alone
+        adapter.grad[0, 0] = torch.nan  # only an adapter has a NaN
         with pytest.raises(ot.NonFiniteGradient):
             optimizer.step()
         assert unchanged()
@@ -374,7 +377,7 @@ def test_a_step_takes_both_or_neither(folder: Path, drive: Path) -> None:
 
 
 def test_what_is_trained_beside_is_counted(folder: Path, drive: Path) -> None:
-    """At adamw(): values, gradients, two moments. A plan that it breaks is refused."""
+    """adamw() counts values, gradients and two moments of extra parameters, and refuses those that do not fit."""
     with opened(folder, drive) as session:
         planned = session.plan
         model = adapted(session.model)
@@ -405,7 +408,7 @@ def test_nothing_to_train_and_what_cannot_be_merged_are_refused(folder: Path, dr
 
 
 def killed(folder: Path, drive: Path, out: Path, freeze: str) -> None:
-    """Saves after five steps, and dies while it saves again."""
+    """Save after five steps, and die during the second save."""
     layout.SMALL = 0
     session = opened(folder, drive, freeze=[freeze])
     model = adapted(session.model)

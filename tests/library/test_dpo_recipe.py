@@ -1,4 +1,4 @@
-"""The recipe for preferences: what it copies runs, goes on with the bits of a run that was left alone, and trains."""
+"""Tests of the preference (DPO) recipe: the copy runs, resumes with the same bits, and trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_trainer import cli
 
 
 def test_it_is_copied_and_goes_on(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four steps, and two with two more in another process's place: its reference is the same model."""
+    """Two steps and two resumed ones equal four, with the same reference model."""
     monkeypatch.chdir(tmp_path)
     folder = model_folder(tmp_path / "model", vocab_size=272, max_position_embeddings=128, pad_token_id=0)
     chat_tokenizer().save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Loops that were written for a plain model: what they do with gradients and the optimizer, against torch's own."""
+"""Tests of loops written for plain models: their use of gradients and the optimizer gives torch's results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drive(tmp_path: Path) -> Path:
 
 
 class Model(nn.Module):
-    """Blocks of which one is left out every other time."""
+    """A model with a block that is skipped in every other call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def assert_trained_alike(session: ot.Session, reference: nn.Module) -> None:
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("way", ["session's", "torch's"])
 def test_clipped_several_times_by_any_norm(way: str, home: str, drive: Path) -> None:
-    """A second clip is of what the first has left; float("inf") and a limit that is not reached change nothing."""
+    """A second clip starts from the result of the first; an infinite limit, or one not reached, changes nothing."""
     model, reference = models()
     usual = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
@@ -125,7 +125,7 @@ def test_a_norm_that_is_not_finite(drive: Path) -> None:
         with pytest.raises(ot.NonFiniteGradient, match=r"norm of order 1\.0 is inf"):
             session.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
         assert session.clip_grad_norm_(1.0).isinf()
-        assert session.clip_grad_norm_(1.0).isnan()  # as torch's: an infinity times 0
+        assert session.clip_grad_norm_(1.0).isnan()  # as in torch: infinity times 0
         with pytest.raises(ot.NonFiniteGradient):
             optimizer.step()
 
@@ -172,7 +172,7 @@ def all_at_once(model: nn.Module) -> None:
 def test_gradients_are_read_and_changed_as_torchs(
     clipped: bool, change: Callable[[nn.Module], None], home: str, drive: Path
 ) -> None:
-    """Also after the session's clip, whose factor is in them then, and before another backward adds to them."""
+    """Gradients include the factor of an earlier clip, and another backward adds to the changed ones."""
     model, reference = models()
     usual = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
@@ -200,7 +200,7 @@ def test_gradients_are_read_and_changed_as_torchs(
 
 
 def test_a_gradient_of_a_step_that_is_over_is_not_read(drive: Path) -> None:
-    """Nor is another's read in its place; an address, and a gradient that is set, are refused."""
+    """A gradient of a finished step cannot be read; taking its address or setting its data is refused."""
     model, _ = models()
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
         optimizer = session.adamw()
@@ -228,7 +228,7 @@ def test_zeros_in_place_of_gradients_are_refused(drive: Path) -> None:
 
 
 def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) -> None:
-    """Before the first step it is torch's; then neither it nor another is taken for the session's state."""
+    """Before the first step the state_dict equals torch's; one with moments, or one after a step, is refused."""
     model, reference = models()
     usual = torch.optim.AdamW(reference.parameters())
     with ot.offload(model, nvme=drive, **QUIET) as session:
@@ -257,7 +257,7 @@ def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) ->
 
 
 def test_the_state_of_what_is_beside_the_model_is_torchs(drive: Path) -> None:
-    """Adapters over a frozen base: all state is in the state_dict, and comes back from it."""
+    """The state of parameters outside the model is in the state_dict, which restores it."""
     found = []
     for stops in (False, True):
         torch.manual_seed(3)
@@ -280,7 +280,7 @@ def test_the_state_of_what_is_beside_the_model_is_torchs(drive: Path) -> None:
 
 
 def accelerated(model: nn.Module, optimizer: Any) -> Iterator[tuple[float, float]]:
-    """The loop of accelerate's documentation: accumulation, clipping, a scheduler."""
+    """Run the loop of accelerate's documentation: accumulation, clipping, a scheduler."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -311,7 +311,7 @@ def test_accelerate(home: str, drive: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_clipping_within_a_closure(home: str, drive: Path) -> None:
-    """As Lightning does it: the optimizer's groups are clipped at the end of the closure that `step` is given."""
+    """Clipping at the end of the closure given to `step`, as Lightning does, works."""
     model, reference = models()
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -339,7 +339,7 @@ def test_clipping_within_a_closure(home: str, drive: Path) -> None:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_forward_is_called_without_the_hooks(home: str, drive: Path) -> None:
-    """As PEFT's AdaLoRA calls it."""
+    """Calling `forward` directly, as PEFT's AdaLoRA does, works."""
     model, reference = models()
     usual = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
@@ -383,7 +383,7 @@ def test_modules_that_cannot_be_offloaded_as_they_are(drive: Path) -> None:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_sparse_gradients_are_refused(home: str, drive: Path) -> None:
-    """Of a weight of the model, and of one beside it."""
+    """Sparse gradients of the model's parameters and of extra ones are refused."""
     model = nn.Sequential(nn.Embedding(16, 16, sparse=True), nn.Linear(16, 4))
     beside = nn.Embedding(16, 16, sparse=True)
     with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
@@ -398,7 +398,7 @@ def test_sparse_gradients_are_refused(home: str, drive: Path) -> None:
 
 # -- keywords ----------------------------------------------------------------------------------------------------------
 
-LOOSER = {  # what the library takes beside the configuration's own types, or refuses of them
+LOOSER = {  # keywords for which the library accepts more, or less, than the configuration's types
     "nvme": "a path, or several",
     "freeze": "any sequence",
     "drive_speeds": "any sequence",
@@ -408,7 +408,7 @@ LOOSER = {  # what the library takes beside the configuration's own types, or re
 
 
 def plain(kind: Any) -> Any:
-    """A type without pydantic's limits, as something to compare."""
+    """Return a type without pydantic's constraints, in a form that can be compared."""
     if hasattr(kind, "__metadata__"):
         return plain(get_args(kind)[0])
     if get_args(kind) and get_origin(kind) is not tuple and "Literal" not in str(get_origin(kind)):

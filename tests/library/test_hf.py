@@ -1,4 +1,4 @@
-"""transformers' Trainer over offloaded weights and state, against the stock one: logs and weights to the last bit."""
+"""Tests of transformers' Trainer over an offloaded model: logs and weights have the stock Trainer's bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What the stock Trainer logs with clipping, and where its checkpoints are."""
+    """Train with the stock Trainer and clipping; return its logs and its output directory."""
     output = tmp_path_factory.mktemp("stock")
     trainer = stock(folder, output)
     trainer.train()
@@ -40,7 +40,7 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
 def test_logs_and_weights_are_the_stock_trainers(
     home: str, folder: Path, reference: tuple[list[dict[str, Any]], Path], drive: Path, tmp_path: Path
 ) -> None:
-    """20 steps of two micro-batches, clipped, cosine, evaluated and saved every five."""
+    """20 clipped steps of two micro-batches, with a cosine schedule, evaluations and saves, match the stock Trainer."""
     expected, theirs = reference
     with loaded(folder, drive, home=home) as model:
         trainer = ours(model, tmp_path)
@@ -55,7 +55,7 @@ def test_logs_and_weights_are_the_stock_trainers(
 
 @pytest.mark.parametrize("home", HOMES)
 def test_without_clipping(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """The norm is logged all the same."""
+    """The gradient norm is logged without clipping too."""
     words = {"max_grad_norm": 0.0, "max_steps": 6}
     expected = stock(folder, tmp_path / "stock", **words)
     expected.train()
@@ -78,7 +78,7 @@ def test_killed_and_resumed(
     drive: Path,
     tmp_path: Path,
 ) -> None:
-    """From the newest checkpoint that was written to its end, in another home than it was written from."""
+    """A killed run resumes from the newest complete checkpoint, also with another placement."""
     script = Path(__file__).parent.with_name("trainers.py")
     said = tmp_path / "said"
     code = start(script, folder, tmp_path / "run", drive, "drive", when, stdout=said, stderr=said).wait(timeout=300)
@@ -94,7 +94,7 @@ def test_killed_and_resumed(
         trainer.add_callback(_Beginning(resumed))
         trainer.train(resume_from_checkpoint=True)
         assert resumed == [whole]
-        assert told(trainer)[:-1] == expected[:-1]  # the last line's train_loss is of this process's steps alone
+        assert told(trainer)[:-1] == expected[:-1]  # the last line's train_loss covers this process's steps only
     assert_same(weights(tmp_path / "run/checkpoint-20"), weights(theirs / "checkpoint-20"))
 
 
@@ -107,7 +107,7 @@ class _Beginning(TrainerCallback):
 
 
 def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """The worst, so that it is not the last."""
+    """The best checkpoint is loaded at the end; the metric is reversed, so that it is not the last one."""
     words = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     words |= {"max_steps": 6, "eval_steps": 2, "save_steps": 2, "save_total_limit": 1}
     expected = stock(folder, tmp_path / "stock", **words)
@@ -124,7 +124,7 @@ def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path
 
 
 def test_a_module_in_memory(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Offloaded as it is, and attached; nothing was read from a directory."""
+    """A module in memory, offloaded and attached, trains without being read from a directory."""
     words = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
     expected = stock(folder, tmp_path / "stock", **words)
     expected.train()
@@ -137,7 +137,7 @@ def test_a_module_in_memory(folder: Path, drive: Path, tmp_path: Path) -> None:
 
 
 class WithRates(Ours):
-    """Two rates, by the session's optimizer."""
+    """A Trainer that sets two learning rates on the session's optimizer."""
 
     def create_optimizer(self) -> Any:
         self.optimizer = super().create_optimizer()
@@ -166,7 +166,7 @@ class WithKind(Ours):
 
 
 def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """One that takes the session's is asked once; another is refused before anything is trained."""
+    """A Trainer that modifies the session's optimizer creates it once; another optimizer is refused before training."""
     words = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     given = {"train_dataset": rows(48)}
     with loaded(folder, drive) as model:
@@ -181,7 +181,7 @@ def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path:
         assert trainer.optimizer.param_groups[1]["lr"] == 1e-3
         trainer.train()
         trainer.save_model()
-        trainer.train()  # it goes on with the same optimizer
+        trainer.train()  # continues with the same optimizer
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = Trainer(plain, arguments(tmp_path / "stock", **words), **given)
     expected.create_optimizer()
@@ -192,7 +192,7 @@ def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path:
 
 
 def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) -> None:
-    """For whoever hashes, saves or compares it, with the Trainer or without."""
+    """The state_dict of an offloaded model can be hashed, saved and compared without holding the weights."""
     with loaded(folder, drive) as model:
         found = model.state_dict()
         expected = weights(folder)
@@ -209,7 +209,7 @@ def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) ->
 
 
 def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """What else is there stays; shards of an earlier save, and what a killed one has left, go."""
+    """Saving again keeps other files, and removes old shards and remains of a killed save."""
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     (tmp_path / "notes.txt").write_text("mine")
     with loaded(folder, drive) as model:

@@ -1,4 +1,4 @@
-"""What a Trainer's run and LoRA runs over a base on the drive hold is what the plan says, in a memory cgroup too."""
+"""Tests of the memory plan: Trainer and LoRA runs hold no more than planned, also under a cgroup limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ RUNS = ("trainer", "lora", "loop")
 
 @pytest.fixture(scope="module")
 def folder(shared: Path) -> Path:
-    """With a model of 118 MB in bf16, which takes 940 MB to be trained whole; for all workers of pytest."""
+    """Return a folder, shared by pytest's workers, with a model of 118 MB in bf16.
+
+    Training all of it takes 940 MB.
+    """
     made = shared / "measured"
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
     with in_turn(made):
@@ -28,7 +31,10 @@ def folder(shared: Path) -> Path:
 
 
 def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
-    """Bytes of host memory that the plan counts, and that were held, once; `before`: words before the command."""
+    """Run a script once; return the planned and the peak bytes of host memory.
+
+    `before`: words before the command.
+    """
     output = folder / f"{what}{len(before)}"
     found = output.with_suffix(".json")
     with in_turn(output):
@@ -43,7 +49,7 @@ def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("what", RUNS)
 def test_no_more_is_held_than_the_plan_says(what: str, folder: Path) -> None:
-    """And not much less: most of it is there."""
+    """Peak memory is between 60 % and 100 % of the plan's."""
     found = measured(what, folder)
     assert 0.6 * found["plan"] < found["peak"] <= found["plan"], found
 

@@ -1,4 +1,4 @@
-"""Every block of Python in docs/integrations.md runs: with a small model, little data, and a drive of this machine."""
+"""Tests that every Python block of docs/integrations.md runs, on a small model with little data and a local drive."""
 
 from __future__ import annotations
 

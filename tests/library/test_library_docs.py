@@ -1,4 +1,4 @@
-"""The code of docs/library.md and of the README runs as it stands, on a small model and with a drive that is there."""
+"""Tests that the code of docs/library.md and of the README runs unchanged, on a small model and a local drive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a model and a drive."""
+    """Change to a directory with a model and a drive; return it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "drive").mkdir()
     folder = model_directory(tmp_path / "model", "qwen3")
@@ -57,7 +57,7 @@ def test_the_loop_trains_and_goes_on_from_its_save(here: Path) -> None:
 
 
 def test_the_loop_of_adapters(here: Path) -> None:
-    """Their directory is PEFT's; merged, the model is another than it was."""
+    """The loop saves adapters in PEFT's format, resumes, and merges them into the adapted weights only."""
     first = run(ADAPTERS, ot=ot, torch=torch, STEPS=12, batches_from=micro_batches_from)
     assert (first["start"], first["step"]) == (0, 12)
     again = run(ADAPTERS.replace('"merged"', '"again"'), ot=ot, torch=torch, STEPS=12, batches_from=micro_batches_from)

@@ -1,4 +1,4 @@
-"""What torch can do to an offloaded parameter gives plain torch's bits, or is refused, wherever its values are."""
+"""Tests that every torch operation on an offloaded parameter gives plain torch's bits or is refused."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ INPUTS = torch.linspace(-2, 2, 3 * 16).view(3, 16)
 
 
 class Net(nn.Module):
-    """Blocks, a parameter without dimensions that no module of its own uses, and a head that is read by hand."""
+    """Blocks, a scalar parameter that its own module does not use, and a head whose weight is read directly."""
 
     def __init__(self, *, save: str = "") -> None:
-        """`save`: the operations that selective checkpointing saves, "" for none and no checkpointing."""
+        """`save`: the operations that selective checkpointing saves; "" disables checkpointing."""
         super().__init__()
         self.save = save
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4))
@@ -66,20 +66,20 @@ def square(model: Any, step: int) -> torch.Tensor:
 
 
 def penalised(model: Any, step: int) -> torch.Tensor:
-    """A gradient penalty, as WGAN-GP has it."""
+    """Return WGAN-GP's gradient penalty."""
     inputs = (INPUTS + step).requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
     return ((gradient.norm(dim=1) - 1) ** 2).mean()
 
 
 def penalised_weights(model: Any, step: int) -> torch.Tensor:
-    """A penalty on the gradients of all weights."""
+    """Return a penalty on the gradients of all weights."""
     gradients = torch.autograd.grad(square(model, step), list(model.parameters()), create_graph=True)
     return sum(((gradient**2).sum() for gradient in gradients), start=torch.tensor(0.0))
 
 
 def twice_penalised(model: Any, step: int) -> torch.Tensor:
-    """Three backwards deep."""
+    """Return a loss that differentiates three times."""
     inputs = (INPUTS + step).requires_grad_()
     (first,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), inputs, create_graph=True)
@@ -87,7 +87,7 @@ def twice_penalised(model: Any, step: int) -> torch.Tensor:
 
 
 def trained(model: Any, session: ot.Session | None, loss_of: Callable[[Any, int], torch.Tensor]) -> Iterator[Any]:
-    """The losses and norms of three steps, then the weights."""
+    """Yield the losses and norms of three steps, then the weights."""
     parameters = list(model.parameters())
     optimizer = session.adamw(lr=1e-2) if session else torch.optim.AdamW(parameters, lr=1e-2, fused=True)
     for step in range(3):
@@ -130,7 +130,7 @@ torch.Tensor.data torch.Tensor.__i torch.chunk torch.nn.functional.embedding"""
 
 @pytest.mark.parametrize("only", ["set .", *TRIED.split()])
 def test_an_operation_is_plain_torchs_or_refused(only: str, sessions: parameter_operations.Sessions) -> None:
-    """A part of what scripts/parameter_operations.py tries."""
+    """A part of the operations of scripts/parameter_operations.py gives plain torch's result or is refused."""
     tried = list(parameter_operations.cases(only))
     assert tried
     for name, case in tried:
@@ -193,7 +193,7 @@ def test_writes_are_refused_and_change_nothing(offloaded: Offloaded) -> None:
 
 @every_home
 def test_a_write_that_cannot_be_foreseen_stops_the_step(home: str, tmp_path: Path) -> None:
-    """Through a view from before; a save makes all good again."""
+    """A write through an older view is detected at the step, and resuming a save restores the weight."""
     model = net()
     reference = copy.deepcopy(model)
     view = model.blocks[1][0].weight.detach()
@@ -221,7 +221,7 @@ def test_a_write_that_cannot_be_foreseen_stops_the_step(home: str, tmp_path: Pat
 
 @every_home
 def test_a_view_reads_what_its_parameter_holds_now(offloaded: Offloaded) -> None:
-    """Made outside, and inside a forward; from before a step, and while its weight is away."""
+    """A view reads the parameter's current values, wherever it was made and whether the weight is on the device."""
     model, reference, session = offloaded
     views: dict[Any, list[torch.Tensor]] = {model: [], reference: []}
 
@@ -276,7 +276,7 @@ def test_gradients_of_gradients_without_micro_batch(
 
 @every_home
 def test_gradients_that_are_returned(offloaded: Offloaded) -> None:
-    """torch.autograd.grad of parameters; a product with the Hessian; and what its arguments may be."""
+    """torch.autograd.grad returns torch's gradients of parameters, with every form of its arguments."""
     model, reference, session = offloaded
 
     def found(one: Net) -> Iterator[Any]:
@@ -284,7 +284,7 @@ def test_gradients_that_are_returned(offloaded: Offloaded) -> None:
         yield torch.autograd.grad(square(one, 0), weights)
         yield torch.autograd.grad(square(one, 0), one.scale)
         gradients = torch.autograd.grad(square(one, 0), weights, create_graph=True)
-        yield torch.autograd.grad(gradients, weights, grad_outputs=weights)  # along the weights themselves
+        yield torch.autograd.grad(gradients, weights, grad_outputs=weights)  # a Hessian-vector product with the weights
         yield torch.autograd.grad(one.scale * 2, [one.scale, one.head.weight], materialize_grads=True)
         yield torch.autograd.grad(one.head.weight, one.head.weight, torch.ones(16, 16))
         yield list(torch.autograd.grad(square(one, 0), dict(one.named_parameters())).items())
@@ -295,13 +295,13 @@ def test_gradients_that_are_returned(offloaded: Offloaded) -> None:
 
     for ours, expected in zip(found(model), found(reference), strict=True):
         assert str(ours) == str(expected)
-    assert session._offloaded.taken == 0  # none of it was for a step
+    assert session._offloaded.taken == 0  # no step consumed these gradients
 
 
 @pytest.mark.parametrize("save", ["addmm", "tanh", "aten."])
 @every_home
 def test_selective_checkpointing(home: str, save: str, tmp_path: Path) -> None:
-    """Also of all operations, views of weights among them, whose memory gets other values."""
+    """Selective checkpointing works with any saved operations, also views of weights whose memory is reused."""
     model = net(save=save)
     reference = copy.deepcopy(model)
     expected = list(trained(reference, None, square))
@@ -316,7 +316,7 @@ def test_selective_checkpointing(home: str, save: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @every_home
 def test_torch_compile(home: str, when: str, called: bool, tmp_path: Path) -> None:
-    """An offloaded model runs eagerly in it; what was compiled itself is refused."""
+    """An offloaded model runs eagerly within torch.compile, with torch's results."""
     torch._dynamo.reset()
     model = net()
     reference = copy.deepcopy(model)

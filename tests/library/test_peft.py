@@ -1,4 +1,4 @@
-"""PEFT's LoRA over a base whose weights are away: against PEFT on the model in memory, to the last bit."""
+"""Tests of PEFT's LoRA over an offloaded base model: results have the bits of PEFT on a model in memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Plain PEFT, trained by the stock Trainer."""
+    """Return a stock Trainer after training plain PEFT."""
     output = tmp_path_factory.mktemp("stock")
     model = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     trainer = Trainer(model, arguments(output), train_dataset=rows(48), eval_dataset=rows(6))
@@ -54,7 +54,7 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer
 def test_logs_and_adapters_are_plain_pefts(
     home: str, folder: Path, reference: Trainer, drive: Path, tmp_path: Path
 ) -> None:
-    """Dropout of the adapters too; exported merged and apart."""
+    """Logs, adapters and merged exports match plain PEFT's, including dropout of adapters."""
     with loaded(folder, drive, home=home, **FROZEN) as base:
         model = adapted(base)
         plan = session_of(model).plan
@@ -74,7 +74,7 @@ def test_logs_and_adapters_are_plain_pefts(
 
 
 class Stops(TrainerCallback):
-    """After the save of step 10."""
+    """A callback that stops training after the save of step 10."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step == 10
@@ -125,7 +125,7 @@ def with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_other_adapters_are_trained_saved_and_resumed(
     kind: str, home: str, folder: Path, with_biases: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Against stock ones. Biases are the base's own: they are loaded to be trained, and resumed with the session."""
+    """Each adapter kind trains, saves and resumes like the stock one; biases of the base resume with the session."""
     biases = kind == "bias"
     folder = with_biases if biases else folder
     keys = {"freeze": [r"^(?!.*bias)"] if biases else ["."]}
@@ -164,13 +164,13 @@ def test_other_adapters_are_trained_saved_and_resumed(
 def test_adapters_that_change_or_copy_the_base_are_refused(
     changes: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Where they try it."""
+    """Adapters that change or copy the base are refused when the Trainer is built."""
     with loaded(folder, drive, **FROZEN) as base, pytest.raises(UserError, match=said):
         Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
 
 
 def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> None:
-    """So is the plan of one elsewhere."""
+    """A run or a plan of the command with all weights frozen is refused."""
     config = load_config(["--model", str(folder), "model.freeze=['.']"])
     for planned in (plan_run, partial(plan_elsewhere, machine=read_machine("h200"))):
         with pytest.raises(UserError, match="leaves nothing to train"):

@@ -1,4 +1,4 @@
-"""The library: a loop of plain PyTorch over an offloaded model, held against torch.optim.AdamW on the same model."""
+"""Tests of the library: a plain PyTorch loop over an offloaded model gives torch.optim.AdamW's results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def drive(tmp_path: Path) -> Path:
 
 
 class Tower(nn.Module):
-    """No transformers model: blocks of two kinds of weights, one of which is used without calling its module."""
+    """A model outside transformers, with a weight that is used without calling its module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def transformers_model(folder: Path) -> nn.Module:
     config = AutoConfig.from_pretrained(model_directory(folder / "qwen3", "qwen3"))
     config.vocab_size = (
         VOCABULARY + 13
-    )  # a multiple of 16, or torch's fused update rounds the last elements another way
+    )  # a multiple of 16, else torch's fused update rounds the last elements differently
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
@@ -105,7 +105,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
-    """It changes the rates and the first beta of each group, each in its own way."""
+    """Return a schedule that changes the rate and the first beta of each group separately."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[2e-2, 5e-3], total_steps=STEPS + 1)
 
 
@@ -119,7 +119,7 @@ def trained(
     start: int = 0,
     steps: int = STEPS,
 ) -> Iterator[tuple[float, float, list[float]]]:
-    """The loop that both run: (loss, norm, rates) of each step."""
+    """Run the loop that both sides share; yield (loss, norm, rates) of each step."""
     data = batches(STEPS * ACCUMULATE)
     for step in range(start, steps):
         losses = []
@@ -165,7 +165,7 @@ def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, 
 def test_the_update_goes_on_behind_the_loop(
     home: str, told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slowly; each weight is read as soon as `step` has returned, without its module too, and has its new values."""
+    """Weights read right after `step` have their new values, although a slow update overlaps the loop."""
     update = Updater._update
     monkeypatch.setattr(Updater, "_update", lambda *given, **words: (time.sleep(0.001), update(*given, **words)))
     model = tower(tmp_path)
@@ -191,7 +191,7 @@ def test_the_update_goes_on_behind_the_loop(
 
 
 class Spare(Tower):
-    """Its last module is used every other time."""
+    """A model whose last module is used in every other step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
 
 
 def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) -> None:
-    """A loop without micro_batch, over blocks of which the first are frozen: the same draws, recomputed, as torch's."""
+    """Dropout, recomputation and frozen first blocks match torch's in a loop without micro_batch."""
     folder = model_directory(tmp_path / "model", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, vocab_size=224)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -292,7 +292,7 @@ def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) ->
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_path: Path, drive: Path) -> None:
-    """Their rounding is drawn from the seed and the step."""
+    """A resumed run with narrow moments has the same bits, since rounding depends on the seed and the step only."""
     after = []
     for stops in (False, True):
         model = tower(tmp_path)
@@ -317,7 +317,7 @@ def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
 def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
-    """Into a model with other values, in other homes: rates, betas, moments and steps are the save's."""
+    """A resumed run has the bits of an uninterrupted one, in another placement and from other initial values."""
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     other = copy.deepcopy(model)
@@ -343,7 +343,7 @@ def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Pat
             assert torch.equal(master, weights[name]), name
 
 
-MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # what kills itself in a call, in which, and the save that is left
+MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, fatal call, remaining save
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),
     "before the new name": (saving, "put_in_place", 1, 2),
@@ -354,7 +354,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # what kills itself in a call
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_any_moment_it_goes_on_from_a_whole_save(moment: str, tmp_path: Path, drive: Path) -> None:
-    """SIGKILL while it saves over its own save, or updates: what is left is one of the two, and the run the same."""
+    """After SIGKILL during a save or an update, one complete save remains and resumes with the same bits."""
     model = tower(tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     left = MOMENTS[moment][3]
@@ -376,7 +376,7 @@ def test_killed_at_any_moment_it_goes_on_from_a_whole_save(moment: str, tmp_path
 
 @pytest.mark.parametrize("home", ["in RAM", "on the drive"])
 def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path) -> None:
-    """State that was read ahead, and gradients that came, are of what was before: they count no more."""
+    """Resuming within a step discards prefetched state and gradients of the interrupted step."""
     model = tower(tmp_path)
     data = batches(4)
     with ot.offload(model, nvme=drive, page_size=4096, **HOMES[home]) as session:
@@ -417,7 +417,7 @@ def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive
             assert torch.equal(weight, before[name]), name
         optimizer = session.adamw()
         loss_of(model, batches(1)[0]).backward()
-        assert torch.equal(model.head.weight, before["head.weight"])  # lent, when they change
+        assert torch.equal(model.head.weight, before["head.weight"])  # borrowed until the step changes it
         optimizer.step()
         after = dict(session.named_masters())
         assert torch.equal(model.head.weight, after["head.weight"])
@@ -429,7 +429,7 @@ def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
 def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: Path) -> None:
-    """Views of several weights, and a layer norm's whole weight, held by autograd while others come and go."""
+    """Autograd keeps views of several weights, and a layer norm's whole weight, while other weights are fetched."""
 
     def loss_of_hand(model: Tower) -> torch.Tensor:
         x = model(torch.arange(12).view(2, 6)).tanh()
@@ -439,7 +439,7 @@ def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: 
                 x[..., :32] @ wide.weight.t()[:, :32], (32,), norm.weight, norm.bias
             )
         by_hand = (x @ model.table.weight.t()).square().mean()
-        return by_hand + model(torch.arange(6).view(1, 6)).square().mean()  # others come before the backward
+        return by_hand + model(torch.arange(6).view(1, 6)).square().mean()  # fetched before the backward
 
     torch.manual_seed(1)
     model = Tower()
@@ -461,7 +461,7 @@ def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: 
 
 
 class Checkpointed(Tower):
-    """Two floors at a time are recomputed, and so is the head, which is read by hand."""
+    """A model that recomputes two blocks at a time, and the head, whose weight is read directly."""
 
     reentrant = False
 
@@ -482,7 +482,7 @@ class Checkpointed(Tower):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
 def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None:
-    """Recomputed with dropout: right where all blocks of a part have room, refused where they have not."""
+    """Recomputing several blocks with dropout is right if their weights fit together, and refused otherwise."""
 
     def step(model: nn.Module, around: Any = nullcontext) -> float:
         torch.manual_seed(7)
@@ -498,7 +498,7 @@ def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None
     norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
     with ot.offload(model, nvme=drive, params="nvme", weight_buffers=2) as session:
         around = session.micro_batch if inside else nullcontext
-        for _ in range(2):  # the second time what comes next is known, and fetched ahead
+        for _ in range(2):  # the second step prefetches, since the order is known
             assert step(model, around) == expected
             assert session.clip_grad_norm_(1.0) == norm
             session._clear()
@@ -570,7 +570,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> No
             optimizer.step()
         assert all(torch.equal(master, before[name]) for name, master in session.named_masters())
         optimizer.zero_grad()
-        optimizer.step()  # no gradient: nothing happens, as with torch
+        optimizer.step()  # without a gradient nothing happens, as in torch
         loss_of(model, data[1]).backward()
         optimizer.step()
         after = dict(session.named_masters())
@@ -599,7 +599,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(drive: Path) -> None:
 
 
 def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
-    """Frozen ones have no state; those in no group stay as they are, and count in the norm, as with torch."""
+    """Frozen parameters have no state; parameters in no group stay unchanged and count in the norm, as in torch."""
     torch.manual_seed(1)
     model = Tower()
     model.table.requires_grad_(False)
@@ -626,9 +626,10 @@ def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(257, 511), (400, 501), (1001, 999)], ids=str)
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
 def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], seed: int, drive: Path) -> None:
-    """More than the 131,072 elements that are taken at a time: within 1e-6 of fp64's, and of torch's own in fp32.
+    """The norm of gradients over 131,072 elements, the chunk size, is within 1e-6 of fp64's and of torch's over equal
+    chunks.
 
-    Its own of gradients cut to that size: of one in one piece torch is up to 1e-4 off for a million elements itself.
+    In one piece, torch's own norm of a million elements is off by up to 1e-4.
     """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(shape[1], shape[0]), nn.Linear(shape[0], 7))
@@ -682,7 +683,7 @@ def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> 
 
 
 def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run takes them; what is said stays. The numbers are the same."""
+    """Fewer buffers are used if memory is short, as in a run of the command, and the numbers stay the same."""
     here = api.machine_here(())
     monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
 
@@ -755,7 +756,7 @@ def test_a_directory_is_loaded_trained_exported_and_saved_as_transformers_would(
 
 
 def killed(moment: str, folder: Path, drive: Path) -> None:
-    """Saves after two steps, and dies in the middle of what comes next."""
+    """Save after two steps, and die in the middle of the next operation."""
     layout.SMALL = 0
     model = tower(folder)
     session = ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"])

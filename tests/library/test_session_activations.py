@@ -1,4 +1,4 @@
-"""A session that keeps what gradient checkpointing keeps away from the device."""
+"""Tests of sessions that offload the tensors kept by gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trained(session: ot.Session, *, anew: bool = False) -> tuple[list[float], di
 def test_no_bit_changes_and_the_plan_counts_them(
     home: str, away: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpointing that is turned on anew, as a Trainer does, keeps them away too."""
+    """Offloaded activations change no bit and match the plan, also if the Trainer turns checkpointing on again."""
     kept: list[int] = []
     keep = Activations.keep
     monkeypatch.setattr(Activations, "keep", lambda self, tensor: (kept.append(tensor.nbytes), keep(self, tensor))[1])

@@ -1,4 +1,4 @@
-"""TRL's trainers over offloaded weights and state: SFT on chats and DPO, against the stock ones."""
+"""Tests of TRL's trainers over an offloaded model: SFT on chats, and DPO, compared with the stock ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(output: Path, **changes: Any) -> dict[str, Any]:
-    """What is set beside TRL's defaults: bf16, and what makes a run short and quiet."""
+    """Return arguments that make a run short and quiet, without TRL's default bf16."""
     return {
         "output_dir": str(output),
         "bf16": False,
@@ -55,7 +55,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def assert_loads(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
-    """transformers loads it, with the logits that `model` has, and the tokenizer beside it."""
+    """Check that transformers loads the model with the logits of `model`, and the tokenizer next to it."""
     tokens = tokenizer("What follows one?", return_tensors="pt").input_ids
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -65,7 +65,7 @@ def assert_loads(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -
 
 @pytest.mark.parametrize("home", HOMES)
 def test_sft(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Its loss reads the head's weight without calling the head."""
+    """SFT matches the stock trainer, although its loss reads the head's weight without calling the head."""
     rate = {"learning_rate": 1e-3}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = SFTConfig(**words(tmp_path / "stock", **rate))
@@ -84,7 +84,7 @@ def test_sft(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: Pr
 
 @pytest.mark.parametrize("home", HOMES)
 def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The reference is the model before its first step, whose log-probabilities are taken first."""
+    """DPO matches the stock trainer, with reference log-probabilities computed before the first step."""
     more = {"learning_rate": 1e-3, "precompute_ref_log_probs": True}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = DPOConfig(**words(tmp_path / "stock", **more))
@@ -102,11 +102,11 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: Pr
 
 
 def test_dpo_of_adapters(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The reference is the base without them, in each step."""
+    """DPO with adapters matches the stock trainer, with the base model as the reference in each step."""
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     given = {"train_dataset": preferences(), "processing_class": tokenizer, "peft_config": adapters}
-    torch.manual_seed(0)  # TRL 1.10 draws adapters before it seeds
+    torch.manual_seed(0)  # TRL 1.10 initialises adapters before it seeds
     stock = DPOTrainer(model, args=DPOConfig(**words(tmp_path / "stock", learning_rate=1e-2)), **given)
     stock.train()
     with loaded(folder, drive, seq_len=64, micro_batch_size=4, freeze=["."]) as model:

@@ -1,4 +1,4 @@
-"""Ranks that differ are refused before anything is written, and what differs is named."""
+"""Tests that ranks that differ are refused before anything is written, with the difference named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload_trainer.settings import load_config
 
 
 def others(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **changed: Any) -> None:
-    """Three ranks, of which the last has these facts instead."""
+    """Pretend that there are three ranks, of which the last reports `changed` facts."""
     monkeypatch.setattr(consistency, "all_gather_object", lambda mine: [mine, mine, mine | changed])
     monkeypatch.setattr(consistency, "place_here", lambda: (rank, 3))
 
@@ -24,7 +24,7 @@ def wishes(*words: str) -> dict[str, Any]:
 
 
 def test_ranks_that_are_alike_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_other_programs(wishes())  # alone
+    refuse_other_programs(wishes())  # a single rank
     others(monkeypatch)
     refuse_other_programs(wishes())
     refuse_other_data({"tokens": 5, "validation text": None}, {"a": {"shape": [2]}})

@@ -1,4 +1,4 @@
-"""Nodes that hear of each other through a store, which here is torch's own in this process."""
+"""Tests of heartbeats between nodes, through a torch store in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODES = [range(2), range(2, 4), range(4, 6)]
 
 
 class Lost(Exception):
-    """In place of the end of the process."""
+    """Raised in place of ending the process."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_node_that_is_not_heard_of_ends_the_others(
     store: dist.TCPStore, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second tells now and then, the third no more."""
+    """A node without heartbeats ends the others; one that reported its end does not."""
     now = [0.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     first, second, third = (_Heartbeats(store, NODES, number=number) for number in range(3))
@@ -52,7 +52,7 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
     assert first.listen() == "node 2 (ranks 4 to 5) has not been heard of for 0.3 s"
     second.tell()
     third.tell_the_end()
-    assert first.listen() is None  # one that has come to its end is not looked for
+    assert first.listen() is None  # a node that has ended is not monitored
     now[0] = 0.8
     with pytest.raises(Lost):
         _exchange_heartbeats(first, said.append)
@@ -63,7 +63,7 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
 def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str]) -> None:
     beats = _Heartbeats(
         store, NODES, number=0
-    )  # nobody has told anything: a store that does not answer raises the same
+    )  # no heartbeat was sent, which raises the same error as an unreachable store
     with pytest.raises(Lost):
         _exchange_heartbeats(beats, said.append)
     assert said[0].startswith("the launcher of the first node is not to be reached (")
@@ -83,7 +83,7 @@ def test_a_node_that_has_ended_says_so(store: dist.TCPStore, said: list[str]) ->
 
 
 def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the launcher's store, signed; on its own node it has said so itself."""
+    """A rank's failure to start reaches other nodes through the launcher's store, signed."""
     _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "LOCAL_RANK": "1"}
     place |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", ranks.SECRET: "what both nodes know"}

@@ -1,4 +1,4 @@
-"""Refusals hold where the kernel holds memory to a limit: what the plan refuses is refused, what it allows runs."""
+"""Tests under a cgroup's memory limit: runs that the plan allows succeed, and others are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_needs_more_than_the_limit_is_refused_and_nothing_written(box: Path
 @pytest.mark.box
 def test_what_the_plan_allows_runs_under_the_limit(box: Path, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "runs"
-    done = inside(box, *RUN, "--nvme", drive, "--output", output)  # auto finds what fits
+    done = inside(box, *RUN, "--nvme", drive, "--output", output)  # auto chooses a placement that fits
     assert done.returncode == 0, done.stderr[-2000:]
     plan = json.loads((output / "plan.json").read_text())
     assert plan["fits"]

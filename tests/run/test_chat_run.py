@@ -1,4 +1,4 @@
-"""Whole runs on conversations: what is learned, what is said of it, and that a killed run goes on to the last bit."""
+"""Tests of whole runs on conversations: trained tokens, reports, and a killed run that resumes with the same bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = [*TINY, "--steps", "6", "--save-every", "2", "data.validation=0.2", "--l
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short questions and answers."""
+    """Return a file of short questions and answers."""
     file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
     words = [(asked, told[:12]) for asked, told in CHATS] * 3
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in words]
@@ -39,7 +39,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("packing", ["off", "on"])
 def test_a_killed_run_goes_on_to_the_last_bit(packing: str, chat: Path, drive: Path, tmp_path: Path) -> None:
-    """With dropout, which each forward draws from its place in the run."""
+    """A killed run resumes with the same bits, including dropout, whose RNG depends on the position in the run."""
     words = [
         *WORDS,
         "model.overrides.resid_pdrop=0.1",
@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(packing: str, chat: Path, drive: P
 
 @pytest.mark.parametrize(("packing", "ranks"), [("off", 1), ("on", 1), ("off", 2)])
 def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: Path, tmp_path: Path) -> None:
-    """Steps that visit each row once count each conversation's tokens once, and no padding, on one rank and on two."""
+    """The token count has each conversation's tokens once and no padding, on one rank and on two."""
     words = ["data.validation=0", f"data.packing={packing}", f"data.cache={tmp_path}", "--save-every", "0"]
     ask("prepare", *WORDS, "--data", chat, *words)
     (sidecar,) = (path for path in tmp_path.glob("chat-*.bin.json") if "sums" not in path.name)
@@ -96,12 +96,12 @@ def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN_TOKENIZER)
     text = "User: What follows one?\nAssistant: one and eno.<|endoftext|>\n"
     assert padding == [str(32 - len(tokenizer(text).input_ids))]
-    # 18 conversations, of whose rows a fifth is kept for validation.
+    # A fifth of the rows of 18 conversations is for validation.
     assert "an epoch: 15 rows are 3 steps of 6 (--micro-batch x --accumulate x ranks); --steps 6 is 2.4 epochs" in told
 
 
 def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
-    """Also that text is shown as it is, and what could steer a terminal is escaped."""
+    """The shown row marks each conversation, prints text of any script, and escapes control codes."""
     asked = ["Что?", "为什么", f"لماذا{STEERING}"]
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": "Да.\n"}] for a in asked]
     file = tmp_path / "chat.jsonl"
@@ -138,7 +138,7 @@ def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_have_the_loss_of_their_conversations(name: str, tmp_path: Path) -> None:
-    """Each by itself, without padding, through transformers: the mean over all that is learned."""
+    """The loss of rows is transformers' mean over the trained tokens of each conversation alone, without padding."""
     draw = random.Random(3)
     talks = []
     for size in (7, 16, 3, 11):

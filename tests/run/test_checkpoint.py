@@ -1,4 +1,4 @@
-"""Saving when the disk gives out: one message, nothing left behind, the older checkpoints whole."""
+"""Tests of saving on a failing disk: one message, no remains, and older checkpoints intact."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_the_same_step_twice_and_pruning(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the filesystem cannot exchange two names."""
+    """Saving a step twice replaces it, also on a filesystem that cannot exchange two names."""
     if not swaps:
         monkeypatch.setattr(atomic_io, "exchange", lambda one, other: False)
     for step in (1, 2, 3, 3):
@@ -59,7 +59,7 @@ def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:
 
 
 def test_only_what_a_save_has_named_is_pruned_or_resumed_from(tmp_path: Path) -> None:
-    """What the user renamed, moved aside as advised, linked or added to stays; the plan does not count it as free."""
+    """Checkpoints that the user renamed, linked or added files to are never pruned or counted as reclaimable."""
     said: list[str] = []
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=9, say=said.append)

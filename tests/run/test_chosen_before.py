@@ -1,4 +1,4 @@
-"""What a plan chose of a run's bits holds for the run that goes on from it, where it would choose otherwise now too."""
+"""Tests that a resumed run keeps the plan's choices that affect its bits, although more memory is free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = [*TINY[:ROWS], *TINY[ROWS + 2 :], *ALWAYS, "model.mlp_chunk=off", "trai
 
 
 def run(ram: int, *words: object, output: Path) -> Run:
-    """With so many bytes of RAM, as the plan sees it."""
+    """Run with `ram` bytes of RAM, as the plan sees them."""
     done = run_script(ROOMY, ram, *words, "--output", output)
     assert done.returncode == 0, done.stderr[-4000:]
     return Run(done.returncode, done.stdout + done.stderr, output)
@@ -44,7 +44,10 @@ def chosen(output: Path) -> dict:
 
 
 def test_a_run_goes_on_with_its_pieces_of_mlps(tmp_path: Path) -> None:
-    """Needed no more, and to the bit; whole where it was whole; in others, which is said, where that is too much."""
+    """A resumed run keeps its MLP chunks and its bits.
+
+    A different choice, by the user or for lack of memory, is reported.
+    """
     sizes = [needs(*PIECES, f"model.mlp_chunk={chunk}", output=tmp_path) for chunk in ("off", 256)]
     assert sizes[0] - sizes[1] > 10**7
     between, ample = sum(sizes) // 2, 4 * sizes[0]
@@ -65,7 +68,10 @@ def test_a_run_goes_on_with_its_pieces_of_mlps(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_its_micro_batches(tmp_path: Path) -> None:
-    """Where only the tokens of a step are wished: 16 rows, of which there was room for half at a time."""
+    """A resumed run keeps its micro-batch size if only tokens_per_step is set.
+
+    The first start had room for half of a step's 16 rows.
+    """
     half, all_rows = (
         needs(*PIECES, "model.mlp_chunk=off", *more, output=tmp_path)
         for more in (("--micro-batch", "8", "--accumulate", "2"), ())

@@ -1,4 +1,4 @@
-"""Commands around a run: recipes listed and copied, a configuration asked for, and what a shell completes."""
+"""Tests of commands around a run: listing and copying recipes, init, and shell completion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload_trainer.settings import FLAGS, all_keys, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-ALL = sorted([*NAMES, "dpo"])  # a script, whose copy is run by tests/library/test_dpo_recipe.py
+ALL = sorted([*NAMES, "dpo"])  # a script; tests/library/test_dpo_recipe.py runs its copy
 SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=16", "--seq-len", "32", "--micro-batch", "2"]
 
 
@@ -82,7 +82,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_three_answers_make_a_configuration_with_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each question again until its answer can be; the file trains what was answered, and shows what plan says."""
+    """init repeats a question until the answer is valid; its file trains what was answered, and shows the plan."""
     (tmp_path / "ssd").mkdir()
     (tmp_path / "books.txt").write_text("It was the best of times. " * 500)
     answered(monkeypatch, "no-such-model", "gpt2-mini", "nowhere.txt", "books.txt", "nowhere", "ssd")
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_not_written(
     assert cli.main(["init", "--micro-batch", "4000"]) == 2
     assert "this does not fit" in capsys.readouterr().err
     (tmp_path / "train.yaml").write_text("mine")
-    answered(monkeypatch)  # it is refused before the first question
+    answered(monkeypatch)  # it fails before the first question
     assert cli.main(["init"]) == 2
     assert "train.yaml: already there" in capsys.readouterr().err
 
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_not_written(
 
 
 def completed(shell: str, line: str, folder: Path) -> list[str]:
-    """What Tab offers after `line`, whose words bash takes apart at "=" and zsh does not."""
+    """Return the completions after `line`; bash splits words at "=" and zsh does not."""
     words = line.split(" ")
     if shell == "bash":
         words = [part for word in words for part in (word.partition("=") if "=" in word else [word])]

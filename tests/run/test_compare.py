@@ -1,4 +1,4 @@
-"""`offload-train report RUN...`: what differs between runs, and what it did, from what stands in their directories."""
+"""Tests of `offload-train report RUN...`: the differences of runs and their effects, read from their directories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload_trainer.telemetry.metrics import EvalRecord
 
 
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
-    """What a run of gpt2-xl would have left."""
+    """Write the files of a gpt2-xl run."""
     machine = read_machine("h200")
     config, plan = settle_and_plan(load_config(["--model", "gpt2-xl", *words]), SHAPES["gpt2-xl"], machine)
     directory.mkdir()
@@ -47,9 +47,9 @@ def test_what_differs_and_what_it_did(tmp_path: Path) -> None:
     two = a_run(tmp_path / "two", "--lr", "2e-3", "--accumulate", "4", steps=3, hidden=0.25, **slow)
     told = rows(one, two)
     assert told["optim.lr"] == ("0.001", "0.002")
-    assert told["model.name"] == ("gpt2-xl", "gpt2-xl")  # alike, and worth a line
+    assert told["model.name"] == ("gpt2-xl", "gpt2-xl")  # equal, but always shown
     assert told["train.gradient_accumulation_steps"] == ("1", "4")
-    assert "optim.max_grad_norm" not in told  # alike
+    assert "optim.max_grad_norm" not in told  # equal
     assert "save.output" not in told
     assert told["tokens a step"] == ("4.1 k", "16.4 k")
     assert told["training loss"] == ("3.9400", "3.9700")
@@ -65,7 +65,7 @@ def test_what_differs_and_what_it_did(tmp_path: Path) -> None:
 
 
 def test_tokens_a_second_agree_with_seconds_a_step(tmp_path: Path) -> None:
-    """Two medians, of each, would not: of four steps the middle of seconds is not the middle of speeds."""
+    """Tokens a second and seconds a step agree, unlike two medians: of four steps, each has a different middle."""
     run = a_run(tmp_path / "one", steps=0)
     took = [0.1, 0.1, 7.0, 7.0]
     lines = [a_step(step, seconds=s, tokens_per_second=512 / s).to_json() for step, s in enumerate(took, 1)]
@@ -76,7 +76,7 @@ def test_tokens_a_second_agree_with_seconds_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA X"])
 def test_homes_are_told_as_the_run_told_them(gpu: str | None, tmp_path: Path) -> None:
-    """Without a GPU what computes is the CPU, whose memory is RAM; and the update in the key's words."""
+    """Placements are reported as in the run: without a GPU its memory is RAM, and overlap has the key's words."""
     run = a_run(tmp_path / "one", "--params", "gpu", "tiered.overlap=forward")
     (run / "machine.json").write_text(json.dumps({"gpu": gpu}))
     told = rows(run)

@@ -1,4 +1,4 @@
-"""Checks of what a run needs: each state of each check, with the machine's facts given."""
+"""Tests of doctor: each state of each check, with given facts of a machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_drives(facts: dict, state: str) -> None:
 
 
 def test_little_room_for_the_output_is_no_failure() -> None:
-    """A small model's checkpoints take megabytes; the plan refuses what does not fit."""
+    """Little room for the output is a warning: small models need megabytes, and the plan checks what fits."""
     assert doctor._output(DriveFacts("/out", 10**12, filesystem="ext4")).state == "ok"
     check = doctor._output(DriveFacts("/out", 64 * 10**6, filesystem="ext4"))
     assert (check.state, bool(check.fix)) == ("warning", True)

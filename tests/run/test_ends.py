@@ -1,4 +1,4 @@
-"""How a run ends: every signal, in every phase, on every kind of stream; and what runs without checkpoints leave."""
+"""Tests of a run's end: every signal in every phase on every kind of stream, and runs without checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parents[1]
 
 
 def script(name: str, *words: object) -> str:
-    """In a fork, from which the script's own forks come."""
+    """Run a script in a forked process, which forks the script's own processes; return its output."""
     done = run_script(HERE / name, *words)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -25,9 +25,9 @@ def script(name: str, *words: object) -> str:
 def test_every_signal_in_every_phase_on_every_stream(
     phases: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The table in docs/faults.md: exit codes, what is saved, nothing left, no traceback, the reason in log.txt.
+    """Ends match the table in docs/faults.md: exit code, saved state, no remains, no traceback, the reason in log.txt.
 
-    Without --exhaustive each two of the three come together, and not all three.
+    Without --exhaustive, every pair of signal, phase and stream occurs, but not every triple.
     """
     whole = request.config.getoption("--exhaustive")
     words = [tmp_path, "--phases", ",".join(phases), *([] if whole else ["--pairs"])]
@@ -48,5 +48,5 @@ def test_a_quarter_has_each_pair() -> None:
 
 @pytest.mark.parametrize("name", STORIES)
 def test_runs_without_checkpoints(name: str, tmp_path: Path) -> None:
-    """The stories of tests/stories.py."""
+    """The scenarios of tests/stories.py hold."""
     assert script("stories.py", tmp_path, name).split() == [name]

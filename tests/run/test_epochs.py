@@ -1,4 +1,4 @@
-"""`--epochs N`: the steps that visit each row N times, the same run as with `--steps`, and what a resumed run makes."""
+"""Tests of `--epochs N`: its number of steps, equality with `--steps`, and resumed runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(run: Run) -> int:
-    """Training rows, as the run says."""
+    """Return the number of training rows that the run reports."""
     return int(run.text.split(" rows to train on")[0].rpartition(" ")[2])
 
 
 def position(run: Run) -> int:
-    """Rows that the newest checkpoint has visited."""
+    """Return the number of rows visited by the newest checkpoint."""
     newest = sorted((run.output / "checkpoints").glob("step-*"))[-1]
     return json.loads((newest / "state.json").read_text())["data_position"]
 
 
 @pytest.mark.parametrize("epochs", ["1", "0.5", "1.5"])
 def test_epochs_make_the_steps_that_visit_the_rows(epochs: str, text: Path, tmp_path: Path) -> None:
-    """To the bit the run with as many steps, its schedule included; no step fewer would visit the rows that often."""
+    """A run by epochs equals the run with as many steps, schedule included, and no fewer steps visit all rows."""
     run = call(*WORDS, "--data", text, "--epochs", epochs, output=tmp_path / "epochs")
     rows, steps = rows_of(run), len(run.steps)
     assert rows % 6

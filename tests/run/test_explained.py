@@ -1,4 +1,4 @@
-"""What is said of an end: in one line where it is no bug, with the file that it is about, and in log.txt as well."""
+"""Tests of how errors are reported: one line unless it is a bug, with the file concerned, also in log.txt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
     ],
 )
 def test_ends_in_one_line(error: BaseException, code: int, told: str, tmp_path: Path) -> None:
-    """On the screen, and as the last line of log.txt."""
+    """The line is on the screen and last in log.txt."""
     assert exit_code(error) == code
     assert str(explain(error)).startswith(told)
     assert logged(error, tmp_path).startswith(f"ended: {told}")
@@ -49,7 +49,7 @@ def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
 
 
 def logged(error: BaseException, folder: Path) -> str:
-    """What log.txt holds once a run has ended with this, without the times."""
+    """Return the content of log.txt after a run that ended with this error, without times."""
     with open(folder / "log.txt", "wb", buffering=0) as file:
         log = Log(loud=True, file=file)
         with pytest.raises(type(error)), _ends_told(log):
@@ -65,14 +65,14 @@ def test_no_inodes_is_not_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(bare) == "No space left on device"
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=64, f_favail=1))
     assert reason(NO_SPACE) == "No space left on device"
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=0, f_favail=0))  # btrfs counts none
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=0, f_favail=0))  # btrfs reports no inodes
     assert reason(NO_SPACE) == "No space left on device"
 
 
 def test_a_filesystem_is_looked_at_before_what_fills_it_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that takes the last inode gives it back before its error is told."""
+    """The filesystem is examined before a failed save is removed, which would free the inode that it lacked."""
     final = tmp_path / "step-00000002"
 
     def room(_: object) -> SimpleNamespace:
@@ -90,7 +90,7 @@ def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the start of a run on a full disk: the system's error has no name."""
+    """A failed write names its file, although the system's error lacks it."""
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -103,7 +103,7 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache's disk may fill up while it measures."""
+    """Rates are shown even if the disk of the cache is full."""
     monkeypatch.setattr(rate_cache, "refuse_unwritable", lambda: None)
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
     monkeypatch.setattr(rate_cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))

@@ -1,7 +1,7 @@
-"""What goes wrong with disks, drives, memory, processes and clocks: a message, nothing lost, and a rerun that goes on.
+"""Tests of faults of disks, drives, memory, processes and clocks: a message, no loss, and a rerun that continues.
 
-Every fault of docs/faults.md, in whole runs of the command. After each the newest checkpoint is whole, and the same
-command ends with the losses, norms, masters and moments of the run that was left alone, bit for bit.
+They cover every fault of docs/faults.md, in whole runs of the command. After each, the newest checkpoint is complete,
+and the same command ends with the losses, norms, master weights and moments of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAULTY = Path(__file__).parent.with_name("faulty.py")
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that nothing happens to."""
+    """Return an undisturbed run."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "drive").mkdir()
     return call("--nvme", folder / "drive", *TINY, *LENGTH, *HOMES, output=folder / "out")
@@ -37,7 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def words(drive: Path, tmp_path: Path) -> list:
-    """The command of a run with a drive of its own."""
+    """Return the command of a run with its own drive."""
     (tmp_path / "drive").mkdir()
     return ["--nvme", tmp_path / "drive", *TINY, *LENGTH, *HOMES]
 
@@ -49,7 +49,7 @@ def faulty(fault: str, argument: object, *words: object, output: Path | None = N
 
 
 def after(lines: int, work: Callable[[], object]) -> Callable[[list[str]], bool]:
-    """For `call_and_kill`, which then sends no signal at all: do `work` once so many steps are done."""
+    """Return a condition for `call_and_kill` that sends no signal, and does `work` after that many steps."""
 
     def when(seen: list[str]) -> bool:
         if len(seen) < lines:
@@ -61,7 +61,7 @@ def after(lines: int, work: Callable[[], object]) -> Callable[[list[str]], bool]
 
 
 def once_saved(output: Path, step: int, work: Callable[[], object]) -> Callable[[list[str]], bool]:
-    """The same, once the checkpoint of that step is there and no other is being written."""
+    """Return a condition that does `work` once the checkpoint of that step is complete."""
 
     def when(_: list[str]) -> bool:
         if not (output / f"checkpoints/step-{step:08d}").exists():
@@ -97,7 +97,7 @@ def assert_goes_on(words: list, output: Path, alone: Run, *, resumed: bool = Tru
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 40 MB of its own, in a file; skipped where this user may not mount one."""
+    """Mount a 40 MB filesystem from a file; skip the test if this user may not mount."""
     folder, image = tmp_path / "disk", tmp_path / "disk.image"
     folder.mkdir()
     with open(image, "wb") as file:
@@ -115,7 +115,7 @@ def mount(image: Path, folder: Path) -> bool:
 
 
 def test_a_full_disk_in_mid_step(disk: Path, words: list, alone: Run) -> None:
-    """The next line of metrics that needs a block finds it: there are two or so to one, and six steps to a save."""
+    """A full disk is noticed when a line of metrics needs a new block, which is every second line or so."""
     output, words = disk / "out", [*words, "--save-every", 7]
     run = faulty("full-step", disk, *words, output=output)
     assert_told(run, "metrics.jsonl", "is the drive full" if "is the drive full" in run.text else "No space left")
@@ -124,7 +124,7 @@ def test_a_full_disk_in_mid_step(disk: Path, words: list, alone: Run) -> None:
 
 
 def test_a_full_disk_in_a_save(disk: Path, words: list, alone: Run) -> None:
-    """It fills up when the save has begun, so that the look at what is free has passed."""
+    """The disk fills up during a save, after the check of free space."""
     output = disk / "out"
     run = faulty("full-save", disk, *words, output=output)
     assert_told(run, "No space left on device", "step-00000008")
@@ -135,7 +135,7 @@ def test_a_full_disk_in_a_save(disk: Path, words: list, alone: Run) -> None:
 
 
 def test_a_disk_without_room_for_a_save(disk: Path, words: list, alone: Run) -> None:
-    """Found out before anything is written."""
+    """Too little space for a save is noticed before anything is written."""
     output = disk / "out"
     run = faulty("low-save", disk, *words, output=output)
     assert_told(run, "a checkpoint takes", "are free; older checkpoints are untouched")
@@ -166,7 +166,7 @@ def test_a_drive_without_room_for_the_page_files(disk: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("fault", "verb"), [("read-error", "read"), ("write-error", "written")])
 def test_a_drive_that_returns_errors(fault: str, verb: str, words: list, alone: Run, tmp_path: Path) -> None:
-    """In the middle of the tenth update or so: what was updated before it is not what a checkpoint holds."""
+    """After an error within an update (about the tenth), the run resumes from a checkpoint without half an update."""
     run = faulty(fault, 32, *words, output=tmp_path / "out")
     assert_told(run, f"could not be {verb}: Input/output error", "the same command goes on from the checkpoint step-")
     assert 4 < len(run.steps) < 20
@@ -179,13 +179,13 @@ def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) 
         os.truncate(state, state.stat().st_size // 3)
 
     run = call_and_kill(*words, output=tmp_path / "out", when=after(6, cut), number=NO_SIGNAL, hold=8)
-    # A write behind the cut makes the file long enough again: then the page's checksum tells.
+    # A write beyond the cut extends the file again; then the page's checksum fails.
     assert "state: cut short" in run.text or "does not have the CRC-32 that it was written with" in run.text
     assert_goes_on(words, tmp_path / "out", alone)
 
 
 def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> None:
-    """Nothing is written to what lies below the mount; mounted again the run goes on."""
+    """A run whose output's mount point vanishes writes nothing below it, and continues after a remount."""
 
     def vanish() -> None:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -199,7 +199,7 @@ def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> Non
 
 
 def test_the_drive_s_mount_vanishes(disk: Path, alone: Run, tmp_path: Path) -> None:
-    """Unmounted under a run: what is open stays, and the run ends as if nothing had been."""
+    """A lazily unmounted drive keeps its open files, and the run ends normally."""
 
     def vanish() -> None:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -225,7 +225,7 @@ def test_sigkill_is_told_of_by_the_next_run(words: list, alone: Run, tmp_path: P
 
 @pytest.mark.box
 def test_the_kernel_kills_a_run_out_of_memory(box: Path, words: list, alone: Run, tmp_path: Path) -> None:
-    """Something else in its cgroup takes what is left: the run dies without a word, and the next one goes on."""
+    """A run killed for lack of memory in its cgroup leaves no message; the next run reports it and resumes."""
     output = tmp_path / "out"
     limit, usage = (
         next(box / name for name in names if (box / name).exists())
@@ -261,7 +261,7 @@ def test_two_runs_on_one_drive(words: list, alone: Run, tmp_path: Path) -> None:
 
 
 def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
-    """The second is refused while the first lives, and does not disturb it."""
+    """The second run is refused and does not disturb the first one."""
     output = tmp_path / "out"
     refused: list[Run] = []
 
@@ -276,7 +276,7 @@ def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
 
 
 def test_random_kills_change_nothing(tmp_path: Path) -> None:
-    """A dozen of the two hundred in docs/faults.md, drawn anew each time; the seed is in the output of a failure."""
+    """A dozen random kills (docs/faults.md: two hundred) change nothing; a failure prints the random seed."""
     seed = secrets.randbelow(10**6)
     script = Path(__file__).resolve().parents[2] / "soak/kill_and_resume.py"
     done = subprocess.run(
@@ -295,7 +295,7 @@ def test_random_kills_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut short"])
 def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone: Run, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"  # of its own: other tests' runs write into theirs meanwhile
+    cache = tmp_path / "cache"  # a separate cache, since other tests' runs write into theirs meanwhile
     words, output = [*words, f"data.cache={cache}"], tmp_path / "out"
 
     def harm() -> None:
@@ -322,7 +322,7 @@ def test_a_clock_that_jumps(words: list, alone: Run, tmp_path: Path) -> None:
     assert_same_run(run, alone)
     assert all(0 < step["seconds"] < 60 for step in run.steps)
     stamps = [line[:10] for line in (run.output / "log.txt").read_text().splitlines()]
-    assert len(set(stamps)) > 5  # it did jump
+    assert len(set(stamps)) > 5  # the clock did jump
     assert [json.loads(line)["step"] for line in (run.output / "metrics.jsonl").read_text().splitlines()] == list(
         range(1, 21)
     )

@@ -1,4 +1,4 @@
-"""`sample`, `chat` and `runs`: text against a loop of transformers' own module, and what is said of runs."""
+"""Tests of `sample`, `chat` and `runs`: text matches transformers' module, and the list of runs is right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained on conversations for a moment; its embeddings are tied."""
+    """Return a run with tied embeddings, trained on conversations for two steps."""
     folder = tmp_path_factory.mktemp("generate")
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b[:12]}] for a, b in CHATS * 3]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
@@ -47,7 +47,7 @@ def exported(run: Path) -> Path:
 
 
 def likeliest(directory: Path, ids: list[int]) -> list[int]:
-    """Token by token through transformers' module, without a cache."""
+    """Return the greedy continuation by transformers' module, token by token without a cache."""
     model, size = AutoModelForCausalLM.from_pretrained(directory).eval(), len(AutoTokenizer.from_pretrained(directory))
     end, found = model.generation_config.eos_token_id, list(ids)
     for _ in range(TOKENS):
@@ -80,7 +80,10 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
 
 
 def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
-    """Experts apart, in bf16, in several files; a router's correction, which is a buffer; computed in fp32."""
+    """A hub checkpoint gives transformers' logits, computed in fp32.
+
+    It has separate experts, bf16, several files, and a router correction, which is a buffer.
+    """
     config = AutoConfig.for_model(
         "glm4_moe",
         **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -131,7 +134,7 @@ def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
         read_as_called(model, source.shapes, read)
         InferenceModel(model, load_tokenizer(str(source.model))).generate([5, 6, 7], tokens=3, temperature=0, seed=0)
         assert set(asked) == set(source.shapes)
-        assert asked.count("transformer.wte.weight") == 6  # as embedding and as head, of three tokens
+        assert asked.count("transformer.wte.weight") == 6  # as embedding and as head, for three tokens
         assert held() == 0
         assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
 
@@ -206,7 +209,7 @@ def test_a_run_without_a_template_has_no_chat(run: Path, tmp_path: Path) -> None
 
 
 def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:
-    """A run's, as far as the list looks."""
+    """Write the files of a run that the list reads."""
     made = folder / name
     made.mkdir(parents=True)
     (made / "config.yaml").write_text(f"train:\n  steps: {steps}\n")

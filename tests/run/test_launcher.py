@@ -1,4 +1,4 @@
-"""Which rank's end is told where several have ended; which ranks do not begin."""
+"""Tests of the launcher: the rank whose end it reports, the ranks that it refuses, and signals that it passes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offload_trainer.settings import load_config
 @pytest.mark.parametrize(
     ("codes", "first"),
     [
-        ([LOST, 2], (1, 2)),  # rank 0 was seen first, and only followed
+        ([LOST, 2], (1, 2)),  # rank 0 ended first, but only because of rank 1
         ([LOST, -signal.SIGKILL], (1, -signal.SIGKILL)),
         ([-signal.SIGTERM, LOST, 1], (2, 1)),
         ([1, 1], (0, 1)),
@@ -38,7 +38,7 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun numbers them on each: LOCAL_RANK."""
+    """Ranks are grouped into nodes by torchrun's LOCAL_RANK."""
 
     def of(*local: int) -> tuple[range, ...]:
         monkeypatch.setattr(ranks, "place_here", lambda: (0, len(local)))
@@ -55,7 +55,7 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files that are there decide, and not what there is in most runs."""
+    """The launcher names the checkpoint to resume from by the files in the run directory."""
 
     def told(failed: dict[int, Ended], *, stopped: int = 0) -> int:
         return launcher._told(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
@@ -75,7 +75,7 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
     assert told({}) == 0
 
 
-# A launcher of two processes, each of which does what its words say and tells how it fared.
+# A launcher of two processes, which follow their arguments and report how they ended.
 LAUNCHED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -134,9 +134,9 @@ sys.exit(launcher.run_ranks([], count=2))
 @pytest.mark.parametrize(
     ("fault", "code", "told"),
     [
-        ("fails", 3, ["15"]),  # the other is told to end, and ends
-        ("ignores", 3, ["15"]),  # it does not, and is killed
-        ("saves", 128 + 15, ["10 15", "10 15"]),  # both get what the launcher gets, once, and the time that they take
+        ("fails", 3, ["15"]),  # the other one gets SIGTERM, and ends
+        ("ignores", 3, ["15"]),  # it does not end, and is killed
+        ("saves", 128 + 15, ["10 15", "10 15"]),  # both get the launcher's signal once, and time to save
     ],
 )
 def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, told: list[str], tmp_path: Path) -> None:
@@ -162,6 +162,6 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, to
     ],
 )
 def test_an_error_says_from_where_it_goes_on(told: str, whole: str, tmp_path: Path) -> None:
-    """Unless it does itself."""
+    """A training error says where the rerun resumes, unless the message says so already."""
     assert saying_where(told, ["train", "--output", str(tmp_path)]) == whole
     assert saying_where(told, ["export", str(tmp_path)]) == told

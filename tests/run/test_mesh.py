@@ -1,4 +1,4 @@
-"""Connections between ranks, here threads: what arrives, who is refused, what follows where a rank is gone or late."""
+"""Tests of connections between ranks, here threads: delivery, refused peers, and missing or late ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ SECRET = b"what all nodes know"
 
 @contextmanager
 def listeners(count: int = COUNT, *, apart: bool = False, known: tuple[bytes, ...] = ()) -> Iterator[list[Listener]]:
-    """One a rank; `apart`: each on a node of its own, knowing its secret of `known`."""
+    """Yield a listener for each rank.
+
+    `apart`: each rank is on a separate node, with its secret from `known`.
+    """
     run = secrets.token_hex(8)
     with ExitStack() as stack:
         made = []
@@ -43,7 +46,7 @@ def listeners(count: int = COUNT, *, apart: bool = False, known: tuple[bytes, ..
 
 
 def together(work: Callable[[int], Any], *, count: int = COUNT) -> list[Any]:
-    """What all ranks do at the same time, each in a thread."""
+    """Run `work` for all ranks at the same time, each in a thread; return the results."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, range(count)))
 
@@ -55,7 +58,7 @@ def meshes(made: list[Listener], *, patience: float = 60.0) -> list[Mesh]:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_is_sent_arrives(apart: bool) -> None:
-    """Of every size, at the same time in all directions, in order, begun in a thread or not."""
+    """Messages of every size arrive in order, in all directions at once, whether a thread sends them or the caller."""
     dice = random.Random(0)
     sizes = [[[dice.choice([0, 1, 7, 4096, 3_000_001]) for _ in range(4)] for _ in range(COUNT)] for _ in range(COUNT)]
 
@@ -100,7 +103,7 @@ def test_ranks_exchange_tensors_as_torch_does(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_ranks_tell_is_json() -> None:
-    """What JSON has no word for is an error where it is told; what comes is a value of the kind or an error."""
+    """A value without a JSON form is an error for its sender; a malformed message is an error for its receiver."""
     told = ranks._told({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2)})
     assert str(ranks._read(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2]}"
     with pytest.raises(TypeError):
@@ -123,7 +126,7 @@ def test_one_that_has_gone_and_one_that_is_late() -> None:
 
 
 def test_half_a_message_never_becomes_the_head_of_another() -> None:
-    """A signal's exception in the midst of one ends the mesh; ranks that do not do the same end too."""
+    """A partial message ends the mesh, and so do ranks whose operations do not match."""
     with listeners(2) as made:
         first, second = meshes(made)
         with pytest.raises(RuntimeError, match="rank 0 sends 3 bytes where 4 are expected"):
@@ -154,7 +157,7 @@ def test_nodes_that_know_other_secrets_are_refused() -> None:
 
 @pytest.mark.parametrize("head", [b"", bytes(8), bytes(72), b"OK" * 36, b"garbage" * 600], ids=range(5))
 def test_strangers_of_the_network_are_refused(head: bytes) -> None:
-    """Whatever they send, before ranks meet and while they do, and whether they wait or leave."""
+    """Unauthenticated connections are refused, whatever they send, before and during the ranks' handshake."""
     with listeners(2, apart=True) as made, ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(made[0].address)) for _ in range(8)]
         for stranger in strangers:
@@ -165,12 +168,12 @@ def test_strangers_of_the_network_are_refused(head: bytes) -> None:
         for stranger in strangers:
             stranger.settimeout(0.05)
             with suppress(OSError):
-                assert len(stranger.recv(1 << 16)) in (0, 32)  # a nonce, and nothing more
+                assert len(stranger.recv(1 << 16)) in (0, 32)  # at most a nonce
                 assert stranger.recv(1 << 16) == b""
 
 
 def test_one_who_passes_on_what_both_say_is_refused() -> None:
-    """Each proof is for the address that was dialled."""
+    """A relay between two ranks is refused, since each proof covers the dialled address."""
     with listeners(2, apart=True) as made, socket.create_server(("127.0.0.1", 0)) as relay:
 
         def pass_on(source: socket.socket, target: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes that a user can make: each is one message with what to do, ends with exit code 2, and writes nothing."""
+"""Tests of user errors: each gives one message with a remedy and exit code 2, and writes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 SMALL = {"vocab_size": 2048, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
-# name of the mistake -> the command, in a folder that holds what `places` makes; a part of the message
+# name of the mistake -> the command, in the folder that `places` makes; a part of the message
 MISTAKES: dict[str, tuple[str, str]] = {
     "a flag misspelt": ("--lrr 1e-3", "did you mean --lr?"),
     "a flag of another trainer": ("--learning-rate 1e-3", "here it is --lr 1e-3"),
@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the mistakes are made of, and one run that ended well."""
+    """Make a folder with the files of the mistakes, and one finished run."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name in ("drive", "empty", "full"):
         (folder / name).mkdir()
@@ -139,7 +139,7 @@ def _models(folder: Path) -> None:
 
 
 def _tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file, its size, and when it was changed."""
+    """Return every file with its size and modification time."""
 
     def files() -> Iterator[tuple[str, tuple[int, int]]]:
         for place, _, names in os.walk(folder):

@@ -1,4 +1,7 @@
-"""Runs on several nodes, here processes that are numbered as torchrun does: one rank's bits, killed and resumed."""
+"""Tests of runs on several nodes, here processes numbered as torchrun does.
+
+They have the bits of one rank, also after a kill and a resume.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
 
 
 class Nodes:
-    """Two of them, of `each` ranks, each with a drive of its own unless `drives` says 0; each rank is `script`."""
+    """Two nodes of `each` ranks; each node has its own drive unless `drives` says 0, and each rank runs `script`."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Nodes:
 
 
 def assert_same(one: Run, other: Run) -> None:
-    """Losses, norms and rates of each step, and the last checkpoint's tensors."""
+    """Check that losses, norms and rates of each step and the last checkpoint's tensors are equal."""
     keys = ("step", "loss", "grad_norm", "lr")
     assert [[step[key] for key in keys] for step in one.steps] == [[step[key] for key in keys] for step in other.steps]
     left, right = (run.output / "checkpoints/step-00000006" for run in (one, other))
@@ -75,7 +78,7 @@ def by(ranks: int) -> list[str]:
 
 
 def goes_on(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
-    """By two nodes of one rank, to the end of the run that one rank has made."""
+    """Check that two nodes of one rank resume to the end of the run that one rank made."""
     nodes = Nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
     assert nodes.wait() == [0, 0], nodes.text
     assert "no page files to go on from: this run has 2 nodes" in nodes.text
@@ -85,7 +88,7 @@ def goes_on(words: Sequence[object], output: Path, *, folder: Path, alone: Run) 
 
 
 def cut(run: Path, to: Path) -> Path:
-    """A run as it was after its first checkpoint."""
+    """Copy a run as it was after its first checkpoint."""
     shutil.copytree(run, to)
     for later in sorted((to / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(later)
@@ -93,11 +96,11 @@ def cut(run: Path, to: Path) -> Path:
 
 
 def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Path) -> None:
-    """Two nodes of two ranks, one of them killed; then two of one, or one rank; and one rank's checkpoint by nodes."""
+    """A killed run of two nodes resumes with one rank's bits, on two nodes or one rank, and the other way round."""
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output, go = tmp_path / "killed", tmp_path / "go"
-    held = [HELD, 4, go]  # where they wait for what is done to them
+    held = [HELD, 4, go]  # the ranks wait there for the kill
     nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=held)
     until = time.monotonic() + 300
     while not (output / "checkpoints/step-00000002/MANIFEST.json").exists() and time.monotonic() < until:
@@ -148,7 +151,7 @@ def test_nodes_without_a_secret_are_refused(secret: str, monkeypatch: pytest.Mon
 
 
 def test_nodes_of_other_secrets_are_refused(tmp_path: Path) -> None:
-    """Through a launcher's store, which tells the first node that the second does not come."""
+    """Nodes with different secrets are refused, and the first one learns it through the launcher's store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = []
     for node in range(NODES):

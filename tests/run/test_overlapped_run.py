@@ -1,4 +1,4 @@
-"""A whole run with the update behind the next forward: what it writes down, and killed."""
+"""Tests of whole runs whose update overlaps the next forward: their records, and a resumed kill."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ALL = ["--params", "gpu", "--ram-fraction", "0", "train.eval_every=2", "train.ev
 
 def told(output: Path, *keys: str) -> list[list[float]]:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [[line.get(key, 0.0) for key in keys] for line in lines]  # what is hidden is told where there is something
+    return [[line.get(key, 0.0) for key in keys] for line in lines]  # `hidden` is recorded only if it is not zero
 
 
 def test_lines_say_the_same_but_for_when(drive: Path, tmp_path: Path) -> None:
-    """Losses and norms are the same; nothing is hidden in line."""
+    """Overlap changes no loss or norm, and without it no time is hidden."""
     found = {}
     for how in ("off", "forward", "backward"):
         words = ["--nvme", drive, *TINY, *ALL, "--steps", 5, "--save-every", 0, f"tiered.overlap={how}"]

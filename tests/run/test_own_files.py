@@ -1,4 +1,4 @@
-"""Files of the user's own where a run or a report would write, and what is no file where one is read."""
+"""Tests of user files in a run's or report's place, and of pipes and links where a file is expected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: P
     with pytest.raises(UserError, match=rf"holds {name.partition('/')[0]}, which a run there would replace"):
         refuse_strangers(tmp_path)
     with held(tmp_path, Log(loud=False)):
-        refuse_strangers(tmp_path)  # what lies beside the mark is a run's
+        refuse_strangers(tmp_path)  # files next to the mark belong to a run
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_is_not_a_runs_is_nobodys_business(tmp_path: Path) -> None:
 
 
 def test_the_very_configuration_that_is_trained_with_stays(tmp_path: Path) -> None:
-    """Refused before anything is written; `plan` says so as well where the directory was named."""
+    """The configuration file in use is not overwritten: training refuses, and so does `plan` for a named directory."""
     config = tmp_path / "config.yaml"
     config.write_text(f"# mine\nsave: {{output: {tmp_path}}}\n")
     before = tree(tmp_path)
@@ -89,7 +89,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
 
 
 def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says so before it measures for minutes."""
+    """tune refuses an existing file before it spends minutes on measuring."""
     (tmp_path / "tuned.yaml").write_text("mine")
     done = ask("tune", *TINY, "--write", tmp_path / "tuned.yaml")
     assert (done.returncode, "tuned.yaml: already there" in done.stderr) == (2, True), done.stderr
@@ -102,7 +102,7 @@ def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training is refused, and so is a plan of that directory by its name; a plan that does not fit comes first."""
+    """Training over another run is refused, and so is a plan of that directory by name; other plans print a note."""
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs/default/checkpoints/step-00000002"
     first.mkdir(parents=True)
@@ -120,7 +120,7 @@ def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
 
 @pytest.fixture
 def hang() -> Iterator[None]:
-    """Whatever waits for a writer of a pipe ends here."""
+    """Fail a test that waits for the writer of a pipe."""
 
     def late(*_: object) -> None:
         raise AssertionError("waits")
@@ -164,7 +164,7 @@ def test_a_pipe_in_a_checkpoint(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "master.safetensors")
     with pytest.raises(ValueError, match="not a regular file"):
         crc32_of(tmp_path / "master.safetensors")
-    with pytest.raises(OSError, match="Invalid"):  # which a pipe cannot
+    with pytest.raises(OSError, match="Invalid"):  # pipes cannot be synced
         sync_file(tmp_path / "master.safetensors")
 
 
@@ -197,7 +197,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
 
 
 def test_tensors_behind_a_link_are_read(tmp_path: Path) -> None:
-    """The hub's files are links."""
+    """Tensor files that are links, as in the hub's cache, are read."""
     save_file({"a": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
     with TensorFileReader(tmp_path / "model.safetensors") as file:

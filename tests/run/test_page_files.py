@@ -1,4 +1,4 @@
-"""Page files that the same command goes on from after a kill: the bits of the run left alone, without a checkpoint."""
+"""Tests of resuming from page files after a kill: the bits are those of an undisturbed run, without a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lines(output: Path, name: str = "metrics.jsonl") -> list[list[Any]]:
 
 
 def left(output: Path) -> dict[str, Any]:
-    """What a run is held against: its lines, and its weights to the byte."""
+    """Return what runs are compared by: metrics, evaluations, and the bytes of exported weights."""
     export = {path.name: path.read_bytes() for path in (output / "export").glob("*.safetensors")}
     return {"steps": lines(output), "evaluations": lines(output, "evaluations.jsonl"), "weights": export}
 
@@ -46,19 +46,19 @@ def killed(where: str, number: int, *words: object, output: Path) -> None:
 
 
 def gone_on(run: Run) -> int | None:
-    """The step of the page files that a run says that it goes on from."""
+    """Return the step of the page files from which a run says that it resumes."""
     said = [line for line in run.text.splitlines() if "going on from the page files" in line]
     return int(said[0].split(" step ")[1].split(";")[0]) if said else None
 
 
 def said_before(*words: object, output: Path) -> str:
-    """What a launcher says of the next start of these words."""
+    """Return the launcher's message about the next start with these arguments."""
     return goes_on([*map(str, words), "--output", str(output)])
 
 
 @pytest.fixture
 def place(drive: Path, tmp_path: Path) -> Path:
-    """A drive of its own."""
+    """Return a separate directory on the drive."""
     made = drive / tmp_path.name
     made.mkdir()
     return made
@@ -66,7 +66,7 @@ def place(drive: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run that nobody has killed, with pages of one place."""
+    """Return the results of an undisturbed run with one copy of the state."""
     output, drive = tmp_path_factory.mktemp("alone") / "run", tmp_path_factory.mktemp("drive")
     return left(call("--nvme", drive, *ALL, "tiered.state_copies=1", output=output).output)
 
@@ -79,7 +79,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_kill_at_any_moment_changes_no_bit(
     where: str, number: int, step: int | None, overlap: str, place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """Amid an update or a record, after it, between a step's line and its record: on from the step that is whole."""
+    """After a kill during or after an update or a record, the run resumes from the last complete step."""
     words = ["--nvme", place, *ALL, f"tiered.overlap={overlap}"]
     killed(where, number, *words, output=tmp_path / "run")
     told = said_before(*words, output=tmp_path / "run")
@@ -94,7 +94,7 @@ def test_a_kill_at_any_moment_changes_no_bit(
 
 
 def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """The same directory each time; a kill at the start leaves what it found."""
+    """Repeated kills keep the same directory, and one during the start changes nothing in it."""
     words = ["--nvme", place, *ALL]
     killed("record", 2, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -107,7 +107,7 @@ def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path
 
 
 def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Pages are laid out by it: a run that went so goes on so, where nothing is said and all would fit by now."""
+    """A run with fetches by module resumes so, although whole blocks would fit, since its pages have that layout."""
     words = ["--nvme", place, *ALL, "--params", "nvme"]
     killed("record", 3, *words, "tiered.fetch_granularity=module", "tiered.weight_buffers=1", output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
@@ -117,7 +117,7 @@ def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[s
 
 
 def test_a_loss_scale_and_steps_that_were_skipped_go_on(place: Path, tmp_path: Path) -> None:
-    """fp16 whose first steps overflow; 8-bit moments, drawn by the step; and two drives."""
+    """Loss scale, skipped steps and stochastically rounded 8-bit moments resume, also on two drives."""
     other = place / "other"
     other.mkdir()
     more = [
@@ -157,7 +157,7 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
 
 
 def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: Path) -> None:
-    """Fewer steps are asked for than the page files have: they become a checkpoint before they go."""
+    """If fewer steps are requested than the page files have, they become a checkpoint before they are removed."""
     words = ["--nvme", place, *ALL, "--save-every", 100]
     killed("record", 4, *words, output=tmp_path / "run")
     for steps in (3, 4):
@@ -185,7 +185,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def refused(*words: object, output: Path) -> str:
-    """What a start says that cannot use the page files."""
+    """Return the message of a start that cannot use the page files."""
     run = call(*words, output=output, check=False)
     assert run.code == 2, run.text
     said = [line for line in run.text.splitlines() if "the page files that this run has left" in line]
@@ -197,7 +197,7 @@ def refused(*words: object, output: Path) -> str:
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """They are all the training there is. The same command resumes from them afterwards."""
+    """A start that cannot use the page files is refused and keeps them; the same command resumes later."""
     words = ["--nvme", place, *ALL]
     killed("record", 2, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -279,7 +279,7 @@ def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path:
 def test_the_older_slot_counts_only_with_its_pages(
     overwritten: bool, place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """A byte of the newest record is another: pages of the step before may have been overwritten since."""
+    """If the newest record is damaged, the older one is used only if its pages were not overwritten since."""
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("page", 150, *words, output=output) if overwritten else killed("record", 3, *words, output=output)
     (lease,) = (place / "offload-trainer").iterdir()
@@ -303,7 +303,7 @@ def test_the_older_slot_counts_only_with_its_pages(
 
 
 def test_directories_that_are_not_there_are_asked_for(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """A drive that is not mounted, and a list that is gone; where there is a checkpoint it is gone on from."""
+    """A missing drive or page list is an error that names it, and the run resumes once it is back."""
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("record", 2, *words, output=output)
     (place / "offload-trainer").rename(place / "away")
@@ -321,7 +321,7 @@ def test_a_temporary_file_that_a_kill_left_goes(place: Path, tmp_path: Path, alo
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("record", 2, *words, output=output)
     (lease,) = (place / "offload-trainer").iterdir()
-    died = 2**22 + 1  # no process has such a number
+    died = 2**22 + 1  # larger than any process id
     for folder, name in ((output, "metrics.jsonl"), (output, "config.yaml"), (lease, "store.json")):
         (folder / f".{name}.{died}.tmp").write_text("half of it")
     theirs = [output / ".notes.txt.tmp", output / f".metrics.jsonl.{os.getpid()}.tmp"]
@@ -335,7 +335,7 @@ def test_a_temporary_file_that_a_kill_left_goes(place: Path, tmp_path: Path, alo
 
 @pytest.mark.parametrize("where", ["ended", "dropped"])
 def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path, tmp_path: Path) -> None:
-    """The next start has nothing to train, and removes what the killed one had no time for."""
+    """A start of a finished run trains nothing, and removes page files that a kill left."""
     words = ["--nvme", place, *ALL]
     killed(where, 1, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -349,7 +349,7 @@ def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path
 def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """What `auto` takes now may be something else than what it took then. Another engine has none."""
+    """A resumed run keeps its number of state copies, although `auto` may choose another now."""
     words = [word for word in ["--nvme", place, *ALL] if word != "tiered.state_copies=2"]
     killed("record", 3, *words, "tiered.state_copies=2", output=tmp_path / "run")
     for engine, places in (("deepspeed", "auto"), ("tiered", 2)):
@@ -392,7 +392,7 @@ def test_other_runs_leave_them_and_their_own_takes_them(place: Path, tmp_path: P
 def test_where_a_run_directory_is_gone_they_stay_and_others_say_so(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """It may have been moved, or be on a drive that is not mounted now. Back there, the run resumes."""
+    """Page files whose run directory is missing stay, and resume the run once the directory is back."""
     words = ["--nvme", place, *ALL]
     killed("record", 3, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -411,7 +411,7 @@ def test_where_a_run_directory_is_gone_they_stay_and_others_say_so(
 
 
 def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> None:
-    """Killed within an update; what is exported are the weights of the run that ended there."""
+    """Exporting the page files of a run killed within an update gives the weights of its last complete step."""
     words = ["--nvme", place, *ALL, "optim.schedule=constant", "optim.warmup_steps=0"]
     killed("page", 110, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -429,7 +429,7 @@ def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> Non
 
 
 def test_remainders_of_masters_are_nothing_to_export(place: Path, tmp_path: Path) -> None:
-    """Small weights stay on the device wherever the others are, so no run's page files are whole with them."""
+    """Page files with split master weights are refused, since small weights are on the device and not in them."""
     words = ["--nvme", place, *ALL, "tiered.state_copies=1", "tiered.master_format=split", "--dtype", "bf16"]
     killed("page", 110, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -440,7 +440,7 @@ def test_remainders_of_masters_are_nothing_to_export(place: Path, tmp_path: Path
 
 
 def test_after_an_error_they_are_there(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """A drive that failed once: the state of the step before is still whole, and nothing was saved."""
+    """After a write error the page files still have the state of the step before."""
     words = ["--nvme", place, *ALL]
     faulty = Path(__file__).parents[1] / "faulty.py"
     done = run_script(faulty, "write-error", 110, *words, "--output", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Blocks by the module where there is no room for one."""
+"""A test of fetching weights by module where memory has no room for a whole block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import long_rows
 @pytest.mark.box
 @pytest.mark.slow
 def test_a_model_runs_by_the_module_where_it_does_not_fit_by_the_block(box: Path, tmp_path: Path) -> None:
-    """Whole blocks do not fit, and with parts no word is needed; `long_rows.py parts` compares the losses."""
+    """A model whose whole blocks do not fit runs with fetches by module, which the plan chooses without an argument.
+
+    `long_rows.py parts` compares the losses.
+    """
     inside = ["sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box"]
     (parts,) = long_rows.parts(tmp_path, drive=tmp_path, dtype="fp32", box=inside, only="by the module").values()
     assert parts.code == 0, parts.said[-2000:]

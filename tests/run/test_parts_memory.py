@@ -1,4 +1,4 @@
-"""Two tensor ranks of a row of 8,192 tokens: what they hold with blocks' inputs in parts, beside the plan."""
+"""A test of the memory of two tensor-parallel ranks whose block inputs are sharded, with a row of 8,192 tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import long_rows
 
-# Four inputs of 16 MiB, of which each rank has half; small heads and MLPs, so that it is quick.
+# Four inputs of 16 MiB, of which each rank has half; heads and MLPs are small, for speed.
 SHAPE = long_rows.DEEP | {"hidden_size": 512, "num_hidden_layers": 4, "max_position_embeddings": long_rows.TOKENS}
 SHAPE |= {"head_dim": 8}
 WORDS = ["--seq-len", str(long_rows.TOKENS), "--micro-batch", "1", "--dtype", "fp32", "placement.threads=1"]
@@ -20,9 +20,9 @@ WORDS = ["--seq-len", str(long_rows.TOKENS), "--micro-batch", "1", "--dtype", "f
 @pytest.mark.ops
 @pytest.mark.skipif(torch.cuda.is_available(), reason="host memory has the activations where the CPU computes")
 def test_ranks_hold_what_is_planned_of_parts(tmp_path: Path) -> None:
-    """At most 5 % more; what a rank's process takes was measured once, and may be less on another machine.
+    """Ranks hold at most 5 % more than planned; a process's own memory was measured once, and varies between machines.
 
-    `long_rows.py inputs` has all of them, and the losses; their bits are tests/engine/test_tensor_parallel.py's.
+    `long_rows.py inputs` has all cases and their losses; tests/engine/test_tensor_parallel.py tests the bits.
     """
     words = [*WORDS, "data.validation=0", *long_rows.INPUTS["tensor 2, in parts"]]
     found = long_rows.run(tmp_path, "parts", SHAPE, *words)

@@ -1,4 +1,7 @@
-"""Page files of several ranks, gone on from without a checkpoint: no bit depends on which rank is killed, and when."""
+"""Tests of resuming several ranks from page files without a checkpoint.
+
+No bit depends on the rank that is killed, or on the moment.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from offload_trainer.offloading.pages.manifest import read_description, read_new
 from offload_trainer.storage.scratch_dir import folders_in, hold
 
 TIERED = [*ALL, "--engine", "tiered"]
-MOMENTS = [  # whose, before or after what, and by how many steps the files go on
+MOMENTS = [  # rank and moment of the kill, and by how many steps the files may advance
     ("1:page", 3, [0]),
     ("0:flip", 2, [1]),
     ("1:flip", 1, [0, 1]),
@@ -33,7 +36,7 @@ MOMENTS = [  # whose, before or after what, and by how many steps the files go o
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """What one rank leaves with so many micro-batches a step."""
+    """Return the results of one rank, by micro-batches a step."""
     folder, drive = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("drive")
 
     @cache
@@ -44,7 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str,
 
 
 def killed(moment: str, number: int, *words: object, output: Path, count: int) -> None:
-    """One rank is; the others end without a word, and what they were writing is."""
+    """Kill one rank, and check that the others end without a message."""
     rank = int(moment.split(":")[0])
     ended = call_ranks(*words, output=output, count=count, script=[DYING, moment, number])
     codes = [run.code for run in ended]
@@ -59,7 +62,7 @@ def test_whichever_rank_is_killed(
     tmp_path: Path,
     alone: Callable[[int], dict[str, Any]],
 ) -> None:
-    """Amid its pages, once all ranks' are home, amid the record and after it: on from the step that all have."""
+    """After a kill at any moment of writing pages or the record, ranks resume from the step that all of them have."""
     words = ["--nvme", place, *TIERED, f"tiered.overlap={overlap}"]
     output, before = tmp_path / "run", 0
     for moment, number, expected in MOMENTS:
@@ -94,7 +97,7 @@ def test_pages_that_no_number_of_ranks_cuts_go_on_with_another(
     tmp_path: Path,
     alone: Callable[[int], dict[str, Any]],
 ) -> None:
-    """Of the smallest size, they are the same for each."""
+    """Page files of the smallest size resume with another number of ranks, since their pages are the same."""
     words, output = ["--nvme", place, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
     killed("1:flip", 3, *words, output=output, count=2)
     killed_alone("record", 2, *words, "--accumulate", 2, output=output)
@@ -104,14 +107,14 @@ def test_pages_that_no_number_of_ranks_cuts_go_on_with_another(
 
 
 def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> None:  # noqa: F811
-    """It may write into what the next run would go on from."""
+    """A start waits for a rank that still runs, since it may write to the files to resume from."""
     words = ["--nvme", place, *ALL, "--output", tmp_path / "run"]
     killed_alone("record", 2, *words[:-2], output=tmp_path / "run")
     (folder,) = folders_in(tmp_path / "run/pages")
     rank, told = hold(folder), tmp_path / "told"
-    told.touch()  # the child opens it
+    told.touch()  # the child process opens it
     command = start(COMMAND, *words, stdout=told, stderr=told)
-    end = time.monotonic() + 600  # until it has started; from then on it waits for 60 s
+    end = time.monotonic() + 600  # limit of the start; the process then waits for 60 s
     while "waiting for" not in told.read_text() and time.monotonic() < end:
         time.sleep(0.02)
     assert "going on from" not in told.read_text()

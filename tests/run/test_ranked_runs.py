@@ -1,4 +1,4 @@
-"""Whole commands of several ranks that end early: what is told, by whom, and what a rerun goes on from."""
+"""Tests of commands with several ranks that end early: which rank reports why, and the rerun that resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ FOUR = [*TINY, "--engine", "tiered", "--steps", 6, "--save-every", 2, "train.eva
 
 
 def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
-    """It tells why, alone; nothing half is under a final name; a rerun, of another number, has the bits of one rank."""
+    """A full disk is reported by its rank alone, and no partial file gets its final name.
+
+    A rerun with another number of ranks has the bits of one rank.
+    """
     alone = call(*FOUR, "--accumulate", 6, output=tmp_path / "alone")
     ended = call_ranks(*FOUR, "--accumulate", 2, output=tmp_path / "out", script=[FAULTY, "full-part", 1])
     assert [run.code for run in ended] == [1, 1, 1]

@@ -1,6 +1,4 @@
-"""report.html as a browser shows it: at the width of a desk and of a telephone nothing is cut, empty or on top of
-another, and what it advises is what plans say that are made for themselves.
-"""
+"""Tests of report.html: no browser cuts or overlaps a text, on desktop or phone, and its advice matches plans."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 _ANYWHERE = "overflow-wrap: anywhere"
 
-# Of a page: each text that is cut by the window, its chart or its table, lies on another, or is too small to be read.
+# Lists texts that are cut by the window, their chart or their table, overlap another, or are too small.
 MEASURE = """
 const found = [];
 for (const frame of document.querySelectorAll("iframe")) {
@@ -68,7 +66,7 @@ document.body.textContent = "MEASURED" + JSON.stringify(found) + "END";
 
 
 def seen(page: str, folder: Path, *, script: str = MEASURE) -> list[str]:
-    """What is wrong with the page in a window of each of WIDTHS, as the browser lays it out."""
+    """Return the layout faults of the page in windows of each width in WIDTHS."""
     frames = "".join(f'<iframe width="{wide}" height="3000" srcdoc="{escape(page)}"></iframe>' for wide in WIDTHS)
     (folder / "frames.html").write_text(
         f"<!doctype html><body>{frames}<script>window.onload = () => {{{script}}}</script></body>"
@@ -83,7 +81,7 @@ def seen(page: str, folder: Path, *, script: str = MEASURE) -> list[str]:
 
 
 def page_of(folder: Path) -> str:
-    """Of a run with everything a page can have: long names, large numbers, all tiers, many validations."""
+    """Return the page of a run with everything possible: long names, large numbers, all tiers, many validations."""
     memory = {"ram": 123 * 10**9, "gpu": 31 * 10**9, "drives": 987 * 10**9}
     rows = [
         a_step(step, memory=memory, nvme_written_bytes=10**9, device_peak_bytes=33 * 10**9, tokens=10**6 * step)
@@ -129,7 +127,7 @@ def test_nothing_is_cut_or_empty(tmp_path: Path) -> None:
 
 
 def machine(*, gpu: int, ram: int) -> MachineProfile:
-    """A V100 machine with so many GB."""
+    """Return a V100 machine with this much memory, in GB."""
     return replace(read_machine("v100-32gb"), gpu_bytes=gpu * 10**9, ram_bytes=ram * 10**9)
 
 
@@ -141,7 +139,7 @@ def planned(here: MachineProfile, *words: str) -> Planned:
 
 
 def words_of(line: str) -> str:
-    """Those in the brackets behind what is done."""
+    """Return the arguments in the last brackets of a line of advice."""
     return re.findall(r"\(([^()]*)\): ", line)[-1]
 
 
@@ -157,7 +155,7 @@ def test_each_number_is_that_of_a_plan_of_its_own(here: MachineProfile, given: t
     now = planned(here, *given).plan
     told = dict(advice(planned(here, *given)))
     assert SMALLER in told
-    fixed = [word for word in given if "tokens_per_step" not in word]  # which rows take the place of
+    fixed = [word for word in given if "tokens_per_step" not in word]  # the number of rows replaces it
     for heading, lines in told.items():
         for line in lines:
             words = words_of(line).split()
@@ -169,7 +167,7 @@ def test_each_number_is_that_of_a_plan_of_its_own(here: MachineProfile, given: t
 
 
 def _is_told(line: str, other: Plan, now: Plan) -> None:
-    """Its seconds or tokens a second, its bytes, and whether it fits."""
+    """Check a line's seconds or tokens a second, its bytes, and whether it fits."""
     assert other.fits == ("; it fits" in line)
     whole, before = other.forecast.step, now.forecast.step
     assert whole

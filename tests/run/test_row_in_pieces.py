@@ -1,4 +1,4 @@
-"""A row of 32k tokens where there is no room for its MLPs whole."""
+"""A test of a row of 32k tokens where memory has no room for its whole MLP activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conftest import LIMIT
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import long_rows
 
-NARROW = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}  # attention is most of the time
+NARROW = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}  # attention would take most of the time
 
 
 @pytest.mark.box
@@ -19,7 +19,7 @@ NARROW = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}  #
 def test_a_row_runs_in_pieces_where_it_does_not_whole(
     box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole it is refused, or killed; in pieces the plan lets it run, with the losses of the whole."""
+    """A row that is refused or killed whole runs in chunks, with the same losses."""
     monkeypatch.setattr(long_rows, "WIDE", long_rows.WIDE | NARROW)
     inside = ["sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box"]
     found = long_rows.tiles(tmp_path, tokens=32768, dtype="fp32", box=inside)

@@ -1,4 +1,4 @@
-"""Whole runs of the command: parity between engines and homes, kills, signals, ranks, refusals, export."""
+"""Tests of whole runs of the command: equal engines and placements, kills, signals, ranks, refusals, export."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def drive_of(finished: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(shared: Path):
-    """`finished(name)`: that placement's uninterrupted run of 20 steps, made once for all workers of pytest."""
+    """Return `finished(name)`: an uninterrupted run of 20 steps, made once for all of pytest's workers."""
 
     @cache
     def make(name: str) -> Run:
@@ -81,14 +81,14 @@ def finished(shared: Path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
 @pytest.mark.parametrize("name", ["tiered", "tiered nvme"])
 def test_the_tiered_engine_is_plain_torch_to_the_last_bit(name: str, finished) -> None:
-    """By the command, with whatever kernel `auto` has chosen: losses, norms, masters and moments."""
+    """The tiered engine has plain torch's losses, norms, masters and moments, with the kernel chosen by `auto`."""
     assert_same_run(finished(name), finished("plain"))
 
 
 @pytest.mark.ops
 @pytest.mark.parametrize("name", STOCK)
 def test_every_placement_follows_plain_torch(name: str, finished) -> None:
-    """bf16, same weights, same rows: within 2e-2 of loss at each of 20 steps, and of gradient norm within 2 %."""
+    """Every placement in bf16 is within 2e-2 of plain torch's loss at each of 20 steps, and within 2 % of its norm."""
     ours, plain = finished(name), finished("plain")
     assert len(ours.losses) == len(plain.losses) == 20
     for one, other in zip(ours.steps, plain.steps, strict=True):
@@ -155,7 +155,7 @@ def test_signals_save_everything(name: str, number: int, code: int, finished, dr
     [("zero-2 cpu", "zero-3 cpu"), ("zero-3 cpu", "plain"), ("zero-3 cpu", "tiered"), ("tiered", "zero-2 cpu")],
 )
 def test_resume_into_another_placement(before: str, after: str, finished, drive: Path, tmp_path: Path) -> None:
-    """The state knows no homes: the run goes on elsewhere, within the parity of the two."""
+    """A checkpoint resumes in another placement, within the tolerance between the two."""
     start = finished(before).output / "checkpoints/step-00000012"
     run = call(*words(after, drive), "--resume", start, output=tmp_path / "out")
     assert [step["step"] for step in run.steps] == list(range(13, 21))
@@ -165,7 +165,7 @@ def test_resume_into_another_placement(before: str, after: str, finished, drive:
 
 @pytest.mark.parametrize("by", ["signal", "file"])
 def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) -> None:
-    """Also in a run that makes none by itself; it goes on, and so does a run from that checkpoint, bit for bit."""
+    """A checkpoint on request does not disturb a run without checkpoints, and resumes bit for bit."""
     words = ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS["tiered"], "--save-every", 0]
     output = tmp_path / "out"
 
@@ -198,7 +198,7 @@ def test_on_demand_where_none_can_be_made(drive: Path, tmp_path: Path) -> None:
 
 
 def test_resume_with_another_micro_batch_and_other_settings(finished, drive: Path, tmp_path: Path) -> None:
-    """The same rows a step: the losses follow. What steers the result and differs is said, one line each."""
+    """Losses agree with the same rows a step; each different setting that affects results gives one note."""
     start = finished("tiered").output / "checkpoints/step-00000012"
     words_now = [*words("tiered", drive), "--micro-batch", 1, "--accumulate", 2, "--resume", start]
     run = call(*words_now, output=tmp_path / "out")
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_other_weights_is_refused(finished, drive: Path, tmp_pat
 
 @pytest.mark.ops
 def test_bias_correction_survives_a_resume_after_many_steps(drive: Path, tmp_path: Path) -> None:
-    """DeepSpeed multiplies powers of beta up in fp32; after step 100 they are not pow()'s."""
+    """Bias correction resumes after step 100, although DeepSpeed's fp32 powers of beta differ from pow() by then."""
     args = ["--nvme", drive, *TINY, "--steps", 130, "train.eval_every=0", "--save-every", 110, "save.keep=9"]
     args += [*PLACEMENTS["zero-2 cpu"], "--seq-len", 8, "--micro-batch", 1, "optim.betas=[0.9, 0.999]"]
     whole = call(*args, output=tmp_path / "a")
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path:
 
 
 def test_back_to_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
-    """In the same directory only without the newer ones, which the next resume would take."""
+    """Resuming an older checkpoint in its directory is refused while newer ones exist, which a rerun would take."""
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)
     older = output / "checkpoints/step-00000012"
@@ -296,9 +296,9 @@ def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp
 @pytest.mark.ops
 @pytest.mark.parametrize("name", ["zero-2 cpu", "zero-3 cpu"])
 def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_path: Path) -> None:
-    """Two gloo ranks of one micro-batch against one rank that accumulates two. Then one resumes two.
+    """Two gloo ranks of one micro-batch match one rank that accumulates two, which then resumes their checkpoint.
 
-    With dropout, of which each micro-batch draws what it would on one rank: other masks change losses by 0.01.
+    Dropout masks depend on the micro-batch only: other masks would change losses by 0.01.
     """
     both = ["--nvme", drive, *TINY, "--steps", 20, "train.eval_every=10", "--save-every", 10, *PLACEMENTS[name]]
     both += [f"model.overrides.{key}_pdrop=0.5" for key in ("attn", "embd", "resid")]
@@ -309,7 +309,7 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
         assert single["tokens"] == double["tokens"]
         assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
         assert single["grad_norm"] == pytest.approx(double["grad_norm"], rel=3e-2)
-    ours = call(*both, "--engine", "tiered", "--accumulate", 2, output=tmp_path / "ours")  # several ranks have its bits
+    ours = call(*both, "--engine", "tiered", "--accumulate", 2, output=tmp_path / "ours")  # ranks have its bits
     assert ours.losses == pytest.approx(two.losses, abs=2e-2)
     start = tmp_path / "two/checkpoints/step-00000010"
     resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")
@@ -318,9 +318,9 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
 
 
 def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_path: Path) -> None:
-    """Half of the state on the drive, of two ranks weights and sums too, and the update behind the forward; dropout.
+    """Two ranks have one rank's bits, with dropout, offloaded weights and gradients, and an overlapped update.
 
-    One rank goes on from the checkpoint of two.
+    One rank resumes their checkpoint.
     """
     away = ["--params", "nvme", "placement.gradients=nvme", "tiered.overlap=forward"]
     both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 4]
@@ -341,7 +341,7 @@ def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_pa
 
 
 def test_the_tiered_engine_needs_no_deepspeed(drive: Path, tmp_path: Path) -> None:
-    """Not imported, let alone built: `auto` trains, saves and exports without it."""
+    """`auto` trains, saves and exports without importing DeepSpeed."""
     code = (
         "import sys; from offload_trainer.cli import main; code = main(sys.argv[1:])\n"
         "assert 'deepspeed' not in sys.modules; raise SystemExit(code)"
@@ -386,7 +386,10 @@ def test_frozen_parameters_do_not_move_and_come_along(name: str, drive: Path, tm
 @pytest.mark.parametrize("name", ["tiered nvme", "zero-2 cpu", "zero-3 nvme"])
 @pytest.mark.ops
 def test_export_loads_in_transformers(name: str, finished, tmp_path: Path) -> None:
-    """From a checkpoint, or for an NVMe optimizer from the live engine; the masters themselves, fp32."""
+    """An export loads in transformers with the fp32 master weights.
+
+    Its source is a checkpoint or, for an NVMe optimizer, the running engine.
+    """
     run = finished(name)
     if name in RESUMABLE:
         exported = tmp_path / "hf"
@@ -425,7 +428,10 @@ def test_export_in_16_bit(dtype: str, expected: torch.dtype, finished, tmp_path:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "q8_0"])
 def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
-    """The command; what is in such a file is tests/export/test_gguf.py's matter."""
+    """The command exports and checks a GGUF file.
+
+    tests/export/test_gguf.py tests the content of such files.
+    """
     run = finished("plain")
     told = export(run.output, tmp_path / "model.gguf", dtype, "--check")
     assert f"in {dtype} to" in told
@@ -471,7 +477,7 @@ def test_exports_that_are_refused(words: list[str], told: str) -> None:
 
 
 def test_an_export_says_what_it_is_of(finished, tmp_path: Path) -> None:
-    """The card's numbers are the run's; a second export to the same place is refused."""
+    """The model card has the run's numbers, and a second export to the same place is refused."""
     run = finished("plain")
     export(run.output, tmp_path / "hf", "bf16")
     card = (tmp_path / "hf/README.md").read_text()
@@ -508,7 +514,7 @@ def test_run_directory_is_what_is_documented(finished) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "tiered"])
 def test_fp16_on_the_cpu_with_an_overflow(name: str, drive: Path, tmp_path: Path) -> None:
-    """A scale that must overflow: the step is skipped, the scale halves, training goes on."""
+    """A step that overflows is skipped and halves the loss scale, and training continues."""
     args = ["--nvme", drive, *TINY, "--steps", 6, "train.eval_every=0", *PLACEMENTS[name], "--dtype", "fp16"]
     run = call(*args, "optim.initial_loss_scale=1073741824", output=tmp_path / "out")
     scales = [step["loss_scale"] for step in run.steps]
@@ -574,8 +580,11 @@ def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
-    """What to go on from is chosen again once the directory is this run's: while the second start checks the checkpoint
-    that it found, the first run ends, with a newer one. Beside it a directory for a wish, and a link in the way."""
+    """A start chooses its checkpoint again once it has the directory's lock.
+
+    Here the first run ends with a newer checkpoint while the second start checks the older one. A directory named
+    `save` and a link among the checkpoints are in the way.
+    """
     output, aside = tmp_path / "out", tmp_path / "step-00000004"
     (output / "save").mkdir(parents=True)
     (output / "checkpoints").mkdir()

@@ -1,4 +1,4 @@
-"""Safe by default: no pickle, no code of a model's own, no network, the user's umask, no path out of a directory."""
+"""Tests of safe defaults: no pickles, no model code, no network, the user's umask, no paths outside a directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "mars
 
 
 class Bomb:
-    """A pickle that leaves a file behind when it is loaded."""
+    """An object whose pickle creates a file when loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class Bomb:
 
 
 def test_no_pickle_is_loaded(tmp_path: Path) -> None:
-    """Weights that are only there as a pickle are refused; beside safetensors they are not looked at."""
+    """Weights that exist only as a pickle are refused, and a pickle next to safetensors is ignored."""
     ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
     torch.save({"model.norm.weight": Bomb(tmp_path / "exploded")}, tmp_path / "pytorch_model.bin")
     section = ModelSection(name=str(tmp_path), attention="eager")
@@ -47,7 +47,7 @@ def test_no_pickle_is_loaded(tmp_path: Path) -> None:
 
 
 def unpicklers(tree: ast.Module) -> set[str]:
-    """What a module imports or calls that reads pickles: their libraries, torch.load and object collectives."""
+    """Return the pickle readers that a module imports or calls: libraries, torch.load and object collectives."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -79,7 +79,7 @@ def test_a_model_s_own_code_does_not_run_unasked(tmp_path: Path) -> None:
 
 
 def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
-    """Nothing connects to anything that is not this machine: whatever Python code opens a connection is looked at."""
+    """A run without a hub id connects only to this machine; every connection from Python code is checked."""
     code = (
         "import socket, sys\n"
         "real = socket.socket.connect\n"
@@ -100,7 +100,7 @@ def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o077, 0o002])
 def test_files_are_made_with_the_user_s_umask(umask: int, drive: Path, tmp_path: Path) -> None:
-    """The run directory, its checkpoints, the page files, the token cache and exports."""
+    """The run directory, checkpoints, page files, token cache and exports follow the umask."""
     here = tmp_path / "drive"
     here.mkdir(mode=0o777)
     seen: dict[Path, int] = {}
@@ -123,7 +123,7 @@ def test_files_are_made_with_the_user_s_umask(umask: int, drive: Path, tmp_path:
     for folder in ("out", "cache", "hf"):
         seen |= {path: path.lstat().st_mode for path in (tmp_path / folder).rglob("*")}
     for path, mode in seen.items():
-        trusted = path.is_relative_to(tmp_path / "cache") and path.suffix != ".lock"  # nobody else may write those
+        trusted = path.is_relative_to(tmp_path / "cache") and path.suffix != ".lock"  # other users may not write these
         whole = 0o777 if stat.S_ISDIR(mode) else 0o644 if trusted else 0o666
         assert stat.S_IMODE(mode) == whole & ~umask, f"{path}: {stat.S_IMODE(mode):o}"
 

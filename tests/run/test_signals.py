@@ -1,4 +1,4 @@
-"""What a signal does, without a run; whole runs are in test_ends.py."""
+"""Tests of signal handling without a run; test_ends.py has whole runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
 
 
 class _InUse:
-    """As a file that is entered twice."""
+    """A stream that raises the error of a reentrant call."""
 
     def write(self, text: str) -> int:
         raise RuntimeError("reentrant call")
@@ -30,7 +30,7 @@ class _InUse:
 
 @pytest.fixture(autouse=True)
 def as_at_a_terminal() -> Iterator[None]:
-    """Whatever the tests were started under."""
+    """Restore default signal handling, whatever the tests were started under."""
     before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGUSR1)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -65,7 +65,7 @@ def test_a_signal_while_a_line_is_printed(
 @pytest.mark.parametrize("kind", GONE)
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_once_stderr_is_gone(number: signal.Signals, kind: str) -> None:
-    """The handler has nobody to tell; the wish to stop stands all the same."""
+    """A signal is recorded even if the handler has no stream to report it on."""
 
     def work() -> int:
         with waiting(say=write_now) as asked:
@@ -91,7 +91,10 @@ def test_a_second_one_ends_at_once_and_a_third_kills(number: signal.Signals) -> 
 
 @pytest.mark.parametrize("first", STOPPING)
 def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
-    """A terminal that closes sends several, and systemd one after SIGTERM; what ends it at once is somebody's wish."""
+    """SIGHUP never counts as the second signal, which ends a run immediately.
+
+    A closing terminal sends several, and systemd sends one after SIGTERM.
+    """
     with waiting(say=None) as asked:
         for number in (first, signal.SIGHUP, signal.SIGHUP):
             send(number)
@@ -132,7 +135,7 @@ def test_a_wish_for_a_checkpoint() -> None:
 
 
 class _Swallows:
-    """As a library's callback does it with whatever is raised in it."""
+    """An object whose destructor swallows exceptions, as a library's callback does."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -142,7 +145,7 @@ class _Swallows:
 
 
 def swallow_and_wait(number: int) -> None:
-    """Returns if no signal is heard."""
+    """Send a signal whose exception is swallowed; return only if none is raised again."""
     deadline = time.monotonic() + 120
     _Swallows(number)
     while time.monotonic() < deadline:
@@ -169,7 +172,7 @@ def test_a_second_one_that_a_library_swallows_is_raised_again() -> None:
 
 
 def _in_set_name(number: int) -> None:
-    """While a class is made, as where a module with dataclasses is imported; Python 3.11 makes it a RuntimeError."""
+    """Send a signal while a class is created, as in importing dataclasses; Python 3.11 turns it into RuntimeError."""
 
     class Named:
         def __set_name__(self, owner: type, name: str) -> None:
@@ -186,7 +189,7 @@ def _in_a_conversion(number: int) -> None:
 
 
 def _before_a_name_is_known(number: int) -> None:
-    """As in transformers' `no_init_weights`, whose `finally` puts back what it may not have taken yet."""
+    """Send a signal before an assignment that `finally` uses, as in transformers' `no_init_weights`."""
     try:
         send(number)
         before = os.getcwd()
@@ -207,7 +210,7 @@ def test_a_stop_that_is_made_another_error_is_a_stop(interrupted: Callable[[int]
 
 @pytest.mark.parametrize("package", ["offload_trainer.run", "offload_trainers"])
 def test_a_name_that_is_not_there_is_a_stop_in_a_library_and_a_bug_in_ours(package: str) -> None:
-    """Python says of a line by its module whose it is."""
+    """A NameError after a signal is a stop in a library's code, and a bug in this package's."""
     code = compile("try:\n    send(15)\n    before = 1\nfinally:\n    before\n", "<string>", "exec")
     with pytest.raises(NameError if package == "offload_trainer.run" else Stopped), stop_at_once():
         exec(code, {"__name__": package, "send": send})
@@ -226,7 +229,7 @@ def test_an_error_while_a_stop_is_tidied_up_stays_one() -> None:
 
 
 def test_what_is_tidied_up_on_the_way_out_is_left_in_peace() -> None:
-    """The alarm comes often meanwhile; a Stopped there would leave what is open half closed."""
+    """Cleanup after a stop is not interrupted by the repeating alarm, which would leave files half closed."""
     closed = []
 
     def work() -> None:

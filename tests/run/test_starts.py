@@ -1,4 +1,4 @@
-"""Two starts in one directory at the same time: who has it, and what each goes on from."""
+"""Tests of two simultaneous starts in one directory: which one gets it, and the state that each resumes from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload_trainer.settings import load_config
 
 
 def test_a_look_at_a_free_directory_keeps_no_run_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks whether another run writes there has the lock for an instant."""
+    """A check for another run holds the lock for an instant only, and blocks no start."""
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         monkeypatch.setattr(directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
@@ -41,10 +41,10 @@ def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: py
 
 
 def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path) -> None:
-    """It passed the first look, waited while another run trained there, and would have mixed with its checkpoints."""
+    """--resume never is checked again after waiting for another run, so that their checkpoints do not mix."""
     config = load_config(["--resume", "never", "--output", str(tmp_path)])
     unused: Any = None
-    plan: Any = SimpleNamespace(cannot_save=None, refuse=lambda force: None)  # it has passed
+    plan: Any = SimpleNamespace(cannot_save=None, refuse=lambda force: None)  # a plan that fits
     setup = Setup(Planned(config, plan, unused, unused), unused, unused, Log(loud=False))
 
     def hold() -> Path | None:

@@ -1,4 +1,4 @@
-"""Another user of the machine against a run of two ranks: nothing of his is carried out, and no bit changes."""
+"""A test of another user who attacks a run of two ranks: none of their code runs, and no bit changes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def wait_for(there: Path, running: object) -> None:
 
 @pytest.fixture
 def open_directory() -> Iterator[str]:
-    """Where other users may write, unlike in pytest's own."""
+    """Yield a directory where other users may write, unlike pytest's."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield folder
 
 
 @AS_ROOT
 def test_another_user_reaches_nothing_of_two_ranks(tmp_path: Path, open_directory: str) -> None:
-    """With the exploit of torchrun's rendezvous, with garbage at every socket, and at memory and descriptors."""
+    """An exploit of torchrun's rendezvous, garbage at every socket, and access to memory and descriptors all fail."""
     alone = call(*WORDS, "--accumulate", 2, output=tmp_path / "alone")
     output, go, told = tmp_path / "out", tmp_path / "go", tmp_path / "told"
     open_to_all = Path(open_directory)
@@ -53,7 +53,7 @@ def test_another_user_reaches_nothing_of_two_ranks(tmp_path: Path, open_director
     found = json.loads(done.stdout.splitlines()[-1])
     assert run.wait(300) == 0, told.read_text()
     assert found["tcp"] == []
-    assert found["unix"] == 2  # one a rank: the attack has found what there is
+    assert found["unix"] == 2  # one for each rank, so the attack found all sockets
     assert (found["told"], found["read"]) == ("", [])
     assert not list(open_to_all.iterdir())
     kept = ("step", "loss", "grad_norm")

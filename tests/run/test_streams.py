@@ -1,4 +1,4 @@
-"""Standard streams that go away, or were never there."""
+"""Tests of standard streams that are closed, or never existed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_trainer.stdio import lasting_streams, write_now
 
 
 def say_much() -> None:
-    """By every way that lines take: print, the bar, the log, a library's warning and logger, C, a handler."""
+    """Write to the streams in every way: print, progress bar, log, a library's warning and logger, C, a handler."""
     for _ in range(2):
         print("a line")
         print("a line", file=sys.stderr, flush=True)
@@ -33,7 +33,7 @@ def say_much() -> None:
 
 @pytest.mark.parametrize("kind", GONE)
 def test_what_is_said_to_nobody(kind: str) -> None:
-    """Not even a write to the bare descriptor fails, once one line has been lost."""
+    """Once a line is lost, no later write fails, even one to the bare descriptor."""
 
     def work() -> None:
         with lasting_streams():
@@ -52,7 +52,7 @@ def test_commands_that_nobody_reads(kind: str, words: list[str], code: int) -> N
 
 
 def test_the_log_goes_on_without_a_screen(tmp_path: Path) -> None:
-    """Also outside the command, where the streams are not lasting ones: the file has each line first."""
+    """The log file gets each line before the screen, also without the command's stream replacement."""
 
     def work() -> None:
         with open(tmp_path / "log.txt", "ab", buffering=0) as file:
@@ -65,7 +65,7 @@ def test_the_log_goes_on_without_a_screen(tmp_path: Path) -> None:
 
 
 def test_output_that_was_asked_for_must_arrive() -> None:
-    """On a full disk the screen's lines are dropped, and the product is an error."""
+    """On a full disk, lost progress messages are ignored, and lost results are an error."""
 
     def to_full() -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
@@ -83,7 +83,7 @@ def test_output_that_was_asked_for_must_arrive() -> None:
 
 
 def test_closed_streams_are_no_file_s(tmp_path: Path) -> None:
-    """`2>&-`: the next file to be opened would be number 2, and hold what is said."""
+    """The next file opened after `2>&-` does not become descriptor 2 and receive messages."""
 
     def work() -> None:
         with lasting_streams(), open(tmp_path / "weights", "wb"):

@@ -1,4 +1,4 @@
-"""Meters against kernel and clock, records against the contract, sinks against kills, the report's page."""
+"""Tests of telemetry: meters match kernel and clock, records keep their format, sinks survive kills, and the report."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_phases_add_up_over_micro_batches_and_start_again(monkeypatch):
 
 
 def test_a_phase_waits_for_the_device_at_both_edges(monkeypatch):
-    # The device has 3 s of somebody else's work when the phase opens, and 6 s of its own when it closes.
+    # The device has 3 s of earlier work when the phase opens, and 6 s of the phase's work when it closes.
     now, waits = [100.0], [6.0, 3.0]
     monkeypatch.setattr(meters.time, "perf_counter", lambda: now[0])
 
@@ -100,7 +100,7 @@ def test_a_phase_waits_for_the_device_at_both_edges(monkeypatch):
 
     clock = PhaseClock(synchronize=synchronize)
     with clock.phase("backward"):
-        now[0] += 1.0  # launching
+        now[0] += 1.0  # launching kernels
     assert clock.take()["backward"] == 7.0
     assert waits == []
 
@@ -134,7 +134,7 @@ def test_direct_writes_are_counted(tmp_path):
     import mmap
 
     before = read_io()
-    page = mmap.mmap(-1, MIB)  # O_DIRECT wants an aligned buffer
+    page = mmap.mmap(-1, MIB)  # O_DIRECT needs an aligned buffer
     page.write(b"x" * MIB)
     try:
         fd = os.open(tmp_path / "direct", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
@@ -225,7 +225,7 @@ def test_arithmetic_by_hand():
     assert perplexity(0.0) == 1.0
     assert perplexity(3.0) == pytest.approx(20.0855369)
     assert perplexity(1000.0) == math.inf
-    # ln 256 nats a token of one byte: the 8 bits of a byte. Two bytes a token: half of it.
+    # A loss of ln 256 nats for a token of one byte is 8 bits a byte; with two bytes a token it is half of that.
     assert bits_per_byte(math.log(256), tokens=100, text_bytes=100) == pytest.approx(8.0)
     assert bits_per_byte(math.log(256), tokens=100, text_bytes=200) == pytest.approx(4.0)
     assert bits_per_byte(2.0794415, tokens=3, text_bytes=9) == pytest.approx(1.0)
@@ -274,7 +274,7 @@ def test_resuming_drops_what_is_redone_and_what_a_kill_tore(tmp_path):
     lines = JsonLines(path)
     lines.truncate_after(4)
     assert path.read_text().splitlines() == whole[:4]
-    lines.write(whole[4])  # into the new file, not the one it replaced
+    lines.write(whole[4])  # to the new file, not the one that it replaced
     assert path.read_text() == "\n".join(whole[:5]) + "\n"
     assert [record.step for record in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -285,7 +285,7 @@ def test_resuming_drops_what_is_redone_and_what_a_kill_tore(tmp_path):
     ("tail", "kept"),
     [
         (b'{"step": 2', [1]),  # torn
-        (b'{"step": 2}', [1, 2]),  # whole but for its end: nothing is glued to it
+        (b'{"step": 2}', [1, 2]),  # complete except for its line end: the next line must not join it
         (b"\0\0\0\0", [1]),  # a power cut
         (b'"step"\n[1]\n{"other": 1}\n{"step": null}\n', [1]),
     ],
@@ -347,7 +347,7 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     now = iter([100.5, 102.0, 104.0, 105.0])  # the first step took half a second
     monkeypatch.setattr(screen.time, "monotonic", lambda: next(now))
     shown = Screen(45, initial=40, say=said.append, bounds={"backward": "compute"}, live=False)
-    for step in range(41, 46):  # a line each two steps
+    for step in range(41, 46):  # a line for every two steps
         last = {"skipped": True, "loss": None, "grad_norm": None, "phases": {}}
         shown.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
     shown.close()
@@ -384,29 +384,32 @@ def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
 def test_what_a_step_waits_for_is_its_longest_phase():
     slow = [a_step(phases={"data": 0.05, "forward": 0.1, "update": 0.3, "wait": 0.05})]
     assert longest_phase(slow, {"update": "drive", "forward": "compute"}) == "update 60% (drive)"
-    assert longest_phase(slow, {}) == "update 60%"  # a machine that was not timed
+    assert longest_phase(slow, {}) == "update 60%"  # the machine was not timed
     assert longest_phase([a_step(phases={"data": 0.0})], {"data": "drive"}) == ""
 
 
 def uneven(step: int, **changes) -> StepRecord:
-    """Steps of an update behind the forward, which waits for a drive now and then: one of 7 s, six of 0.1 s."""
+    """Return a step of an overlapped run that sometimes waits for a drive: one of 7 s after six of 0.1 s."""
     seconds = 7.0 if step % 7 == 0 else 0.1
     return a_step(step, seconds=seconds, tokens_per_second=512 / seconds, **changes)
 
 
 def test_speed_is_of_the_last_steps_together():
-    """Single steps differ by 70 times; what is shown, by how many of the long ones the last 20 hold."""
+    """Shown speed is an average over 20 steps, so it hardly varies although single steps differ by 70 times.
+
+    The remaining variation is the number of long steps among the 20.
+    """
     shown = Screen(1000, initial=0, say=(said := []).append, live=False)
     for step in range(1, 1001):
         shown.step(uneven(step, phases={"forward": 0.1, "wait": 6.9 if step % 7 == 0 else 0.0}))
     speeds = [float(line.split(" tokens/s")[0].split()[-1]) for line in said[1:]]
     assert len(speeds) == 19
     assert max(speeds) / min(speeds) < 1.6
-    assert all(re.search(r"wait (8|9)\d%", line) for line in said[1:])  # also where the last step did not wait
+    assert all(re.search(r"wait (8|9)\d%", line) for line in said[1:])  # also when the last step did not wait
 
 
 def test_no_drive_is_told_of_where_nothing_is_kept_on_one():
-    """Checkpoints and logs move bytes too."""
+    """No drive speed is shown without state on drives, although checkpoints and logs move bytes."""
     shown = Screen(1, initial=0, say=(said := []).append, live=False, drives=False)
     shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
     assert "drive" not in said[0]
@@ -483,7 +486,7 @@ def test_metrics_that_are_absent_or_torn(tmp_path):
 
 
 class Page(HTMLParser):
-    """Tags, cells and unbalanced ends of a page."""
+    """The tags, cells and unbalanced tags of a page."""
 
     VOID = ("meta",)
     OPTIONAL = ("html",)
@@ -574,14 +577,14 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
     lines = [value for name, value in page.attributes if name == "points"]
     assert 700 <= len(lines[0].split()) <= 800
     assert len(lines[1].split()) == 2
-    # The first point is left of and above the last: the loss falls. SVG's y grows downwards.
+    # The first point is left of and above the last, since the loss falls and SVG's y axis points down.
     first, last = ([float(n) for n in lines[0].split()[i].split(",")] for i in (0, -1))
     assert first[0] < last[0]
     assert first[1] < last[1]
 
 
 def test_a_row_has_something_to_say(tmp_path):
-    """No GPU, no row of one; a phase that nobody foresaw was not predicted to take 0 s."""
+    """A tier without memory has no row, and a phase without a prediction is not shown as predicted to take 0 s."""
     plan = {"tiers": {"gpu": {"need": 0, "have": 0}}, "seconds": {"forward": 1.0, "save": 0.0}}
     text = report(
         tmp_path,
@@ -597,7 +600,7 @@ def test_a_row_has_something_to_say(tmp_path):
 
 
 def test_what_has_no_value_is_not_there(tmp_path):
-    """No chart without a point, no column without a number, no heading without lines."""
+    """Charts without points, columns without numbers and headings without lines are left out."""
     evaluations = [EvalRecord(step=1, validation_loss=3.0, perplexity=20.1, bits_per_byte=None)]
     nothing = {"tiers": {}, "seconds": {}}
     page = report(tmp_path, rows=[a_step(1)], evaluations=evaluations, plan=nothing, measured=nothing)

@@ -1,4 +1,4 @@
-"""Trackers: the numbers as each of them gives them back, runs that go on, and one that fails or lags behind."""
+"""Tests of trackers: they return the logged numbers, resume runs, and may fail or lag without effect on training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tracked(directory: Path, *, done: int = 0) -> Tracked:
 
 
 def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int = 0) -> list[str]:
-    """Steps and an evaluation to these, to the end; what was said."""
+    """Log steps and an evaluation to these trackers, and close them; return the messages."""
     said: list[str] = []
     sink = Trackers(names, tracked(directory, done=done), say=said.append)
     for step in steps:
@@ -79,7 +79,7 @@ def test_mlflow_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.
 
 
 def records_of(log: bytes) -> Iterator[bytes]:
-    """Of a wandb file: 7 bytes, then LevelDB's log, in blocks of 32 KiB, each part after its CRC, length and kind."""
+    """Yield the records of a wandb file: 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
     whole, at = b"", 7
     while at + 7 <= len(log):
         if (left := 32768 - at % 32768) < 7:
@@ -90,13 +90,13 @@ def records_of(log: bytes) -> Iterator[bytes]:
             return
         whole += log[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # all of a record, or its last part
+        if kind in (1, 4):  # a complete record, or its last part
             yield whole
             whole = b""
 
 
 def wandb_losses(directory: Path) -> tuple[list[tuple[int, float]], set[tuple[str, str, str]]]:
-    """Steps and losses of its files, and each file's project, identity and name."""
+    """Return steps and losses in the files, and each file's project, run id and name."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     losses, names = [], set()
@@ -114,9 +114,9 @@ def test_wandb_offline_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: 
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert run(tmp_path, "wandb", steps=(1, 2, 3)) == []
-    time.sleep(1.1)  # wandb calls its files by the second
+    time.sleep(1.1)  # wandb's file names have a resolution of a second
     assert run(tmp_path, "wandb", steps=(3, 4), done=2) == []
-    until = time.monotonic() + 60  # its service may still be writing when `finish` has returned
+    until = time.monotonic() + 60  # its service may still write after `finish`
     while len((found := wandb_losses(tmp_path))[0]) < 5 and time.monotonic() < until:
         time.sleep(0.1)
     losses, names = found
@@ -136,7 +136,7 @@ def test_wandb_without_an_account_never_asks(tmp_path: Path, monkeypatch: pytest
 
 
 def test_trackio_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read on import
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     pytest.importorskip("trackio")
@@ -164,7 +164,7 @@ def test_one_that_is_missing_is_the_users_to_install(
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None = None) -> list:
-    """A tracker called `name` that hands all to `log`; the steps it has ended with."""
+    """Register a tracker `name` that passes everything to `log`; return the list of trackers that ended."""
     ended: list[str] = []
 
     def begin(run: Tracked, identity: str | None) -> _Tracker:
@@ -203,7 +203,7 @@ def test_one_that_stands_still_holds_up_no_step(tmp_path: Path, monkeypatch: pyt
     sink = Trackers(["slow"], tracked(tmp_path), say=said.append)
     sink.step(a_step(1))
     assert entered.wait(60)
-    for step in (2, 3, 4, 5):  # two wait, two are left out
+    for step in (2, 3, 4, 5):  # two are queued, and two are dropped
         sink.step(a_step(step))
     sink.close()
     go.set()
@@ -236,7 +236,7 @@ def test_one_that_cannot_begin_refuses_the_run(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole run: its project, its configuration, and the numbers of each of its steps."""
+    """A whole run reports its project, its configuration, and the numbers of each step."""
     begun: list = []
     losses: dict[int, float] = {}
 
@@ -248,7 +248,7 @@ def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = ["save.trackers=trackio", "save.project=of mine", "--steps", "3", "--output", str(tmp_path / "out")]
     config = load_config([*TINY, *words])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     threads = torch.get_num_threads()

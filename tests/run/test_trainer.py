@@ -1,4 +1,4 @@
-"""The loop itself: what it is asked while it is busy."""
+"""A test of the training loop: signals that arrive while ranks exchange requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_trainer.signals import StopRequest
 
 
 class Unsaved(nullcontext):
-    """Checkpoints of a run that makes none."""
+    """Checkpoints of a run that saves none."""
 
     ended = False
 
@@ -26,7 +26,7 @@ class Unsaved(nullcontext):
 def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They agree after each step; one that has said what it was asked may be asked something just then."""
+    """A signal that arrives while ranks exchange requests after a step is handled after the next one."""
     asked, agreed, saved = StopRequest(), [], []
 
     def slowly(said: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tuner: which trials it makes and what it keeps, with trials whose outcome is given; and one real trial."""
+"""Tests of the tuner: its trials and the settings that it keeps, with given outcomes and one real trial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_trainer.settings import load_config
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float | None]) -> list[str]:
-    """Trials take what `seconds` says of their words (None: fail); the words tried so far."""
+    """Make trials return the time in `seconds` for their arguments (None: fail); return the arguments tried so far."""
     tried: list[str] = []
 
     def pretend(_: object, added: str, *, steps: int, say: object) -> tune.Trial:
@@ -80,11 +80,11 @@ def test_only_what_matters_to_the_placement_is_tried(words: list[str], keys: set
     assert tune.steered_phase(plan) == ("update" if keys and "tiered.page_size" in keys else "step")
     for group in plan.tunable:
         for added in group:
-            wish(*words, *added.split())  # each is a configuration
+            wish(*words, *added.split())  # each trial is a valid configuration
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """A plan with nothing to vary: one real trial, and a file that is a configuration."""
+    """A plan with nothing to vary makes one real trial, and the file is a valid configuration."""
     best = tmp_path / "best.yaml"
     words = [*TINY, "--engine", "tiered", "--ram-fraction", "1", "--output", tmp_path / "run"]
     done = ask("tune", "--json", "--write", best, "--trial-steps", "3", *words)

@@ -1,4 +1,4 @@
-"""Ranks that are stopped are killed by one of the others; ranks whose launcher has gone end."""
+"""Tests of the watchdog: a stopped rank is killed by another one, and ranks end after their launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> tuple[_Watch, list[str], list[int]]:
-    """Rank 1's watch, what it says, and whom it kills."""
+    """Return rank 1's watchdog, its messages, and the process ids that it kills."""
     for name, value in HERE.items():
         monkeypatch.setenv(name, value)
     said: list[str] = []
@@ -30,7 +30,7 @@ def test_a_rank_that_stays_stopped_is_named_and_killed(looks: tuple[_Watch, list
     found = {100: (0, "S"), 101: (1, "R"), 102: (2, "S"), 103: (3, "T")}
     for _ in range(_LOOKS):
         watched._look(found)
-    assert not killed  # rank 0 lives, and does it
+    assert not killed  # rank 0 is alive and acts first
     watched._look(found | {100: (0, "T"), 104: (None, "S")})
     assert killed == [103]
     assert said[0].startswith("rank 3 (process 103) has been stopped for 11 s")
@@ -40,7 +40,7 @@ def test_a_rank_that_stays_stopped_is_named_and_killed(looks: tuple[_Watch, list
 
 
 def test_a_rank_that_goes_on_again_is_let_live(looks: tuple[_Watch, list[str], list[int]]) -> None:
-    """As is one in a debugger, one that waits for a drive, and one that has ended."""
+    """A rank that continues, is traced by a debugger, waits for a drive or has ended is not killed."""
     watched, said, killed = looks
     for state in ("S", "t", "D"):
         for _ in range(_LOOKS - 1):
@@ -52,7 +52,7 @@ def test_a_rank_that_goes_on_again_is_let_live(looks: tuple[_Watch, list[str], l
 
 
 def test_the_launcher_kills_a_rank_that_is_stopped_when_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none while another rank can see it, or while all are there: all may be paused."""
+    """The launcher kills a stopped rank only after the others have ended, since a paused machine stops all of them."""
     said: list[str] = []
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
@@ -72,7 +72,7 @@ def test_the_launcher_kills_a_rank_that_is_stopped_when_the_others_have_ended(mo
     )
 
 
-# In front of scripts whose ranks must all be there before one stands still: the lowest of the others acts.
+# A prefix for scripts that must have all ranks before one stops: the lowest of the others acts.
 ALL_THERE = """
 import os, signal, time
 from pathlib import Path
@@ -195,7 +195,7 @@ def carried_out(script: str, folder: Path) -> str:
 
 
 def test_the_kernel_tells_who_is_stopped(tmp_path: Path) -> None:
-    """Of this run's ranks alone: another run's under the same launcher is left as it is."""
+    """Stopped ranks are found by the kernel's process states, among this run's ranks only."""
     assert carried_out(STOPPED, tmp_path).startswith("0 rank 1 (process ")
 
 
@@ -204,7 +204,7 @@ def test_the_kernel_tells_the_launcher_too(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
-    """In order, and where that takes too long at once."""
+    """A rank without its launcher ends in order, or immediately if that takes too long."""
     told = carried_out(LEFT, tmp_path)
     assert "the launcher of the ranks (process" in told
     assert "told to end" in told
@@ -251,7 +251,7 @@ os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
 
 
 def test_a_rank_that_hangs_within_the_kernel_is_named_and_killed(tmp_path: Path) -> None:
-    """Whatever it was at, with Python's lock held; who sleeps, as those do that wait for it, is not."""
+    """A rank that hangs in the kernel is killed, even with the GIL held; ranks that sleep meanwhile are not."""
     (tmp_path / "hung.py").write_text(HUNG)
     os.mkfifo(tmp_path / "fifo")
     done = run_script(tmp_path / "hung.py", tmp_path / "fifo")
@@ -264,7 +264,7 @@ def test_a_rank_that_hangs_within_the_kernel_is_named_and_killed(tmp_path: Path)
 def test_a_wait_that_goes_on_is_none_that_hangs(
     looks: tuple[_Watch, list[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a slow drive: the thread is in a wait at each look, and has been switched to in between."""
+    """A thread that was scheduled between two checks does not hang, although it waits at both, as for a slow drive."""
     watched, said, killed = looks
     watched._hung = 60.0
     switches = [0]
@@ -285,4 +285,4 @@ def test_a_wait_that_goes_on_is_none_that_hangs(
     assert "rank 2 (process 102) has been in one wait within the kernel for 60 s" in said[0]
     said.clear()
     watched._look_into_kernel({100: 0, **found})
-    assert not said  # rank 0 does it
+    assert not said  # rank 0 acts instead

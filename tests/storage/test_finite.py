@@ -1,4 +1,4 @@
-"""What cannot be a weight or a moment is neither saved, nor exported, nor trained on with."""
+"""Tests of invalid values: no weight or moment with NaN, infinity or a wrong sign is saved, exported or trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("field", ["master", "exp_avg_sq"])
 def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, field: str) -> None:
-    """At every place of the vector units' stretches and behind them."""
+    """An invalid value is found at every position of the vectorised loop and its remainder."""
     bad = [NAN, -NAN, INF, -INF] + [-1e-4] * (field == "exp_avg_sq")
     for place in range(150):
         values = torch.full((150,), 0.5, dtype=dtype)
@@ -44,7 +44,7 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
 
 
 def plant(made: Any, name: str, field: str, value: float) -> None:
-    """One value of one weight, where the engine keeps it."""
+    """Set one value of a weight where the engine stores it."""
     if hasattr(made, "_adam"):
         master = made._masters[name]
         held = master.data if field == "master" else made._adam.state[master][field]
@@ -90,7 +90,7 @@ PLANTED = [
 def test_no_checkpoint_is_made_of_it_and_none_is_gone_back_to(
     name: str, field: str, value: float, tmp_path: Path
 ) -> None:
-    """With one kept, the good one stays. The same in a file that is loaded."""
+    """An invalid value prevents a save, which keeps the older checkpoint, and a load from a file with one."""
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     (tmp_path / "run/model").mkdir(parents=True)
     record = RunRecord(identity={}, layout={}, run={}, model=tmp_path / "run/model")
@@ -118,7 +118,7 @@ def test_no_checkpoint_is_made_of_it_and_none_is_gone_back_to(
 
 @pytest.mark.parametrize("destination", ["hf fp16", "hf bf16", "hf fp32", "gguf fp16", "gguf fp32", "gguf q8_0"])
 def test_no_export_holds_a_nan(destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named, with how many there are, whatever the file's type; nothing is left of the export."""
+    """An export with NaN is refused in every file type, with names and counts, and nothing remains of it."""
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     with engine(model, "--engine", "plain", "--dtype", "fp32") as made:
         run = checkpoint_of(made, model, tmp_path / "run")
@@ -131,7 +131,8 @@ def test_no_export_holds_a_nan(destination: str, tmp_path: Path, monkeypatch: py
     data = (checkpoint / "master.safetensors").read_bytes()
     told["files"]["master.safetensors"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     (checkpoint / "MANIFEST.json").write_text(json.dumps(told))
-    monkeypatch.setattr(gguf, "add_tokenizer", lambda *_, **__: None)  # there is none, and it is not what this is about
+    # The model has no tokenizer, and the test needs none.
+    monkeypatch.setattr(gguf, "add_tokenizer", lambda *_, **__: None)
     kind, dtype = destination.split()
     before = set(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"2 weights cannot be used: .*wte\.weight \(72 of 15192") as refused:

@@ -1,4 +1,4 @@
-"""Leases on drives, and safetensors files written one tensor at a time."""
+"""Tests of drive leases, and of safetensors files written one tensor at a time."""
 
 from __future__ import annotations
 

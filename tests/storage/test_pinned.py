@@ -1,4 +1,4 @@
-"""Pinned host memory: CUDA lets go of it while it is still there, as soon as nothing holds it."""
+"""Tests of pinned host memory: it is unregistered before it is unmapped, when its last user is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_mapped(address: int) -> bool:
 
 
 class Runtime:
-    """cudart's two calls, noted."""
+    """A recorder of the two cudart calls."""
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.pinned, self.freed = code, set[int](), list[tuple[int, bool]]()
@@ -57,7 +57,7 @@ def test_it_is_let_go_of_with_its_last_view_and_before_it_is_unmapped(runtime: R
 
 
 def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever holds the device longer than it is used, as an engine does until it is collected."""
+    """A closed device holds no pinned memory, although an engine refers to it until it is collected."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda place: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
     device = CudaDevice(torch.device("cpu"), staging_bytes=8192, stagings=2)
@@ -68,7 +68,10 @@ def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.Monkey
 
 
 def test_of_what_all_ranks_of_a_node_read_each_pins_its_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight ranks' outboxes for an embedding of 5e8 would be 17 GB that each of them pins."""
+    """Each rank of a node pins only its own part of a buffer that all of them read.
+
+    If each pinned all outboxes of eight ranks, an embedding of 5e8 weights would take 17 GB of pinned memory a rank.
+    """
     node = Node()
     node.rank, node.world, node.nodes = 1, 3, (range(3),)
     memory = host_memory.host_buffer(1 << 20)

@@ -1,4 +1,4 @@
-"""Files that several writers make: each at its places, with sums that are those of the whole."""
+"""Tests of files with several writers: each writes its ranges, and the checksums equal those of the whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_sums_of_parts_make_the_sum_of_the_whole() -> None:
 
 
 def test_several_writers_make_the_file_of_one(tmp_path: Path) -> None:
-    """Whatever their order, and wherever the cuts are."""
+    """Several writers make the same file as one, in any order and with any division."""
     torch.manual_seed(1)
     tensors = {entry.name: torch.randint(0, 200, entry.shape).to(entry.dtype) for entry in ENTRIES}
     alone = TensorFileWriter(tmp_path / "alone", ENTRIES)

@@ -1,4 +1,4 @@
-"""A record that is replaced at once: torn anywhere, the one before it is read."""
+"""Tests of records that are replaced atomically: if one is torn, the one before it is read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_newest_is_read_and_the_next_goes_on_from_it(tmp_path: Path) -> None
 
 
 def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
-    """At every byte at which a write may have ended, and with any byte changed."""
+    """A record torn at any byte, or with any byte changed, gives the one before it."""
     path, old, new = tmp_path / "record", b"the step before", b"the step now"
     written(path, b"long ago", old).close()
     before = path.read_bytes()
@@ -40,23 +40,23 @@ def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
     after = path.read_bytes()
     changed = [place for place in range(len(after)) if before[place] != after[place]]
     assert read_record(path, most=5000) == new
-    for place in changed[1:]:  # as far as this the write has come
+    for place in changed[1:]:  # bytes before `place` were written
         path.write_bytes(after[:place] + before[place:])
         assert read_record(path, most=5000) == old, place
     path.write_bytes(after)
     assert not torn_slot(path, most=5000)
-    for place in range(8192, 8192 + 20 + len(new)):  # where the third lies
+    for place in range(8192, 8192 + 20 + len(new)):  # the slot of the third record
         path.write_bytes(after[:place] + bytes([after[place] ^ 0x55]) + after[place + 1 :])
         assert read_record(path, most=5000) == old, place
         assert torn_slot(path, most=5000)
-    path.write_bytes(after[8192:] + after[:8192])  # each in the other's slot
+    path.write_bytes(after[8192:] + after[:8192])  # the slots exchanged
     with pytest.raises(ValueError, match=r"neither of its two slots is whole$"):
         read_record(path, most=5000)
     assert changed[0] >= 8192
 
 
 def test_a_slot_never_shares_a_block_with_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drive that loses its power may lose a block that it was writing, and no other."""
+    """The slots share no block, since a power cut may destroy a block that is being written, and no other."""
     places: list[tuple[int, int]] = []
     pwrite = os.pwrite
 

@@ -1,6 +1,6 @@
-"""What is deleted: by one function, only what this program has made and marked, whatever else has such a name.
+"""Tests of deletion: one function deletes, and only what this program has made and marked.
 
-`test_every_removal_is_known` walks the code. Everything that removes, renames or replaces a name is in a table here.
+`test_every_removal_is_known` walks the code. A table here lists every removal, rename and replacement of a file.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ SINGLE_FILES = {
     ("offload_trainer/storage/atomic_io.py", "rename"): "what is finished takes its name",
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
-# They remove what they have made with mkdtemp or TemporaryDirectory; tests what they have made below tmp_path.
+# These remove directories made with mkdtemp or TemporaryDirectory; tests use tmp_path.
 ELSEWHERE = {"damaged_pages.py", "parameter_operations.py", "soak.py", "soak_world.py"}
 
 
 def removals(path: Path) -> set[str]:
-    """The names of what a module calls that removes, renames or cuts something."""
+    """Return the names of a module's calls that remove, rename or truncate files."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile"):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name, on = node.func.attr, getattr(node.func.value, "id", "")
-            of_a_path = name == "replace" and len(node.args) == 1 and not node.keywords  # texts' takes two
+            of_a_path = name == "replace" and len(node.args) == 1 and not node.keywords  # str.replace has two arguments
             if name not in ("replace", "remove", "move") or on in ("os", "shutil") or of_a_path:
                 found.add(name)
     return found & (RECURSIVE | SINGLE)
 
 
 def test_every_removal_is_known() -> None:
-    """Recursive ones go through `removal`; files that are unlinked, renamed or replaced are in the table."""
+    """Recursive removals use `removal`, and single files that are unlinked, renamed or replaced are in the table."""
     seen = set()
     for path in sorted((HOUSE / "offload_trainer").rglob("*.py")):
         name = path.relative_to(HOUSE).as_posix()
@@ -117,7 +117,7 @@ def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
 
 
 def run_directory(root: Path, name: str) -> Path:
-    """A run directory of the user's, finished: its .lock is empty and nobody holds it."""
+    """Make a user's finished run directory, with an empty .lock that no process holds."""
     run = root / name
     (run / "checkpoints/step-00000002").mkdir(parents=True)
     (run / "checkpoints/step-00000002/MANIFEST.json").write_text("{}")
@@ -204,7 +204,7 @@ STAYS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("case", STAYS)
 def test_what_a_lease_did_not_make_stays(case: str, tmp_path: Path) -> None:
-    """Nor does the plan count it as free."""
+    """A directory that a lease did not make stays, and the plan does not count it as free."""
     if case.startswith("another") and os.geteuid() != 0:
         pytest.skip("only root can make another user's files")
     root = tmp_path / "offload-trainer"
@@ -278,7 +278,7 @@ def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
 
 
 def test_a_removal_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark goes last, wherever a kill falls."""
+    """A removal that was killed is completed later, since the mark is removed last."""
     unlink, left = os.unlink, 0
 
     def dying(*args: object, **words: object) -> None:
@@ -324,7 +324,10 @@ def test_a_place_is_made_anew_only_over_its_own_kind(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_left_of_an_exchange_goes_back(tmp_path: Path) -> None:
-    """Where two names cannot be exchanged, the only whole one lies in the workplace for an instant."""
+    """A directory that a killed exchange left in the workplace is restored.
+
+    Where two names cannot be exchanged, the only complete copy is there for an instant.
+    """
     final = tmp_path / "hf"
     place = ScratchDirectory(owned_dirs.workplace_of(final), what="the export to")
     (place.path / owned_dirs.REPLACED).mkdir()
@@ -337,7 +340,7 @@ def test_what_a_kill_left_of_an_exchange_goes_back(tmp_path: Path) -> None:
 
 
 def test_an_export_does_not_remove_what_is_in_its_way(tmp_path: Path) -> None:
-    """`.NAME.tmp` may be anything of the user's."""
+    """An export keeps a user's `.NAME.tmp` and reports it."""
     mine = tmp_path / ".hf.tmp"
     mine.mkdir()
     (mine / "work").write_text("precious")

@@ -1,6 +1,6 @@
-"""Places that others can reach too: drives, run directories, caches. Owner, mode, links and locks, as tables.
+"""Tests of shared places (drives, run directories, caches): owner, mode, links and locks.
 
-Locks on this machine's filesystem, and on stand-ins for filesystems of a network (`FILESYSTEMS`).
+Locks are tested on the local filesystem, and on simulated network filesystems (`FILESYSTEMS`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ flock = fcntl.flock
 
 
 def nfs(descriptor: int, operation: int) -> None:
-    """NFS and CIFS: locks are the server's, by byte ranges: an exclusive one wants a descriptor that may write."""
+    """Lock as NFS and CIFS do.
+
+    Byte-range locks on the server need a writable descriptor for an exclusive lock.
+    """
     mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
     if (operation & fcntl.LOCK_EX and mode == os.O_RDONLY) or (operation & fcntl.LOCK_SH and mode == os.O_WRONLY):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -72,7 +75,7 @@ def filesystem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_drives(filesystem: str, tmp_path: Path) -> None:
-    """Where there are locks the dead go and the living stay; where there are none all stays, and that is said."""
+    """Dead leases are removed and live ones stay where locks work; elsewhere all stay, which is reported."""
     works = filesystem in ("local", "nfs")
     root_of(tmp_path).mkdir()
     left = dead_lease(root_of(tmp_path))
@@ -88,10 +91,10 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
         else:
             with pytest.raises(UserError, match=r"whether its run is alive cannot be known.*export its newest"):
                 is_alive(one.path)
-    assert not one.path.exists()  # its own process knows that it is its own
+    assert not one.path.exists()  # its own process recognises it
     assert not two.path.exists()
     notes = [line for line in said if "locks do not work on" in line]
-    assert len(notes) == (0 if works else 2)  # once for each
+    assert len(notes) == (0 if works else 2)  # one for each lease
 
 
 def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_leaves(filesystem: str, tmp_path: Path) -> None:
-    """Without locks it may be another process's that lives: that is told before anything is trained."""
+    """Without locks, a killed save's directory may belong to a live process, which is reported before training."""
     died(ScratchDirectory(tmp_path / ".step-00000004.tmp", what="the checkpoint being written,"))
     if filesystem in ("local", "nfs"):
         clear(tmp_path / "step-00000004", what="the checkpoint being written,")
@@ -191,7 +194,7 @@ THINGS = {"pipe": a_pipe, "link": a_link, "dangling link": a_dangling_link, "fil
 @ROOT
 @pytest.mark.parametrize("thing", THINGS)
 def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> None:
-    """Whatever it is, it is neither entered nor changed, and holds nobody up: this user gets a name of their own."""
+    """Another user's file of any kind at the drive's directory name is left alone, and this user gets another name."""
     taken = tmp_path / "offload-trainer"
     THINGS[thing](taken)
     for path in (taken, *(taken.rglob("*") if thing == "directory" else ())):
@@ -206,7 +209,7 @@ def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "directory"])
 def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> None:
-    """Told when the run is planned, before anything is written."""
+    """The user's own file at that name is reported by the plan, before anything is written."""
     THINGS[thing](tmp_path / "offload-trainer")
     for ask in (dead_runs, DriveLease):
         with pytest.raises(
@@ -233,7 +236,7 @@ def test_nothing_is_called_removed_that_stayed(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("thing", ["a lock that is held", "a pipe"])
 def test_nothing_beside_the_leases_holds_a_start_up(thing: str, tmp_path: Path) -> None:
-    """There is no lock around all of them that somebody else could hold."""
+    """No lock around all leases exists that another process could hold."""
     root_of(tmp_path).mkdir()
     place = root_of(tmp_path) / ".lock"
     if thing == "a pipe":
@@ -272,7 +275,7 @@ with DriveLease(Path(sys.argv[1])) as lease:
 
 @ROOT
 def test_two_users_share_a_drive() -> None:
-    """One of 1777, as /tmp: each works, clears what their own dead runs left, and no other's."""
+    """On a drive of mode 1777, as /tmp, users work independently and clear their own dead runs only."""
     drive = Path(subprocess.check_output(["mktemp", "-d", "/tmp/shared-drive-XXXXXX"], text=True).strip())
     drive.chmod(0o1777)
     house = str(Path(__file__).resolve().parents[2])
@@ -302,7 +305,7 @@ def test_two_users_share_a_drive() -> None:
 
 @pytest.mark.parametrize("thing", THINGS)
 def test_a_run_directory_whose_lock_is_none(thing: str, tmp_path: Path) -> None:
-    """A pipe would hold a start up for ever, a link be followed."""
+    """A lock that is a pipe, which would block, or a link is refused."""
     (tmp_path / "out").mkdir()
     if thing == "file":
         (tmp_path / "out/.lock").write_text("")
@@ -314,7 +317,7 @@ def test_a_run_directory_whose_lock_is_none(thing: str, tmp_path: Path) -> None:
 
 
 def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
-    """Nothing starts anew where there may be checkpoints."""
+    """A link to an unmounted place is an error, and no new run starts over possible checkpoints."""
     output = tmp_path / "out"
     output.mkdir()
     (output / "checkpoints").symlink_to(tmp_path / "mnt/checkpoints")
@@ -330,7 +333,7 @@ def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
 
 @ROOT
 def test_another_users_checkpoints_are_not_counted_as_free(tmp_path: Path) -> None:
-    """What a plan counts on is what the run will be able to remove."""
+    """The plan counts only checkpoints that this user can remove."""
     said: list[str] = []
     for step in (1, 2, 3):
         save(tmp_path, step, keep=9, say=said.append)
@@ -349,7 +352,7 @@ def test_another_users_checkpoints_are_not_counted_as_free(tmp_path: Path) -> No
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is made to last and renamed, in order."""
+    """Record the order of syncs and renames."""
     order: list[str] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -388,7 +391,7 @@ def test_a_file_that_is_replaced_is_whole_at_any_moment(synced: list[str], tmp_p
     atomic_io.write_text(tmp_path / "x", "new")
     assert [line.split()[0] for line in synced] == ["sync", "name", "sync"]
     assert synced[2] == f"sync {tmp_path}"
-    # a link that somebody has put in the place of the temporary is not followed
+    # a link in place of the temporary file is not followed
     (tmp_path / "precious").write_text("precious")
     (tmp_path / f".x.{os.getpid()}.tmp").symlink_to("precious")
     atomic_io.write_text(tmp_path / "x", "newest")
@@ -403,7 +406,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
-    """Builds a small kernel in a cache of its own; `build.count` counts the compilations."""
+    """Return a function that builds a small kernel in a separate cache and counts compilations in `build.count`."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"
     source.write_text(SOURCE)
@@ -418,7 +421,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path
     def build() -> Path:
         path = kernel_cache.built(source, flags=("-shared", "-fPIC"))
         build.count = len(counted)  # type: ignore[attr-defined]
-        copies.append(tmp_path / f"{len(copies)}.so")  # for what is mapped here must not be damaged
+        copies.append(tmp_path / f"{len(copies)}.so")  # the mapped file must not be damaged
         copies[-1].write_bytes(path.read_bytes())
         assert ctypes.CDLL(str(copies[-1])).answer() == 42
         return path
@@ -441,7 +444,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_kernel_is_built_again(damage: str, kernel: Callable[[], Path]) -> None:
-    """And never loaded: a shared library that is cut short ends the process with SIGBUS."""
+    """A damaged kernel is built again and never loaded: a truncated shared library ends the process with SIGBUS."""
     library = kernel()
     kernel()
     assert kernel.count == 1  # type: ignore[attr-defined]
@@ -492,7 +495,7 @@ def test_kernels_that_another_user_may_have_planted_are_not_loaded(kernel: Calla
 def test_rates_kept_by_several_at_once_are_all_kept(
     filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
 ) -> None:
-    """Each thread opens the lock for itself, as a process would."""
+    """Each thread opens the lock separately, as a process would."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "new" / "cache"))
     machine = MachineProfile(gpu=None, gpu_bytes=0, ram_bytes=1, cores=1, drives=(), output=DriveFacts("/", 1, "ext4"))
     rate_cache.keep_rates(machine)
@@ -514,7 +517,7 @@ def test_rates_kept_by_several_at_once_are_all_kept(
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told before anything is measured; a home that nobody knows is told as well."""
+    """An unwritable cache, or an unknown home directory, is reported before anything is measured."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(UserError, match=r"machine\.json: rates cannot be kept there.*OFFLOAD_TRAINER_CACHE"):
@@ -531,7 +534,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`doctor` and `bench` look there, and go on without."""
+    """`doctor` and `bench` continue without the directory of torch's extensions."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
     assert not op_builder.is_built("async_io")
@@ -543,7 +546,7 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
 def test_builds_of_torchs_extensions_take_turns(
     filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without locks nobody knows whether a build is alive, and its lock is not removed."""
+    """Without locks a build's lock is not removed, since its process may be alive."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     removed: list[Path] = []
     monkeypatch.setattr(op_builder, "remove_stale_lock", removed.append)

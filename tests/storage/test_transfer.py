@@ -1,4 +1,4 @@
-"""Bytes to and from drives: all of them, or a message that says what happened."""
+"""Tests of transfers to and from drives: all bytes arrive, or a message says what happened."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_full_disk_is_refused_at_the_start_with_the_numbers(tmp_path: Path) ->
     try:
         with pytest.raises(TrainerError, match=r"state: 10 MB cannot be set aside there: No space left"):
             DriveFile(tmp_path / "state", 10_000_000)
-        file = DriveFile(tmp_path / "small", 8192)  # a filesystem in memory works, with or without O_DIRECT
+        file = DriveFile(tmp_path / "small", 8192)  # tmpfs works, with or without O_DIRECT
         data = filled(8192, 3)
         file.write(data.numpy().data, 0)
         back = host_buffer(8192)
@@ -90,7 +90,7 @@ def test_a_full_disk_is_refused_at_the_start_with_the_numbers(tmp_path: Path) ->
 
 
 def test_without_direct_io_the_same_bytes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "O_DIRECT", -1, raising=False)  # flags that no filesystem takes
+    monkeypatch.setattr(os, "O_DIRECT", -1, raising=False)  # flags that no filesystem accepts
     file, data = DriveFile(drive / "cached", 8192), filled(8192, 4)
     assert not file.direct
     file.write(data.numpy().data, 0)
@@ -114,7 +114,7 @@ def test_checks_follow_stretches_of_other_sizes(transfers: ThreadedTransfers, dr
 
 
 def test_checks_follow_what_other_processes_write(transfers: ThreadedTransfers, drive: Path) -> None:
-    """Two that share a file's sums, as ranks do; of a file that is not shared each has its own."""
+    """Two ranks share the checksums of a shared file, and have separate ones of other files."""
     sums = host_buffer(8 * 4)
     one, other = (CheckedTransfers(transfers, memory=lambda size: sums[:size]) for _ in range(2))
     file, own, data = DriveFile(drive / "shared", 16384), DriveFile(drive / "own", 16384), filled(16384, 5)

@@ -1,4 +1,4 @@
-"""What a kill leaves between making a directory and marking it, and between the last two steps of removing one."""
+"""Tests of kills between making and marking a directory, and between the last two steps of removing one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def leave(path: Path, how: str) -> Path:
 
 @pytest.mark.parametrize("how", ["nothing", "an empty mark"])
 def test_it_is_in_nobody_s_way(how: str, tmp_path: Path) -> None:
-    """An export to the same place, a save of the same step, a lease on the same drive."""
+    """A directory left so blocks no export to the same place, save of the same step, or lease on the same drive."""
     leave(tmp_path / ".export.tmp", how)
     with replacing(tmp_path / "export", what="the export to") as new:
         new.mkdir()
     checkpoints = tmp_path / "checkpoints"
     leave(checkpoints / ".step-00000002.tmp", how)
-    (checkpoints / ".step-00000001.pruned").mkdir()  # its manifest went, and then it was killed
+    (checkpoints / ".step-00000001.pruned").mkdir()  # killed after removing its manifest
     remove_leftovers(checkpoints)
     assert not list(checkpoints.iterdir())
     dead = leave(tmp_path / "drive/offload-trainer/run-0123abcd", how)
@@ -76,7 +76,7 @@ def test_one_that_is_being_made_stays(tmp_path: Path) -> None:
 def test_a_lease_that_is_taken_for_dead_while_it_is_made(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another start removes it at that very moment: another one is made."""
+    """If another start removes a lease while it is made, it is made again."""
     taken = []
 
     def meanwhile(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""The soak that damages page files: a short one, and that it finds a start that does not look at checksums."""
+"""Tests of the soak that damages page files: a short one, and its failure if a start ignores checksums."""
 
 from __future__ import annotations
 

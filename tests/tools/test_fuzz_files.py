@@ -1,4 +1,7 @@
-"""A hundred files of each kind, changed at random by a fixed seed; soak/fuzz_files.py does as many as wanted."""
+"""Tests of a hundred randomly changed files of each kind, with a fixed seed.
+
+soak/fuzz_files.py makes any number.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def watch() -> Watch:
 
 
 def test_a_file_may_take_any_time_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only CPU time counts: a process that gets none of it for long is not late."""
+    """Only CPU time counts, so a process that waits for a busy machine is not late."""
     monkeypatch.setattr(fuzz_files, "SECONDS", 0.05)
     with fuzz_files.bounded():
         time.sleep(0.5)
@@ -44,7 +47,7 @@ def test_whatever_a_file_holds(
 
 
 def test_the_fuzzer_sees_what_must_not_happen(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback, a message of several screens or with escapes, a file outside, hours, a wait without end."""
+    """The fuzzer detects tracebacks, messages that are long or have escapes, reads of other files, and endless work."""
     (tmp_path / "secret").write_text("")
     folder = tmp_path / "inside"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The stages for a machine with a GPU, rehearsed without one; and what they say when something goes wrong."""
+"""Tests of the GPU suite's stages, rehearsed without a GPU, and of their reports of failures."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def suite(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def rehearsed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a stage's rehearsal, with what the suite said, and left on the drive, beside its pages.
+    """Return a function that rehearses a stage, once for all of pytest's workers.
 
-    Made once for all workers of pytest.
+    Its folder also has the suite's output and a list of what it left on the drive.
     """
 
     def rehearse(stage: str) -> Path:
@@ -114,7 +114,7 @@ def test_speed_leaves_a_trace_that_a_browser_reads(rehearsed: Callable[[str], Pa
 
 
 def test_every_way_of_the_update_has_its_row_and_bits(rehearsed: Callable[[str], Path]) -> None:
-    """Steps are of the same weights and rows: the loss of the last says that the update is the same."""
+    """Every update method has a row with the same last loss, so the updates are equal."""
     rows = json.loads((rehearsed("ways") / "ways.json").read_text())["rows"]
     assert [row["case"] for row in rows] == list(ways.CASES)
     assert len({row["loss"] for row in rows}) == 1
@@ -125,7 +125,7 @@ def test_every_way_of_the_update_has_its_row_and_bits(rehearsed: Callable[[str],
 
 
 def test_no_case_of_ours_leaves_its_overlap_to_auto() -> None:
-    """Without rates, which go with the machine, `auto` is off, and a table of it says nothing of the others."""
+    """Every case names its overlap: `auto` turns it off on a machine without rates and would leave gaps in tables."""
     homes = [parity._home("gpu", shares, tiny=False) for shares in parity.SHARES]
     ours = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values(), *ways.CASES.values(), *homes]
     ours += [case.words for case in speed.cases() if case.name.startswith("ours")]
@@ -189,7 +189,7 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
 
 
 def test_rows_whose_update_is_the_fallback_are_marked() -> None:
-    """Of a machine without a compiler and without a kernel that was built ahead."""
+    """Rows are marked if the machine has neither a compiler nor a prebuilt kernel."""
     built = "The update on the CPU: the native kernel, built ahead for x86-64-v4 and checked to give torch's bits."
     slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
 
@@ -204,7 +204,7 @@ def test_rows_whose_update_is_the_fallback_are_marked() -> None:
 
 
 def test_some_cases_alone_are_run(tmp_path: Path) -> None:
-    """What a stage did not get to in its time is asked for in another."""
+    """--only runs the cases that an earlier stage had no time for."""
     done = suite("ways", tmp_path, "--rehearse", "--only", "two places")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "ways.json").read_text())["rows"]
@@ -280,13 +280,13 @@ PLACES = ":".join(map(str, (ROOT, SCRIPTS, ROOT / "benchmarks", ROOT / "soak")))
 
 
 def _code_of(code: str) -> int:
-    """The exit code of Python with these statements, beside the scripts."""
+    """Return the exit code of Python with this code, in the directory of the scripts."""
     run = [sys.executable, "-c", code]
     return subprocess.run(run, cwd=SCRIPTS, env=environment(PYTHONPATH=PLACES), check=False).returncode
 
 
 def test_the_stage_itself_imports_no_torch() -> None:
-    """It must live whatever becomes of the GPU, and not hold any of it."""
+    """The stage's process must survive a GPU failure, and use no GPU memory."""
     code = (
         "import gpu_suite, importlib, sys\n"
         "for name in gpu_suite.STAGES.values(): importlib.import_module(f'gpu_stages.{name}')\n"
@@ -309,7 +309,7 @@ def test_a_cap_is_what_the_plan_and_the_allocator_see(monkeypatch: pytest.Monkey
 
 
 def test_forks_of_the_libraries_may_still_begin_cuda() -> None:
-    """Kills are of forks: CUDA that their parent had begun would be of no use to them."""
+    """Loading the libraries leaves CUDA uninitialised, since the kill tests fork, and forks could not use it."""
     code = (
         "import torch\n"
         "def begun(*_, **__): raise SystemExit('CUDA was begun')\n"
@@ -321,7 +321,7 @@ def test_forks_of_the_libraries_may_still_begin_cuda() -> None:
 
 
 def test_deterministic_is_more_than_a_warning() -> None:
-    """torch leaves the backward of fused attention as it is where it is told only to warn."""
+    """Deterministic mode is an error, not a warning, with which torch leaves fused attention's backward as it is."""
     try:
         use_deterministic_algorithms()
         assert torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""A newcomer's path: the commands of README's quickstart as they stand there, in a fresh environment, from a wheel."""
+"""A test of the README's quickstart: its exact commands, in a fresh environment, from a wheel."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ TWICE = next(line for line in COMMANDS if COMMANDS.count(line) == 2)
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables of a new environment, with nothing of this repository in it; libraries are those of this one."""
+    """Return the variables of a new virtual environment without this repository.
+
+    Its libraries are those of this interpreter.
+    """
     place = tmp_path_factory.mktemp("fresh")
     subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
-    # Python's own setuptools is older than what the project is built with.
+    # Python's bundled setuptools is too old to build the project.
     drop = [str(place / "venv/bin/python"), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
     subprocess.run(drop, check=True)
     (site,) = (place / "venv/lib").glob("python3*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     path = f"{place / 'venv/bin'}:/usr/local/bin:/usr/bin:/bin"
     given = environment(PATH=path, HOME=str(place), OFFLOAD_TRAINER_CACHE=str(place / "cache"))
-    # What builds a wheel is here: nothing is fetched.
+    # The build requirements are installed, so nothing is downloaded.
     given |= {"PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
     return {name: value for name, value in given.items() if name != "PYTHONPATH"}
 
 
 def cloned(folder: Path) -> Path:
-    """What `make demo` reads of this repository; the package itself is the installed one."""
+    """Copy the files that `make demo` reads; the package itself is the installed one."""
     folder.mkdir()
     for name in ("Makefile", "pyproject.toml", "requirements.lock", "scripts", "configs"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, folder / name)
@@ -59,7 +62,7 @@ def run(command: str, folder: Path, there: dict[str, str]) -> str:
 
 
 def killed(command: str, folder: Path, there: dict[str, str]) -> None:
-    """The command, ended by SIGKILL after its first checkpoint; tried again where it was done before that."""
+    """Kill the command with SIGKILL after its first checkpoint; retry if it finished before."""
     output = folder / command.partition("--output ")[2].split()[0]
     for _ in range(5):
         with open(folder / "killed.log", "wb") as log:
@@ -80,8 +83,10 @@ def steps(output: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_each_command_does_what_it_says(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
-    """Installed from the wheel that the source distribution makes; the demo, cut short; then in an empty directory:
-    recipe, text, conversations, kill and resume, report, exports.
+    """Every command works with a wheel built from the source distribution.
+
+    They are a shortened demo and then, in an empty directory: recipe, text, conversations, kill and resume, report,
+    exports.
     """
     folder = tmp_path / "work"
     folder.mkdir()
@@ -95,7 +100,7 @@ def test_each_command_does_what_it_says(fresh: dict[str, str], wheel: Path, tmp_
 
     assert DEMO == "make demo"
     venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, cloned(tmp_path / "clone")
-    (venv / ".ready").touch()  # as `make setup` leaves it, which whoever runs this has done
+    (venv / ".ready").touch()  # `make setup` was run
     quick = "--steps 160 --seq-len 64 --lr 3e-3 model.overrides.n_layer=2"
     shown = run(f"{DEMO} VENV={venv} WORDS='{quick}'", clone, fresh)
     assert "logits of the fp16 and the fp32 export differ by" in shown

@@ -1,4 +1,4 @@
-"""Wheels for a machine without network: the list is closed under what its packages need, and pip finds them all."""
+"""Tests of the offline bundle: it has all dependencies, pip finds its wheels, and its kernels are used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_a_bundled_package_needs_is_bundled(name: str) -> None:
 
 
 def test_every_need_of_the_package_is_bundled_or_there() -> None:
-    """But for those that only the stock engine has."""
+    """All requirements are bundled or on the machine, except those of the stock DeepSpeed engine."""
     text = (SCRIPTS.parent / "pyproject.toml").read_text()
     import tomllib
 
@@ -68,13 +68,13 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
     if level is None:
         pytest.skip("this processor is older than those that kernels are built ahead for")
     levels = {level: kernel_cache.LEVELS[level]}
-    monkeypatch.setattr(offline_bundle, "LEVELS", levels)  # one of them: each takes seconds
+    monkeypatch.setattr(offline_bundle, "LEVELS", levels)  # one level, since each takes seconds
     (made,) = offline_bundle.build_kernels(tmp_path / "bundle" / "kernels")
     assert made.stat().st_size < 2_000_000
     install, cache = tmp_path / "bundle" / "install.sh", tmp_path / "cache"
     install.write_text(INSTALL.format(requirements=""))
     install.chmod(0o755)
-    for _ in range(2):  # again over what is there
+    for _ in range(2):  # the second time over the first installation
         command = [install, "--quiet"]
         subprocess.run(command, check=True, env=environment(PYTHON="true", OFFLOAD_TRAINER_CACHE=str(cache)))
 
@@ -83,19 +83,19 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
     kernel, words = choose_kernel("auto")
     assert (kernel.name, f"built ahead for {level} and checked" in words) == ("native", True), words
 
-    monkeypatch.setattr(kernel_cache, "_features", lambda: here - {"fma"})  # a processor that would not run it
+    monkeypatch.setattr(kernel_cache, "_features", lambda: here - {"fma"})  # a processor that cannot run it
     assert choose_kernel("auto")[0].name == "torch"
     monkeypatch.setattr(kernel_cache, "_features", lambda: here)
     installed = next(cache.rglob(made.name))
     content = installed.read_bytes()
-    installed.unlink()  # not written over: it is mapped here
+    installed.unlink()  # not overwritten, since it is mapped here
     installed.write_bytes(content[:-1])
     kernel, words = choose_kernel("auto")
     assert (kernel.name, "no-such-compiler" in words) == ("torch", True), words
 
 
 def test_processors_that_kernels_are_built_for_are_known_by_what_their_code_uses() -> None:
-    """The best comes first, and needs all that those after it do."""
+    """The best level comes first, and requires every feature of the later ones."""
     needed = [flags for _, flags in kernel_cache.LEVELS.values()]
     assert all(more > fewer for more, fewer in pairwise(needed))
     assert [options[0] for options, _ in kernel_cache.LEVELS.values()][-1] == "-march=x86-64-v3"
@@ -103,10 +103,10 @@ def test_processors_that_kernels_are_built_for_are_known_by_what_their_code_uses
 
 @pytest.mark.network
 def test_the_bundle_is_small_and_installs_without_an_index(tmp_path: Path) -> None:
-    """For the Python that runs here, since that is the one to try it with."""
+    """The bundle is small, and the one for this Python installs without an index."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     bundle = SCRIPTS / "offline_bundle.sh"
-    no_kernels = environment(PYTHON=sys.executable, CXX="no-such-compiler")  # which take minutes, and are tried above
+    no_kernels = environment(PYTHON=sys.executable, CXX="no-such-compiler")  # kernels take minutes; see the test above
     for python in ("3.12", here):
         folder = tmp_path / python
         done = subprocess.run([bundle, folder, "--python", python], capture_output=True, text=True, env=no_kernels)

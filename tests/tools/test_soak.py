@@ -1,4 +1,4 @@
-"""The soak itself: a short one, and that each of its checks can fail."""
+"""Tests of the soak: a short one, and a failure of each of its checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trials import Difference, compare_file, verify_checkpoint  # noqa: E402
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    """One round; `bench` and `tune` take too long here."""
+    """A round without `bench` and `tune`, which take too long, passes."""
     words = ["--seed", "3", "--rounds", "1", "--kinds", "gpt2-fp16-accumulate"]
     done = subprocess.run(
         [sys.executable, SCRIPTS / "soak.py", *words, "--without", "bench,tune", "--directory", tmp_path],
@@ -67,7 +67,7 @@ def test_what_the_user_renames_stays_known(tmp_path: Path) -> None:
 
 
 def checkpoint(path: Path, step: int) -> Path:
-    """As small as one can be."""
+    """Make a minimal checkpoint."""
     path.mkdir(parents=True)
     texts = {"state.json": json.dumps({"step": step, "tokens": step, "data_position": step}), "engine.json": "{}"}
     for name, text in texts.items():
@@ -99,7 +99,7 @@ def test_a_checkpoint_pruned_against_the_rule(tmp_path: Path) -> None:
     for step in (3, 4, 5):
         checkpoint(trial.checkpoints / f"step-{step:08d}", step)
     world.check([trial])
-    shutil.rmtree(trial.checkpoints / "step-00000003")  # two newer ones are there
+    shutil.rmtree(trial.checkpoints / "step-00000003")  # two newer ones exist
     world.check([trial])
     (trial.checkpoints / "step-00000004/state.json").rename(tmp_path / "state.json")
     with pytest.raises(Difference, match="holds"):
@@ -119,7 +119,7 @@ def test_metrics_that_are_not_those_of_the_run_left_alone(other: str, tmp_path: 
     checkpoint(alone / f"checkpoints/step-{STEPS:08d}", STEPS)
     (alone / "metrics.jsonl").write_text("".join(rows))
     trial.output.mkdir()
-    (trial.output / "metrics.jsonl").write_text("".join(rows[:3]) + rows[3][:20])  # a torn line is not one
+    (trial.output / "metrics.jsonl").write_text("".join(rows[:3]) + rows[3][:20])  # a torn line does not count
     world.check([trial])
     wrong = rows[0] + rows[1].replace("3.5", "3.5000000000000004") if other == "another loss" else rows[0] * 2
     (trial.output / "metrics.jsonl").write_text(wrong)

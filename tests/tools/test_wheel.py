@@ -1,4 +1,7 @@
-"""What is built from here has all that a run reads; test_newcomer.py installs it where nothing else of this is."""
+"""A test that the wheel has every file that a run reads.
+
+test_newcomer.py installs it without the repository.
+"""
 
 from __future__ import annotations
 

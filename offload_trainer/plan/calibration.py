@@ -1,9 +1,9 @@
 """Calibrate forecasts: compare a run's measured seconds with the predicted ones, and correct later plans.
 
-A ratio of measured to predicted seconds is stored by engine, phase, bounding resource and number of ranks. A slow drive
-must not correct the prediction of computation, and one rank says nothing about several. Ratios are not stored for short
-runs, for unsteady steps (other load, thermal throttling), for phases so short that Python dominates, or beyond a factor
-of four, which only a wrong rate explains.
+A ratio of measured to predicted seconds is stored by engine, phase, bounding resource and number of ranks, since a slow
+drive must not correct the prediction of computation, and one rank says nothing about several. Ratios are not stored
+for short runs, unsteady steps (other load, thermal throttling), phases so short that Python dominates, or beyond a
+factor of four, which only a wrong rate explains.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ LONGEST_ROW = 1024
 
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
-    """Return whether blocks are checkpointed; `auto` means from 1e8 parameters on, if the architecture can."""
+    """Return whether blocks are checkpointed; `auto` means from 1e8 parameters on, if the architecture supports it."""
     large = shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
     return section.activation_checkpointing == "on" or (section.activation_checkpointing == "auto" and large)
 

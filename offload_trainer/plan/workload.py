@@ -1,6 +1,6 @@
-"""Describe one optimizer step for the plan: the model's counts, batch sizes, dtypes and ranks.
+"""One optimizer step as the planner sees it: the model's counts, batch sizes, dtypes and ranks.
 
-No part of the configuration appears here, so the arithmetic of a plan does not depend on it.
+This module does not depend on the configuration classes, so neither does the arithmetic of a plan.
 """
 
 from __future__ import annotations

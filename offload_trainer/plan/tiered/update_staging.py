@@ -4,7 +4,7 @@ state on a drive       ──> buffer in host memory ──CPU──> back, with
 state in RAM           ──CPU──> in place
 state on the device    ──device──> in place; a device buffer stages gradients and new weights that are not there
 
-The engine updates by these routes, and the plan counts with them. Pure arithmetic.
+The engine updates by these routes, and the planner counts with them. Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
 
 
 def row_length(wish: int | Literal["auto"], shape: ModelShape) -> int:
-    """Return the tokens in a row.
+    """Return the row length in tokens; `auto` means the model's context, but at most 1024.
 
     Raises:
         UserError: the requested length exceeds the model's context.

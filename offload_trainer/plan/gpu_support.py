@@ -14,7 +14,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile
 
 BF16_FROM = (8, 0)  # Ampere; older GPUs emulate bf16
-_CU126_UP_TO = (7, 5)  # from torch 2.11 on, only CUDA 12.6 wheels support Volta and older (pytorch #172352, #175253)
+_CU126_UP_TO = (7, 5)  # since torch 2.11 only CUDA 12.6 wheels support Volta and older (pytorch #172352, #175253)
 _CU126 = "pip install --force-reinstall 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126"
 _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 

@@ -96,10 +96,10 @@ class DriveFacts:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Rates:
-    """How fast the machine computes and copies; None where no rate was measured or given."""
+    """Rates of computation and of copies on one machine; None if not measured or given."""
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
-    layers: dict[Line, Rate] = field(default_factory=dict)  # by `layer_key`: the parts that are not matrix products
+    layers: dict[Line, Rate] = field(default_factory=dict)  # work other than matrix products, by `layer_key`
     memory: Rate | None = None  # bytes/s of a STREAM triad on all cores
     update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, dtype conversions included
     to_device: Rate | None = None  # bytes/s, from pinned memory

@@ -17,7 +17,7 @@ class Workload:
     """Everything that bytes and seconds depend on, except placement and the machine's rates."""
 
     shape: ModelShape
-    dtype: str  # of weights, activations and gradients: "bf16", "fp16" or "fp32"
+    dtype: str  # dtype of weights, activations and gradients: "bf16", "fp16" or "fp32"
     micro_batch: int  # rows in one forward and backward on each rank
     accumulate: int  # micro-batches per step on each rank
     seq_len: int  # tokens in a row

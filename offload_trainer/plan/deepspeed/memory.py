@@ -40,8 +40,8 @@ from offload_trainer.units import format_bytes
 # the start. Measured on 2 cores of an AMD EPYC with torch 2.13 for CPUs, shared library pages included.
 PROCESS = 450_000_000
 # Freed memory that the CPU's heap keeps (malloc_threshold.py), measured and not derived. With short rows glibc decides,
-# and the number is a multiple of the weight gradients' bytes; with long rows it is bytes per process.
-_HOLES = {1: 1.3, 2: 1.3, 3: 0.8}  # by stage
+# and it is a multiple of the weight gradients' bytes that depends on the ZeRO stage; with long rows it is a constant.
+_HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
 _ACTIVATIONS = ("activations kept", "block inputs", "activations")

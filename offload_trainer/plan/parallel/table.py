@@ -38,8 +38,8 @@ class Row:
     link_bytes: int  # per GPU
     network_bytes: int  # per node
     collectives: int | None  # None: not counted
-    seconds: float | None  # of a step
-    lacks: str  # what does not fit, or ""
+    seconds: float | None  # seconds per step; None: a rate is missing
+    lacks: str  # a sentence about what does not fit, or ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ Ours = Callable[[int, int], Plan | str]  # (tokens, sequence-parallel ranks) -> 
 def compare(work: Workload, machine: MachineProfile, *, ours: Ours) -> Comparison:
     """Compare all modes for the tokens of `work`.
 
-    `ours` returns the tiered engine's plan, a reason why there is none, or "" if the rows cannot be divided.
+    `ours` returns the tiered engine's plan, the reason why it has no plan, or "" if the rows cannot be divided.
     """
     rows, refused = _rows(work, machine, stock=stock_rates(work, machine), ours=ours)
     wins = list[tuple[int, str]]()

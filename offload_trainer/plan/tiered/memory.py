@@ -69,7 +69,7 @@ def tiered_items(
         )
     kept = _of_each_rank(input_items(work, device=device, drives=drives), work.here)
     if sizes.checksums:
-        state = ("state", "state of the step before")  # these pages have separate checksums of a few bytes each
+        state = ("state", "state of the step before")  # pages of state have separate checksums of a few bytes each
         checked = sum(item.bytes for item in (*items, *kept) if item.tier in drives and item.name not in state)
         items.append(
             Item("ram", "checksums", checked // 512, "8 bytes for each 4096 of weights and gradients on drives")

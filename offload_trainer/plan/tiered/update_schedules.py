@@ -25,7 +25,7 @@ class UpdateSchedule:
     """The forecast of one update schedule."""
 
     words: str  # the command-line setting
-    seconds: float | None  # of a step; None if unknown
+    seconds: float | None  # seconds per step; None if unknown
     tokens: int | None  # tokens per step from which on the update is at most a tenth of the step
     why_not: str = ""  # why it is not possible, or ""
 

@@ -23,7 +23,7 @@ _OUTVOTE = 3  # the median is taken of at least this many ratios
 def steady_ratios(
     found: Forecast, taken: Mapping[str, Sequence[float]], *, engine: str, ranks: int
 ) -> dict[str, float]:
-    """Return the ratios worth storing, by `correction_key`. `taken` maps each phase to its seconds in every counted step.
+    """Return the ratios worth storing, by `correction_key`; `taken` maps phases to their seconds in the counted steps.
 
     Overlapping phases have no ratio, because they slow each other down.
     """

@@ -325,8 +325,8 @@ class TieredCandidate:
     def _costs_nothing(self) -> bool:
         """Return whether to overlap the update with the next forward if no seconds are known.
 
-        Overlap changes no result and needs no memory. It helps if drives would otherwise be idle during the forward. A
-        CPU that computes the model must have a spare core, beyond one for each rank's update.
+        Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the CPU
+        computes the model, there must be more cores than ranks, since each rank's update needs a core too.
         """
         return self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
 

@@ -58,7 +58,7 @@ class TierSizes:
     ahead: bool  # the update of pages on drives also overlaps the last backward
     speeds: tuple[float, ...]  # relative speed of each drive
     io: str  # backend for drive I/O (tiered.io)
-    checksums: bool  # verify weights, gradients and inputs read from drives too, not only the state
+    checksums: bool  # verify everything that is read from drives, not only the state
     io_threads: int  # threads that read; as many others write
     io_block_bytes: int  # bytes per request
     places: int = 1  # copies of each page of state on a drive (tiered.state_copies)
@@ -175,7 +175,7 @@ def _homes_of(
 
 
 def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
-    """Return the bytes in which a rank offers its gradients to the others: `OUTBOXES` times the largest unit's."""
+    """Return the bytes of a rank's buffers from which others read its gradients: `OUTBOXES` times the largest unit."""
     return OUTBOXES * item_bytes * max((unit.trained for unit in units), default=0)
 
 

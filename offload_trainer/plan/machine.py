@@ -163,7 +163,7 @@ class MachineProfile:
     ram_bytes: Count  # available, within the cgroup's limit
     cores: Several
     drives: tuple[DriveFacts, ...]
-    output: DriveFacts  # where the run directory will be
+    output: DriveFacts  # the drive of the run directory
     origin: Origin = "measured"
     source: Line = "this machine"
     cpu: Line = "unknown"

@@ -43,7 +43,7 @@ class ModeCost:
     ram_room: int  # available bytes of a node
     here: int  # ranks per node
     own_links: bool  # there are direct links between GPUs
-    seconds: dict[str, float] | None  # by phase; None if a rate is missing
+    seconds: dict[str, float] | None  # seconds by phase; None if a rate is missing
 
     @property
     def step(self) -> float | None:
@@ -98,7 +98,7 @@ class StepRates:
     gpu_update: float  # parameters per second on one GPU; 0: its time is not counted
     cpu_update: float | None  # parameters per second of a node
     head: float  # share of the matrix products that is outside the blocks
-    gathered: ZeroGathers  # what ZeRO-3 gathers in a micro-batch
+    gathered: ZeroGathers  # ZeRO-3's all-gathers in a micro-batch
 
 
 @dataclass(frozen=True)

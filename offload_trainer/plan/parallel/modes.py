@@ -84,7 +84,7 @@ class Collective:
 
     what: str
     phase: str
-    bytes: float  # in total, each way through each GPU
+    bytes: float  # total bytes each way through each GPU
     count: int  # number of collectives
     group: int  # ranks per group
     apart: int  # rank distance between neighbours of a group

@@ -1,16 +1,16 @@
-// AdamW or Lion over pages of optimizer state in a GPU's memory, with the bits of native/adam.cpp.
+// The GPU update kernel: one step of AdamW or Lion over pages of optimizer state in GPU memory. Its results equal those
+// of native/adam.cpp bit for bit, except for the bits of NaNs.
 //
 //     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
 //                                                  master (fp32, in place) -> out (16 bit)
 //
-// A master may be a remainder of 16 bits instead, beside its weight in `out`, which is read first.
+// A master may be split instead: then it is joined from the old weight in `out` and a 16-bit remainder.
 //
-// cuda_adam.py has NVRTC compile this for the device at hand, with FUSES as adam.cpp has it, and PAGE_BYTES, the size
-// of its own Page. A warp takes 256 elements, which share a scale in 8 bits, so that every byte crosses the memory bus
-// once and nobody waits for other warps. Each operation is an intrinsic that rounds to nearest even by itself: a
-// compiler may fuse a product with a sum where it sees operators, and that decides the last bit. Subnormal numbers
-// count, so nothing here may be flushed to zero.
-// Only the bits of a NaN are a GPU's own: another one than the CPU's, in the same places.
+// cuda_adam.py compiles this with NVRTC for the device that is present. It defines FUSES as in native/numbers.h, and
+// PAGE_BYTES, the size of its own Page. A warp processes 256 elements, which share a scale in 8 bits, so every byte
+// crosses the memory bus once and warps do not wait for each other. Each operation is an intrinsic that rounds to
+// nearest even: from operators a compiler may form an FMA, which changes the last bit. Subnormal numbers are not
+// flushed to zero.
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
 #define __grid_constant__
@@ -21,21 +21,21 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-enum Type : u32 { NONE, F32, F16, BF16 };  // cuda_adam.py has the same numbers
+enum Type : u32 { NONE, F32, F16, BF16 };  // kernel_args.py has the same numbers
 
-constexpr u32 BLOCK = 256;               // elements that a warp takes
-constexpr u32 LANES = 32, WARPS = 8;     // threads of a warp, warps of a thread block; cuda_adam.py has the latter
-constexpr u32 RUN = 4;                   // consecutive elements that a thread takes at a time: 16 bytes of fp32
-constexpr u32 RUNS = BLOCK / LANES / RUN;  // that a thread takes
-constexpr u32 PARTS = 64;                // cuda_adam.py has the same
+constexpr u32 BLOCK = 256;               // elements per warp
+constexpr u32 LANES = 32, WARPS = 8;     // threads per warp, warps per thread block; cuda_adam.py has the same
+constexpr u32 RUN = 4;                   // consecutive elements that a thread processes at a time: 16 bytes of fp32
+constexpr u32 RUNS = BLOCK / LANES / RUN;  // runs per thread
+constexpr u32 PARTS = 64;                // parts per launch; cuda_adam.py has the same
 
-// -- what cuda_adam.py gives, field by field as there ----------------------------------------------------------------
+// -- the argument, with the same fields as in cuda_adam.py ------------------------------------------------------------
 
 struct AdamStep {  // constants of one step: native/adam.cpp has the same
-    float scale;            // of the gradient
+    float scale;            // factor on the gradient
     float keep;             // 1 - lr x decay
-    float lerp;             // 1 - beta1 where that is below 1/2, else -beta1
-    u32 from_gradient;      // whether `lerp` starts from the gradient (1 - beta1 not below 1/2) or from exp_avg
+    float lerp;             // 1 - beta1 if that is below 1/2, else -beta1
+    u32 from_gradient;      // 1: `lerp` starts from the gradient (1 - beta1 is at least 1/2); 0: from exp_avg
     float beta2;
     float rest2;            // 1 - beta2
     float root_correction;  // sqrt(1 - beta2 ^ step)
@@ -44,13 +44,13 @@ struct AdamStep {  // constants of one step: native/adam.cpp has the same
 };
 
 struct LionStep {
-    float scale, keep;   // as AdamW's
+    float scale, keep;   // the same as AdamW's
     float beta1, rest1;  // rest1: 1 - beta1
     float beta2, rest2;
     float lr;
 };
 
-struct Part {  // elements [start, end) of the page that are updated alike
+struct Part {  // elements [start, end) of the page that share hyperparameters and step number
     u32 start, end;
     union {
         AdamStep adam;
@@ -58,31 +58,31 @@ struct Part {  // elements [start, end) of the page that are updated alike
     };
 };
 
-struct Cell {  // between two codes
+struct Cell {  // the value of a code of second moments, and the distance to the next code (moments.py, cells())
     float end, way;
 };
 
 struct Moment {  // the first or the second
     void* values;
-    float* scales;     // of 8 bits, as are these:
-    const float* map;  // what each code stands for
-    u32 keys[2];       // of the random bits
+    float* scales;     // only with 8-bit moments
+    const float* map;  // values of the 256 codes; only used with 8-bit moments
+    u32 keys[2];       // keys of the random bits
 };
 
 struct Page {
     float* master;
-    u16 *remainder, *ties;  // in place of `master`
+    u16 *remainder, *ties;  // for split masters, with `master` null
     Moment moments[2];
     const void* grad;
     void* out;
     const u32* nearest;  // moments.py, nearest_table(True)
     const u32* lower;    // moments.py, lower_table()
     const Cell* cells;   // moments.py, cells()
-    u64 first;           // element of the unit
+    u64 first;           // index of the page's first element in its unit
     Type grad_type, out_type;
-    u32 begin;  // a multiple of BLOCK; no part begins before
+    u32 begin;  // start of the first part, a multiple of BLOCK
     u32 parts;
-    Part part[PARTS];  // ascending; each starts at a multiple of BLOCK, and ends at one or where the page does
+    Part part[PARTS];  // ascending; each starts at a multiple of BLOCK, and ends at one or at the page's end
 };
 
 static_assert(sizeof(Page) == PAGE_BYTES, "cuda_adam.py has another Page");
@@ -102,11 +102,11 @@ __device__ inline float fused(float a, float b, float c) {
 #endif
 }
 
-// The four conversions are those of native/numbers.h, and explained there.
+// native/numbers.h explains these four conversions.
 
 __device__ inline float from_bf16(u16 word) { return number(u32(word) << 16); }
 
-// `below` is added below the last place, and what it carries over rounds up.
+// Add `below` to the bits below bf16's last place, and truncate; a carry rounds up.
 __device__ inline u16 cut_bf16(float value, u32 below) {
     const u32 word = bits(value);
     return u16((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : (word + below) >> 16);
@@ -129,7 +129,7 @@ __device__ inline u16 to_f16(float value) {
     return u16(word | (bits(value) >> 16 & 0x8000));
 }
 
-// 16 random bits for an element of a unit; moments.py, random_bits.
+// Return 16 random bits for an element of a unit (moments.py, random_bits).
 __device__ inline u32 chance(const u32 keys[2], u64 element) {
     u32 x = u32(element) + keys[0];
     x = (x ^ x >> 16) * 0x7feb352du + keys[1] + u32(element >> 32) * 0x9e3779b9u;
@@ -137,14 +137,14 @@ __device__ inline u32 chance(const u32 keys[2], u64 element) {
     return (x ^ x >> 16) & 0xffff;
 }
 
-// -- runs of elements, and of what they are stored as -----------------------------------------------------------------
+// -- loading and storing runs of elements -----------------------------------------------------------------------------
 
 template <typename T>
 struct alignas(RUN * sizeof(T)) Run {
     T of[RUN];
 };
 
-// The first `count` are there; a whole run is one access.
+// Load the first `count` elements of a run; a whole run is one memory access.
 template <typename T>
 __device__ inline Run<T> load(const void* values, u32 at, u32 count) {
     const T* from = static_cast<const T*>(values) + at;
@@ -167,7 +167,7 @@ __device__ inline void store(const Run<T>& run, void* values, u32 at, u32 count)
         if (i < count) to[i] = run.of[i];
 }
 
-// A run of gradients, as it was read.
+// A run of gradients in their storage format.
 union Read {
     Run<float> whole;
     Run<u16> half;
@@ -211,7 +211,7 @@ __device__ inline u8 nearest_code(const Page& page, float scaled) {
 }
 
 __device__ inline u8 code_stochastically(const Page& page, float scaled, u32 random) {
-    const u32 entry = page.lower[min(bits(scaled) >> 16, 0x3f80u)];  // it is in [0, 1], but for what was made to break
+    const u32 entry = page.lower[min(bits(scaled) >> 16, 0x3f80u)];  // `scaled` is in [0, 1] unless data is damaged
     const u32 code = (entry + (bits(scaled) & 0xffff)) >> 16;
     const Cell cell = page.cells[code];
     const float threshold = __fmul_rn(__uint2float_rn(random * 2 + 1), 0x1p-17f);
@@ -219,7 +219,8 @@ __device__ inline u8 code_stochastically(const Page& page, float scaled, u32 ran
     return u8(chosen | (chosen == 0 && scaled > 0));
 }
 
-// The greatest magnitude of a warp's values, in bits: as integers they are in the order of the numbers, NaN above all.
+// Return the bits of the greatest magnitude of a warp's values. As integers the bits have the order of the numbers,
+// with NaN above all.
 __device__ inline u32 greatest_magnitude(const Run<float> runs[RUNS], const u32 counts[RUNS]) {
     u32 greatest = 0;
 #pragma unroll
@@ -232,7 +233,7 @@ __device__ inline u32 greatest_magnitude(const Run<float> runs[RUNS], const u32 
     return greatest;
 }
 
-// Stored all at a time: a thread's runs are LANES x RUN elements apart, the first at `at`.
+// Store a thread's runs, which are LANES x RUN elements apart, the first at `at`. The last argument selects the format.
 template <bool SECOND>
 __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32 at, const u32 counts[RUNS], float) {
 #pragma unroll
@@ -266,7 +267,7 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
         Run<u8> codes;
 #pragma unroll
         for (u32 i = 0; i < RUN; i++) {
-            const float scaled = usable ? __fdiv_rn(runs[r].of[i], scale) : 0.0f;  // which has the code of zero
+            const float scaled = usable ? __fdiv_rn(runs[r].of[i], scale) : 0.0f;  // 0 gives the code of zero
             codes.of[i] = SECOND ? code_stochastically(page, scaled, chance(moment.keys, page.first + here + i))
                                  : nearest_code(page, scaled);
         }
@@ -274,9 +275,9 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
     }
 }
 
-// -- masters in two bytes beside their bf16 weights: split_masters.py defines what these compute ---------------------------
+// -- split masters: 2 bytes in addition to the bf16 weight; split_masters.py is the reference -------------------------
 
-constexpr u32 WORDS = RUNS * RUN;  // of a bit for each of a warp's elements: bit l of word r x RUN + i is lane l's
+constexpr u32 WORDS = RUNS * RUN;  // words of a mask of a warp's elements: bit l of word r x RUN + i is lane l's
 
 __device__ inline bool is_tie(u32 word) { return (word & 0x1ffff) == 0x8000 && (word & MAGNITUDE) < INFINITE; }
 
@@ -291,13 +292,13 @@ __device__ inline u32 count(const u32* ties) {
     return found;
 }
 
-// The words of a warp, where lane 0 can index them.
+// Return the warp's mask in shared memory, where lane 0 can index it.
 __device__ inline u32* shared_words() {
     __shared__ u32 words[WARPS][WORDS];
     return words[threadIdx.x / LANES];
 }
 
-// By lane 0: write into a block's lower halves where its ties are.
+// Store the positions of a block's ties in its lower halves. Only lane 0 calls this.
 __device__ inline void list_ties(u16* remainder, const u32* ties) {
     const u32 listed = count(ties);
     u32 to = listed, next = 0;
@@ -310,7 +311,8 @@ __device__ inline void list_ties(u16* remainder, const u32* ties) {
         if (has(ties, i)) remainder[next++] = u16(i);
 }
 
-// By lane 0: the reverse, but for the halves of ties. What a drive has broken touches nothing beyond the block.
+// Reverse `list_ties`, except for the lower halves of ties; only lane 0 calls this. Damaged data causes no access
+// outside the block.
 __device__ inline void put_back(u16* remainder, u32 listed, u32 elements, u32* ties) {
     for (u32 w = 0; w < WORDS; w++) ties[w] = 0;
     for (u32 i = 0; i < listed; i++) {
@@ -332,7 +334,7 @@ __device__ inline float joined(u16 weight, u16 remainder, bool tie) {
     return number(upper + (tie ? 0x8000u : lower - ((lower & 0x8000) << 1)));
 }
 
-// A block's masters, of so many elements; where there are ties its lower halves are put back on the page.
+// Read a block's masters. If the block has ties, its lower halves on the page are first restored in place.
 __device__ inline void read_joined(const Page& page, u32 block, u32 elements, const u32 counts[RUNS],
                                    Run<float> master[RUNS]) {
     const u32 lane = threadIdx.x % LANES, listed = min(u32(page.ties[block / BLOCK]), elements);
@@ -374,7 +376,7 @@ __device__ inline void write_split(const Page& page, u32 block, const u32 counts
     }
     if (lane == 0) page.ties[block / BLOCK] = u16(listed);
     if (listed == 0) return;
-    __syncwarp();  // the halves are there
+    __syncwarp();  // lane 0 reads the lower halves that the other lanes have stored
     if (lane != 0) return;
     u32* const words = shared_words();
 #pragma unroll
@@ -384,7 +386,7 @@ __device__ inline void write_split(const Page& page, u32 block, const u32 counts
 
 // -- the update -------------------------------------------------------------------------------------------------------
 
-// Operation by operation adam.cpp's `adam`.
+// The same operations in the same order as adam.cpp's `adam`.
 __device__ inline void adam(const AdamStep& step, float g, float& master, float& exp_avg, float& exp_avg_sq) {
     const float m = fused(step.lerp, __fsub_rn(g, exp_avg), step.from_gradient ? g : exp_avg);
     const float v = fused(__fmul_rn(step.rest2, g), g, __fmul_rn(exp_avg_sq, step.beta2));
@@ -394,7 +396,7 @@ __device__ inline void adam(const AdamStep& step, float g, float& master, float&
     master = __fadd_rn(__fmul_rn(master, step.keep), __fdiv_rn(__fmul_rn(step.minus_step_size, m), denominator));
 }
 
-// Operation by operation adam.cpp's `lion`.
+// The same operations in the same order as adam.cpp's `lion`.
 __device__ inline void lion(const LionStep& step, float g, float& master, float& exp_avg) {
     const float way = __fadd_rn(__fmul_rn(exp_avg, step.beta1), __fmul_rn(g, step.rest1));
     const float sign = way > 0 ? 1.0f : way < 0 ? -1.0f : 0.0f;
@@ -402,7 +404,7 @@ __device__ inline void lion(const LionStep& step, float g, float& master, float&
     exp_avg = __fadd_rn(__fmul_rn(exp_avg, step.beta2), __fmul_rn(g, step.rest2));
 }
 
-// A rule on one element: how many moments it has, and what it does with them.
+// An update rule for one element: its number of moments, and the update.
 struct Adam {
     static constexpr u32 MOMENTS = 2;
     static __device__ void update(const Part& part, float g, float& master, float moments[MOMENTS]) {
@@ -417,7 +419,7 @@ struct Lion {
     }
 };
 
-// A warp's 256 elements from `block` on; `WHOLE` where all of them are in the part.
+// Update a warp's 256 elements from `block` on; `WHOLE`: all of them are in the part.
 template <class Rule, typename T, bool WHOLE>
 __device__ inline void update_block(const Page& page, const Part& part, u32 block) {
     const u32 at = block + threadIdx.x % LANES * RUN;
@@ -430,7 +432,7 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
     for (u32 m = 0; m < Rule::MOMENTS; m++)
         if (sizeof(T) == 1) scales[m] = page.moments[m].scales[block / BLOCK];
 #pragma unroll
-    for (u32 r = 0; r < RUNS; r++) {  // all is asked for before anything is waited for
+    for (u32 r = 0; r < RUNS; r++) {  // issue all loads before waiting for any
         const u32 here = at + r * LANES * RUN;
         counts[r] = WHOLE ? RUN : here < part.end ? min(RUN, part.end - here) : 0;
         grad[r] = load_gradient(page, here, counts[r]);
@@ -466,7 +468,7 @@ __device__ inline void update(const Page& page) {
     const u32 block = page.begin + (blockIdx.x * WARPS + threadIdx.x / LANES) * BLOCK;
     u32 p = 0;
     while (p < page.parts && page.part[p].end <= block) p++;
-    if (p == page.parts || block < page.part[p].start) return;  // the whole warp, or `__shfl_xor_sync` would wait
+    if (p == page.parts || block < page.part[p].start) return;  // uniform in a warp, as `__shfl_xor_sync` requires
     const Part part = page.part[p];
     if (part.end - block >= BLOCK)
         update_block<Rule, T, true>(page, part, block);

@@ -1,6 +1,7 @@
-"""The sum of bytes of state on a drive: a CRC-32 by the compiled kernel, several times as fast as zlib's, or by zlib.
+"""CRC-32 checksums of optimizer state stored on NVMe.
 
-It is zlib's polynomial without the inversions before and after, so zeros have the sum 0.
+The compiled CPU kernel computes them several times as fast as zlib, which is the fallback. The polynomial is zlib's,
+without the inversions before and after, so bytes that are all zero have the checksum 0.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import NativeKernel
 
-Sum = Callable[[torch.Tensor], int]  # of contiguous bytes (uint8) in host memory
+Sum = Callable[[torch.Tensor], int]  # takes a contiguous uint8 tensor in host memory
 
 
 def sum_with(kernel: Kernel) -> Sum:
-    """Return the fastest function for sums that comes with `kernel`. All return the same numbers."""
+    """Return the native kernel's checksum function if it agrees with zlib's on this CPU, otherwise `zlib_sum`."""
     if isinstance(kernel, NativeKernel):
         tried = torch.arange(1000, dtype=torch.int16).view(torch.uint8)
         if all(kernel.page_sum(tried[:size]) == zlib_sum(tried[:size]) for size in (1, 128, 2000)):

@@ -1,7 +1,8 @@
-"""The update over pages in a GPU's memory: adam.cu, compiled for the GPU at hand, with the bits of the CPU's kernel.
+"""The optimizer update for state in GPU memory: adam.cu, compiled at run time for the GPU that is present.
 
-Whoever chooses it compares the bits on the GPU itself before a run relies on them. Where that cannot be, state lives in
-RAM and on drives: there is no slower way on the GPU.
+Its results equal those of the CPU kernel bit for bit. `choose_cuda_kernel` checks this on the GPU before training
+starts. If the check or the compilation fails, all optimizer state stays in RAM and on NVMe; there is no slower GPU
+fallback. Keep the ctypes structures below in step with the structs of adam.cu.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from offload_trainer.plan.tiered.state_formats import StateFormat, scales_of, st
 from offload_trainer.storage.dtypes import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
-_WARPS, _LANES, _PARTS = 8, 32, 64  # as adam.cu has them
+_WARPS, _LANES, _PARTS = 8, 32, 64  # must equal WARPS, LANES and PARTS in adam.cu
 
 
-_FIT = set[torch.device]()  # devices on which the kernel was tried in this process, and gave the CPU's bits
+_FIT = set[torch.device]()  # devices on which the kernel has passed the comparison in this process
 
 
 def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel | None, str]:
-    """The kernel for pages on `place`, and a sentence for the log.
+    """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
 
-    None, with the reason, where there is none that gives the bits of `beside`, which updates the other pages: state
-    must not depend on where it lives.
+    The kernel is None, and the sentence gives the reason, if no build of it matches `beside` bit for bit. `beside` is
+    the CPU kernel that updates the other pages: results must not depend on the placement of the state.
     """
     try:
         kernel = _checked_kernel(place, beside)
@@ -45,14 +46,14 @@ def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel 
 
 
 def why_no_cuda_kernel(place: torch.device) -> str | None:
-    """Return why no optimizer state can live on `place`; None where its kernel, tried there, gives the CPU's bits.
+    """Return why no optimizer state can be placed on the GPU `place`, or None if its kernel matches the CPU's results.
 
-    Never raises: a command that finds the GPU unfit for state keeps all of it in RAM and on drives.
+    It never raises: a command that finds the GPU unusable for state places all of it in RAM and on NVMe.
     """
     if place in _FIT:
         return None
     try:
-        _checked_kernel(place, TorchKernel())  # whose bits all kernels of the CPU have
+        _checked_kernel(place, TorchKernel())  # all CPU kernels give the same bits as this one
     except Exception as error:
         return _reason(error)
     _FIT.add(place)
@@ -60,9 +61,9 @@ def why_no_cuda_kernel(place: torch.device) -> str | None:
 
 
 def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
-    """Return the kernel for pages on `place`, compiled and tried there. Raise what goes wrong, of whatever kind."""
+    """Compile the kernel for `place` and compare it with `beside` there. Errors of torch and the driver propagate."""
     gpu = gpu_of(place)
-    for fuses in (True, False):  # as the CPU does: adam.cpp's FUSES
+    for fuses in (True, False):  # the CPU kernel uses FMA or not, depending on the CPU (FUSES in native/numbers.h)
         kernel = CudaKernel(gpu, fuses=fuses)
         if gives_the_bits_of(beside, kernel, device=gpu.place):
             return kernel
@@ -70,7 +71,7 @@ def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line. What is not ours comes from a driver, a library or torch."""
+    """Return an error in one line, with its type if it comes from a driver, a library or torch."""
     words = " ".join(str(error).split())
     return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
 
@@ -115,20 +116,20 @@ class _Page(ctypes.Structure):
 
 
 def defines(*, fuses: bool) -> dict[str, int]:
-    """What adam.cu is compiled with. `fuses` as the CPU's kernel does, whose bits it gives."""
+    """Return the macros that adam.cu is compiled with; `fuses` selects FMA, as the CPU kernel uses it or not."""
     return {"FUSES": int(fuses), "PAGE_BYTES": ctypes.sizeof(_Page)}
 
 
 class CudaKernel:
-    """adam.cu. One launch a page, on torch's current stream; the host waits for nothing.
+    """The kernel adam.cu. It launches on torch's current stream, once per 64 parts of a page, and does not synchronise.
 
-    TrainerError where it cannot be compiled.
+    Raises:
+        TrainerError: adam.cu cannot be compiled or loaded.
     """
 
     name = "cuda"
 
     def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
-        """`fuses` as the CPU's kernel does, whose bits these are."""
         self.gpu = gpu
         self._kernels = gpu.load(SOURCE, [str(format) for format in state_formats()], defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
@@ -163,7 +164,7 @@ class CudaKernel:
         *,
         format: StateFormat,
     ) -> None:
-        """What adam.cu relies on: a wrong address is met by nobody else."""
+        """Assert the sizes, dtypes and alignment that adam.cu relies on; nothing else checks the addresses."""
         n = fields[next(iter(format.fields))].numel()
         assert n < 2**31
         assert not format.remainders or (out is not None and out.dtype is torch.bfloat16)
@@ -190,7 +191,7 @@ class CudaKernel:
         *,
         format: StateFormat,
     ) -> _Page:
-        """All but the parts."""
+        """Return adam.cu's Page without its parts."""
         page = _Page(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
         for name in ("remainder", "ties") if format.remainders else ("master",):
             setattr(page, name, fields[name].data_ptr())

@@ -1,9 +1,9 @@
-"""Define the interface of update kernels: one optimizer step on a page of state, on any device.
+"""The interface of update kernels: one optimizer step on a page of optimizer state, on any device.
 
     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 
-A page is a range of one unit. The kernels are torch's (`torch_adam.py`), adam.cpp (`native_adam.py`), and adam.cu for
-GPU memory (`cuda_adam.py`).
+A page is a range of elements of one unit (a flat buffer of weights). There are three kernels: torch's operations
+(`torch_adam.py`), adam.cpp (`native_adam.py`), and adam.cu for GPU memory (`cuda_adam.py`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """The random bits of one page in one step, which are its unit's from element `first` on."""
+    """The random bits of one page in one step: those of its unit, starting at element `first`."""
 
     noise: Noise
     unit: int
     first: int
 
     def bits(self, field: str, start: int = 0) -> Bits:
-        """Return the random bits for `field` from the page's element `start` on."""
+        """Return the random bits for `field`, starting at element `start` of the page."""
         return self.noise.bits(field, self.unit, self.first + start)
 
 
 class Kernel(Protocol):
-    """A kernel that applies one step of an update rule (`rules.py`) to one page per call."""
+    """A function object that applies one step of an update rule (`rules.py`) to one page per call."""
 
     name: str
 
@@ -63,37 +63,36 @@ class Kernel(Protocol):
         All tensors are 1-D, contiguous and on one device.
 
         Args:
-            fields: the page's state by `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
-            exp_avg and
-                exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
-                fp32[ceil(n / 256)]. Lion has no exp_avg_sq. With split masters there is no master, but remainder
-                int16[n] and ties int16[ceil(n / 256)] (`split_masters.py`).
+            fields: the page's state in `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
+                exp_avg and exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
+                fp32[ceil(n / 256)]. Lion has no exp_avg_sq. Split masters are remainder int16[n] and ties
+                int16[ceil(n / 256)] instead of master (`split_masters.py`).
             grad: bf16, fp16 or fp32 [n]; not modified.
             out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even. With split masters it is
                 bf16 and holds the old weights on entry.
-            parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end. Not a
-                bit outside them changes, neither in codes and scales nor in `out`. A part's `step` counts from 1, and
-                its rule is that of `format`. A page may have no parts.
+            parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end.
+                Nothing outside them changes, neither codes and scales nor `out`. A part's `step` counts from 1, and
+                its rule is that of `format`. The list may be empty.
             format: storage format of the fields.
             scale: factor on the gradient.
             noise: random bits for moments that are rounded stochastically; None for fp32 moments.
 
         For each element a kernel decodes the moments to fp32 (`moments.py`), applies the rule, and encodes the new
-        moments: bf16 with the bits of each field, 8-bit exp_avg to the nearest code, and 8-bit exp_avg_sq with its
-        bits. Each operation is rounded to fp32 separately, except those that are `fused` in adam.cpp, whose functions
-        `adam` and `lion` list the operations; `step_constants` in kernel_args.py computes the constants. An element
-        depends only on itself, and in 8 bits on the 256 elements of its scale. So the bits depend neither on page cuts
-        nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares. Subnormal numbers are
-        not flushed; infinities and NaN propagate, and any NaN equals any other.
+        moments. bf16 moments and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each
+        operation is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose functions `adam` and
+        `lion` list the operations; `step_constants` in kernel_args.py computes the constants. An element's result
+        depends only on that element and, in 8 bits, on the 256 elements that share its scale. So results depend neither
+        on where pages are cut nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares.
+        Subnormal numbers are not flushed. Infinities and NaN propagate; the bits of a NaN may differ between kernels.
 
-        On the CPU the page is updated on return. A kernel of a device may return once the work is queued in the current
-        stream, and must not keep references to its arguments. Calls do not overlap.
+        A CPU kernel has updated the page when it returns. A GPU kernel may return once the work is queued on the
+        current stream, and must not keep references to its arguments. Calls do not overlap.
         """
         ...
 
 
 def within(stretches: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:
-    """Return the parts of `stretches` inside [start, end), relative to `start`."""
+    """Clip the ranges of `stretches` to [start, end) and return them relative to `start`."""
     return [
         replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start)
         for part in stretches

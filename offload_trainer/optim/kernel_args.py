@@ -1,6 +1,6 @@
-"""Define the step constants and type codes that the compiled kernels for CPU and GPU receive.
+"""Step constants and type codes that are passed to the compiled kernels for CPU and GPU.
 
-native/adam.cpp and adam.cu declare the same structures with the same fields.
+native/adam.cpp and adam.cu declare the same structures with the same fields; change all three together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
 
-# The kernels' enum Type.
+# The values of `enum Type` in adam.cpp and adam.cu.
 TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}
 
 

@@ -1,10 +1,10 @@
-"""A compiled kernel in this user's cache: built once for this CPU or GPU, and loaded only as it was built.
+"""A per-user cache of compiled kernels: each is built once per CPU or GPU type, and verified before it is loaded.
 
-    <cache>/kernels/<key>/adam.so              in directories of 0700 that are this user's
-                          adam.so.sha256       its sum: what a power cut or anybody else has changed is built again
-    <cache>/kernels/<key>/adam.x86-64-v4.so    built ahead, for machines without a compiler (scripts/offline_bundle.sh)
+    <cache>/kernels/<key>/adam.so              in directories with mode 0700 that this user owns
+                          adam.so.sha256       its SHA-256; a file that does not match (a power cut) is built again
+    <cache>/kernels/<key>/adam.x86-64-v4.so    prebuilt, for machines without a compiler (scripts/offline_bundle.sh)
 
-What is loaded runs as this user, so nothing is loaded from where another user may put files.
+A loaded library runs with this user's rights, so no directory that another user can write to is accepted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from offload_trainer.storage.trusted_files import MODE, open_owned
 _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 
 
-# The kinds of x86-64 processors that a library is built ahead for, best first, as `-march` and more options, with what
-# /proc/cpuinfo calls the instructions that they use.
+# The x86-64 levels that libraries are prebuilt for, best first: compiler options, and the instruction sets they need as
+# /proc/cpuinfo names them.
 _V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 LEVELS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
@@ -45,11 +45,13 @@ LEVELS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
 
 
 def built(source: Path, *, flags: tuple[str, ...]) -> Path:
-    """Return the library that `source` makes by these flags, headers beside it included.
+    """Return the path of the library compiled from `source` (and the headers in its directory) with `flags`.
 
-    It is compiled for this CPU unless it was before. Where it cannot be compiled, one that was built ahead for a kind
-    of processor (`LEVELS`) and put into the cache is taken. TrainerError with the compiler's words, or with what is
-    wrong with the cache.
+    It is compiled for this CPU if the cache does not have it. If that fails, a prebuilt library for one of `LEVELS` is
+    used, if the cache has one that this CPU can run.
+
+    Raises:
+        TrainerError: the compiler failed (the message has its output), or the cache cannot be used.
     """
     compiler = os.environ.get("CXX", "g++")
     key = _key(compiler, *flags, _cpu(), *_texts(source))
@@ -67,12 +69,12 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
 
 
 def place_ahead(source: Path, *, flags: tuple[str, ...], level: str) -> Path:
-    """Return where the cache has the library of `source` that was built ahead for `level`, below its "kernels"."""
+    """Return the path of the library prebuilt from `source` for `level`, relative to the cache's "kernels" folder."""
     return Path(_key(level, *flags, *_texts(source))) / f"{source.stem}.{level}.so"
 
 
 def _built_ahead(source: Path, flags: tuple[str, ...]) -> Path | None:
-    """The best one that this processor runs, if it is in the cache and whole."""
+    """Return the best prebuilt library in the cache that this processor can run, or None."""
     here = _features()
     for level, (_, needed) in LEVELS.items():
         file = cache_directory() / "kernels" / place_ahead(source, flags=flags, level=level)
@@ -84,16 +86,19 @@ def _built_ahead(source: Path, flags: tuple[str, ...]) -> Path | None:
 
 
 def kept(name: str, key: str, make: Callable[[Path], bytes]) -> Path:
-    """Return the cache's file called `name` of this key, written with what `make` returns where it is not there.
+    """Return the path of the cached file `name` under `key`; if it is absent or damaged, write the result of `make`.
 
-    `make` is given the file's directory. TrainerError from `make`, or with what is wrong with the cache.
+    `make` receives the file's directory and returns its content.
+
+    Raises:
+        TrainerError: `make` failed, or the cache cannot be used.
     """
     file = cache_directory() / "kernels" / key / name
     try:
         _make_private(file.parent)
         if not _is_whole(file):
             with _one_at_a_time(file.parent / "turn"):
-                if not _is_whole(file):  # while this process waited another has made it
+                if not _is_whole(file):  # another process may have built it while this one waited for the lock
                     content = make(file.parent)
                     write_bytes(file, content, mode=MODE)
                     write_text(_sum_of(file), sum_of(content), mode=MODE)
@@ -103,9 +108,10 @@ def kept(name: str, key: str, make: Callable[[Path], bytes]) -> Path:
 
 
 def compiled(source: Path, *, command: Sequence[str], folder: Path) -> bytes:
-    """Return the library that `command` makes of `source`, in a workplace in `folder`.
+    """Compile `source` with `command` in a temporary directory below `folder`, and return the library's bytes.
 
-    TrainerError with the compiler's words.
+    Raises:
+        TrainerError: there is no compiler, or it failed; the message has its output.
     """
     with scratch("build-", directory=folder) as workplace:
         made = workplace / source.with_suffix(".so").name
@@ -120,7 +126,7 @@ def compiled(source: Path, *, command: Sequence[str], folder: Path) -> bytes:
 
 
 def sum_of(content: bytes) -> str:
-    """Return what the file beside a kept one says of it."""
+    """Return the SHA-256 of `content`, as its .sha256 file holds it."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -137,7 +143,7 @@ def _sum_of(library: Path) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is there as this user has built it."""
+    """Return whether `library` exists, belongs to this user and matches its .sha256 file."""
     try:
         told = file_bytes(_sum_of(library), opener=open_owned)
         return hashlib.sha256(file_bytes(library, opener=open_owned)).hexdigest().encode() == told
@@ -147,7 +153,7 @@ def _is_whole(library: Path) -> bool:
 
 @contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """Builds take turns; where there are no locks two may build at once, and the sum tells which pair is whole."""
+    """Hold `lock` during a build. Without file locks two builds may overlap; the SHA-256 then detects a mixed pair."""
     try:
         with turn(lock, say=write_now):
             yield
@@ -156,7 +162,7 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
 
 
 def _make_private(directory: Path) -> None:
-    """The directory, for this user only. TrainerError where others may change what lies there."""
+    """Create `directory` and restrict it to this user. Raise TrainerError if other users could change its contents."""
     make_directories(directory)
     for place in (directory, directory.parent, directory.parent.parent):
         about = place.lstat()
@@ -174,12 +180,12 @@ def _make_private(directory: Path) -> None:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a home directory may be shared by machines."""
+    """Return the CPU features that -march=native depends on: several machines may share one home directory."""
     return f"{platform.machine()} {_line_of_features()}"
 
 
 def _features() -> frozenset[str]:
-    """The instructions that this processor has, as /proc/cpuinfo names them."""
+    """Return the instruction sets that this processor has, as /proc/cpuinfo names them."""
     return frozenset(_line_of_features().partition(":")[2].split())
 
 

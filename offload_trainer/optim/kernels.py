@@ -1,4 +1,4 @@
-"""Choose the CPU update kernel by name, after comparing it with torch's on random numbers."""
+"""Choose the CPU update kernel, and check that compiled kernels give the same bits as torch's."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat, 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
     """Return the kernel called `name` ("auto", "torch" or "native"), and a sentence for the log.
 
-    "auto" is the native kernel if it can be built and gives torch's bits, else torch's.
+    "auto" selects the native kernel if it can be built and matches torch's bit for bit, otherwise torch's.
 
     Raises:
-        UserError: the native kernel was asked for and is not available.
+        UserError: `name` is "native", and that kernel cannot be built or does not match.
     """
     assert name in ("auto", "torch", "native"), name
     if name == "torch":
@@ -42,11 +42,11 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
 
 
 def matches_torch(kernel: Kernel) -> bool:
-    """Return whether a CPU kernel gives the bits of `TorchKernel`."""
+    """Return whether a CPU kernel matches `TorchKernel` bit for bit."""
     return gives_the_bits_of(TorchKernel(), kernel)
 
 
-# The second AdamW starts the step of its first moment from the gradient, and its lr * decay rounds to 1.
+# The second AdamW has beta1 < 1/2, so its lerp starts from the gradient, and its lr * decay is 1.
 _TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
     ADAMW: (AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(10.0, (0.3, 0.999), 1e-6, 0.1)),
     LION: (Lion(1e-4, (0.9, 0.99), 0.1), Lion(2e-3, (0.3, 0.5), 0.0)),
@@ -54,9 +54,9 @@ _TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
 
 
 def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
-    """Return whether `kernel` on `device` gives the bits of `reference` for thousands of numbers of all magnitudes.
+    """Return whether `kernel` on `device` matches `reference` on the CPU bit for bit, for numbers of all magnitudes.
 
-    This tries each rule, each format of its moments, whole and split masters, and parts with gaps between them and
+    This tests each rule, each format of its moments, whole and split masters, and parts with gaps between them and
     different hyperparameters.
     """
     return all(
@@ -67,7 +67,10 @@ def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.
 
 
 def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device: str | torch.device) -> bool:
-    """Compare the two kernels for one format. One part leaves split masters unchanged, so that ties are tested."""
+    """Compare the two kernels for one format.
+
+    With split masters one part has lr = 0, so that its masters stay at the midpoints where ties occur.
+    """
     hyper, other = _TRIED[format.rule]
     for n, dtype in ((1, torch.float32), (1003, torch.float16), (70_001, torch.bfloat16)):
         middle = n // 2 // 256 * 256

@@ -1,4 +1,4 @@
-"""Read a moment of a page as fp32 and write it back in its storage format.
+"""Read a moment (exp_avg or exp_avg_sq) of a page as fp32 and write it back in its storage format.
 
     fp32   unchanged       bf16   rounded stochastically        8bit   codes, and a scale for each 256 elements
 

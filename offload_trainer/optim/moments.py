@@ -2,8 +2,8 @@
 
     fp32 values ──encode──> bf16 or 8 bits ──decode──> fp32 values
 
-A running average that changes by less than half a unit in the last place never moves if it is rounded to nearest.
-Stochastic rounding is correct on average. The 8-bit format is a table of 256 values in [-1, 1] or [0, 1], finer near
+A running average that changes by less than half a unit in the last place never moves if it is rounded to nearest;
+stochastic rounding is correct on average. The 8-bit format is a table of 256 values in [-1, 1] or [0, 1], finer near
 zero, times the largest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
 https://arxiv.org/abs/2110.02861). 8-bit first moments decay fast enough to be rounded to nearest.
 
@@ -40,7 +40,7 @@ class Noise:
     step: int
 
     def bits(self, field: str, unit: int, first: int) -> Bits:
-        """Return the random bits for the elements of a unit's `field` from `first` on."""
+        """Return the random bits of a unit's `field`, starting at element `first`."""
         drawn = hashlib.blake2b(f"rounding {self.seed} {self.step} {field} {unit}".encode(), digest_size=8).digest()
         return Bits.from_buffer_copy(first.to_bytes(8, sys.byteorder) + drawn)
 
@@ -71,7 +71,7 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None
     """Round `values` (fp32[n]) stochastically to `out` (bf16[n]).
 
     The bits of `noise` are added below bf16's last place, so a value is rounded up in magnitude with a probability
-    equal to its truncated fraction. Infinity and NaN are kept.
+    equal to its truncated fraction. Infinity and NaN stay as they are.
     """
     for start in range(0, values.numel(), _PIECE):
         piece = slice(start, start + _PIECE)

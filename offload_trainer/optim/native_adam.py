@@ -1,7 +1,7 @@
-"""Update pages in host memory with a compiled library (native/): one call from the gradient to new 16-bit weights.
+"""The CPU update kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
-AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones; Lion moves 20
-and 16; split masters save 2 bytes. The results have the bits of `TorchKernel`.
+AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones. Lion moves 20
+with fp32 and 16 with bf16 moments. Split masters save 2 bytes. The results equal those of `TorchKernel` bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table,
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat
 
 SOURCE = Path(__file__).with_name("native") / "adam.cpp"
-# Without errno and traps a square root or a choice between two values can be vectorised; neither changes a result.
+# Without errno and traps the compiler can vectorise square roots and selections; neither option changes a result.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -46,7 +46,7 @@ class NativeLibrary:
 
     def __init__(self) -> None:
         path = built(SOURCE, flags=FLAGS)
-        self.ahead_for = path.stem.partition(".")[2]  # the kind of processor; "": built for this one
+        self.ahead_for = path.stem.partition(".")[2]  # processor level of a prebuilt library; "": built for this CPU
         try:
             self.functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
         except OSError as error:
@@ -116,7 +116,7 @@ class NativeKernel:
         self._update(ctypes.byref(page), (_Part * len(found))(*found), ctypes.c_int64(len(found)), threads)
 
     def page_sum(self, data: torch.Tensor) -> int:
-        """Return what `checksum.zlib_sum` does, or -1 where this CPU has no instructions for it."""
+        """Return the same as `checksum.zlib_sum`, or -1 if this CPU has no carry-less multiplication."""
         return int(self._sum(ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.numel() * data.itemsize)))
 
 

@@ -1,9 +1,9 @@
-"""CUDA C compiled at run time and launched on torch's streams: NVRTC, which comes with torch, and the driver.
+"""Compile CUDA C at run time with NVRTC, which comes with torch, and launch it on torch's streams through the driver.
 
     source ──NVRTC──> code for the device ──driver──> kernels ──launch──> torch's current stream
 
-Through ctypes, since torch's own way (torch.cuda._compile_kernel) is private and another one in each version. Neither
-needs nvcc, a C++ compiler, nor headers.
+Both libraries are called through ctypes and need neither nvcc, a C++ compiler nor headers. torch's equivalent
+(torch.cuda._compile_kernel) is private and changes between versions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_cache import kept
 from offload_trainer.safe_files import file_bytes
 
-Keep = Callable[[str, str, Callable[[Path], bytes]], Path]  # as `kernel_cache.kept`
+Keep = Callable[[str, str, Callable[[Path], bytes]], Path]  # the signature of `kernel_cache.kept`
 
-# Subnormal numbers count; division and root round to nearest; no product is fused with a sum but where it says so.
+# Keep subnormal numbers, round division and square root to nearest, and use FMA only where the source asks for it.
 _EXACT = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
 
 
-_SYSTEM = Path("/usr/local")  # where CUDA's installer puts cuda-VERSION
+_SYSTEM = Path("/usr/local")  # CUDA's installer creates cuda-VERSION here
 _OF_NVRTC = (
     *("nvrtcGetErrorString", "nvrtcVersion", "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs"),
     *("nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcDestroyProgram", "nvrtcGetProgramLogSize"),
@@ -42,11 +42,13 @@ _OF_DRIVER = (
 
 
 def find_nvrtc(major: str | None = None) -> Nvrtc:
-    """Return NVRTC of CUDA `major`, by default of the CUDA that torch was built for.
+    """Load NVRTC of CUDA `major`, by default of the CUDA version that torch was built for.
 
-    Every place where pip, conda, the system or CUDA's installer may have put it is tried in turn; a file that cannot be
-    loaded, is no NVRTC or is of another version is passed over. Raise TrainerError, with what was wrong with each file
-    that was found, where none is left.
+    The locations used by pip, conda, the system and CUDA's installer are tried in turn. A file that cannot be loaded,
+    is not NVRTC or has another version is skipped.
+
+    Raises:
+        TrainerError: no file is usable; the message says what is wrong with each.
     """
     if major is None:
         if torch.version.cuda is None:
@@ -60,7 +62,7 @@ def find_nvrtc(major: str | None = None) -> Nvrtc:
                 return found
             wrong.append(f"{path} is NVRTC {found.version}")
         except OSError as error:
-            if Path(path).is_absolute():  # a bare name that the loader does not know says nothing new
+            if Path(path).is_absolute():  # the loader's error for the bare name carries no information
                 wrong.append(f"{path} cannot be loaded: {error}")
         except TrainerError as error:
             wrong.append(f"{path}: {error}")
@@ -70,9 +72,12 @@ def find_nvrtc(major: str | None = None) -> Nvrtc:
 
 
 def load_nvrtc(path: str) -> ctypes.CDLL:
-    """The library at `path`, and before it the one that it looks for by name only: 13.0 does not look beside itself.
+    """Load the library at `path`, after libnvrtc-builtins from the same directory.
 
-    OSError where it cannot be loaded.
+    NVRTC 13.0 looks that library up by name only and does not search its own directory.
+
+    Raises:
+        OSError: a library cannot be loaded.
     """
     if Path(path).is_absolute():
         for beside in (*sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")), Path(path)):
@@ -83,24 +88,27 @@ def load_nvrtc(path: str) -> ctypes.CDLL:
 
 
 def _refuse_cut_short(path: Path) -> None:
-    """OSError for a library whose end is missing, as a full disk leaves it: the loader ends the process with SIGBUS."""
+    """Raise OSError for a truncated library, for example after a full disk: loading it would end the process by SIGBUS.
+
+    The section table is the last part of an ELF file, so its end is compared with the file's size.
+    """
     with path.open("rb") as file:
         header = file.read(64)
         size = os.fstat(file.fileno()).st_size
     if header[:4] == b"\x7fELF" and len(header) == 64:
         (table,), (each, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
-        if table + each * count > size:  # of its sections, which is what a file ends with
+        if table + each * count > size:
             raise OSError(f"it is cut short: it has {size} bytes and speaks of {table + each * count}")
 
 
 def _places(name: str, major: str) -> Iterator[str]:
-    """Yield paths of files called `name` that are there, and last the bare name for the loader.
+    """Yield the existing paths of files called `name`, and finally the bare name for the loader.
 
-    pip's wheels have nvidia/cuda_nvrtc/lib up to CUDA 12 and nvidia/cu13/lib from 13 on; torch's own wheels of some
-    platforms carry the library, with a hash in its name, in torch/lib. CUDA's installer has /usr/local/cuda-VERSION.
-    Libraries of other names beside it, "builtins" and "alt", are no NVRTC of their own.
+    pip's wheels use nvidia/cuda_nvrtc/lib up to CUDA 12 and nvidia/cu13/lib from 13 on. torch's wheels for some
+    platforms have the library in torch/lib, with a hash in its name. CUDA's installer uses /usr/local/cuda-VERSION.
+    The libraries "builtins" and "alt" in the same directories are not NVRTC.
     """
-    for entry in filter(None, sys.path):  # not the package `nvidia`, which may be in several of them
+    for entry in filter(None, sys.path):  # importing the package `nvidia` would find only one of several such folders
         for package in ("cuda_nvrtc", f"cu{major}"):
             yield from _there(Path(entry) / "nvidia" / package / "lib" / name)
     beside_torch = Path(torch.__file__).parent / "lib"
@@ -117,22 +125,22 @@ def _places(name: str, major: str) -> Iterator[str]:
 
 
 def _refuse_lacking(library: ctypes.CDLL, names: Sequence[str], *, what: str) -> None:
-    """Raise TrainerError where `library` lacks one of these functions."""
+    """Raise TrainerError if `library` lacks one of the functions `names`."""
     lacking = [name for name in names if not hasattr(library, name)]
     if lacking:
         raise TrainerError(f"this is not {what}: it lacks {', '.join(lacking[:3])}")
 
 
 def _there(path: Path) -> Iterator[str]:
-    if os.path.exists(path):  # Path.exists() raises for a directory that this user may not enter
+    if os.path.exists(path):  # Path.exists() raises if this user may not enter the directory
         yield str(path)
 
 
 class Nvrtc:
-    """The compiler. TrainerError, with its words, where it fails."""
+    """The NVRTC compiler. Its methods raise TrainerError with NVRTC's message if a call fails."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Raise TrainerError where `library` lacks a function of NVRTC."""
+        """Raise TrainerError if `library` lacks a function of NVRTC."""
         _refuse_lacking(library, _OF_NVRTC, what="NVRTC of CUDA 11.2 or later")
         self._library = library
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -144,7 +152,7 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def architectures(self) -> list[int]:
-        """Capabilities that it compiles for, ascending: 90 for sm_90."""
+        """Return the compute capabilities that this NVRTC can compile for, ascending: 90 means sm_90."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -152,14 +160,14 @@ class Nvrtc:
         return sorted(found)
 
     def compile_for(self, capability: int, source: bytes, *, name: str, defines: Mapping[str, int]) -> bytes:
-        """Code for a device of `capability`: for it alone, or, where it is younger than NVRTC, PTX for the driver."""
+        """Compile for a device of `capability`: to a cubin, or to PTX if the device is newer than NVRTC knows."""
         architecture = self.architecture_for(capability)
         return self.compile(
             source, name=name, defines=defines, architecture=architecture, ptx=architecture != capability
         )
 
     def architecture_for(self, capability: int) -> int:
-        """The youngest that is no younger than the device."""
+        """Return the newest known architecture that is not newer than `capability`; raise TrainerError if none is."""
         known = [architecture for architecture in self.architectures() if architecture <= capability]
         if not known:
             oldest = self.architectures()[0]
@@ -167,7 +175,7 @@ class Nvrtc:
         return known[-1]
 
     def compile(self, source: bytes, *, name: str, defines: Mapping[str, int], architecture: int, ptx: bool) -> bytes:
-        """The code of `source`, C++17 without headers: a cubin, or PTX as text that ends with a zero."""
+        """Compile `source` (C++17 without headers) to a cubin, or with `ptx` to zero-terminated PTX text."""
         target = f"--gpu-architecture={'compute' if ptx else 'sm'}_{architecture}"
         options = [target, "--std=c++17", *_EXACT, *(f"-D{key}={value}" for key, value in defines.items())]
         program = ctypes.c_void_p()
@@ -195,7 +203,7 @@ class Nvrtc:
 
 
 def gpu_of(place: torch.device) -> Gpu:
-    """The device that torch calls `place`. TrainerError where it is not NVIDIA's, or has no NVRTC or driver."""
+    """Return the `Gpu` of torch's device `place`. Raise TrainerError if there is no NVIDIA GPU, NVRTC or driver."""
     if torch.version.hip:
         raise TrainerError("kernels are compiled for NVIDIA's GPUs only, and this torch was built for ROCm")
     nvrtc = find_nvrtc()
@@ -210,12 +218,12 @@ def gpu_of(place: torch.device) -> Gpu:
 
 
 class Gpu:
-    """A CUDA device that torch computes on, as the driver sees it. TrainerError with the name of what goes wrong."""
+    """A CUDA device accessed through the driver API, in torch's context. Failed driver calls raise TrainerError."""
 
     def __init__(
         self, place: torch.device, capability: int, *, nvrtc: Nvrtc, driver: ctypes.CDLL, keep: Keep | None = None
     ) -> None:
-        """`capability`: 90 for sm_90. `keep`: what keeps compiled code between processes."""
+        """Attach to torch's context. `capability` is 90 for sm_90; `keep` caches compiled code between processes."""
         _refuse_lacking(driver, _OF_DRIVER, what="the driver's library of CUDA")
         self.place, self.capability, self.nvrtc, self._driver = place, capability, nvrtc, driver
         self._keep = keep
@@ -229,11 +237,11 @@ class Gpu:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def stream(self) -> int:
-        """torch's current stream."""
+        """Return the handle of torch's current stream on this device."""
         return torch.cuda.current_stream(self.place).cuda_stream
 
     def load(self, source: Path, names: Sequence[str], *, defines: Mapping[str, int]) -> dict[str, ctypes.c_void_p]:
-        """The kernels called `names` (extern "C") of `source`, compiled and on the device; for `launch`."""
+        """Compile `source`, load it onto the device and return its kernels `names` (extern "C") for `launch`."""
         code = self._compiled(source, defines)
         module, found = ctypes.c_void_p(), {}
         with self._current():
@@ -244,7 +252,7 @@ class Gpu:
         return found
 
     def _compiled(self, source: Path, defines: Mapping[str, int]) -> bytes:
-        """Return the code of `source` for this device, from the cache where it was compiled before."""
+        """Return the code of `source` for this device, from the cache if it was compiled before."""
         text = source.read_bytes()
 
         def compiled() -> bytes:
@@ -256,18 +264,21 @@ class Gpu:
         key = hashlib.sha256("\n".join(of).encode() + text).hexdigest()[:16]
         try:
             return file_bytes(self._keep(f"{source.stem}.cubin", key, lambda _: compiled()))
-        except (TrainerError, OSError):  # a cache that cannot be used costs seconds, and no more
+        except (TrainerError, OSError):  # without a usable cache, compiling again costs only seconds
             return compiled()
 
     def launch(self, kernel: ctypes.c_void_p, argument: ctypes.Structure, *, blocks: int, threads: int) -> None:
-        """Put `kernel` on torch's current stream, with a copy of `argument` as it is now."""
+        """Launch `kernel` on torch's current stream; the driver copies `argument` before this returns."""
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         with self._current():
             self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, self.stream(), arguments, None)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """The context is the calling thread's: a new thread has none, and torch.cuda.device does not always set one."""
+        """Make torch's context current for the calling thread.
+
+        A new thread has no context, and torch.cuda.device does not always set one.
+        """
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield

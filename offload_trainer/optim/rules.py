@@ -1,4 +1,4 @@
-"""Define the hyperparameters of one optimizer step for each update rule (AdamW, Lion)."""
+"""Hyperparameters of one optimizer step for each update rule (AdamW, Lion)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Lion:
-    """Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675), algorithm 2.
+    """Lion: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675), algorithm 2.
 
     With gradient g and moment m, the weight is multiplied by 1 - lr * decay and then reduced by lr times the sign of
     beta1 * m + (1 - beta1) * g. After that m becomes beta2 * m + (1 - beta2) * g. Each product and each sum is rounded

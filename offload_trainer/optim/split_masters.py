@@ -1,4 +1,6 @@
-"""Split fp32 masters into bf16 weights and 16-bit remainders, and join them again bit for bit.
+"""Split fp32 master weights into bf16 weights and 16-bit remainders, and join them again bit for bit.
+
+The bf16 weights are needed for the forward in any case, so a master then costs 2 bytes instead of 4.
 
     master (fp32) ──split──> weight (bf16, to nearest even), remainder (lower half), tie count (per 256 elements)
     weight, remainder, tie count ──join──> the same master, bit for bit
@@ -77,7 +79,7 @@ def _list_ties(lower: torch.Tensor, tie: torch.Tensor) -> None:
 
 def _put_back(lower: torch.Tensor, count: int) -> None:
     """Reverse `_list_ties`. A tie's lower half becomes +2^15, its distance from the weight, not int16's -2^15."""
-    # The limits matter only for data that a drive has damaged.
+    # The clamps only matter for data that was damaged on NVMe.
     places = lower[: max(0, min(count, lower.numel()))].clamp(0, lower.numel() - 1).long()
     tie = torch.zeros(lower.numel(), dtype=torch.bool)
     tie[places] = True

@@ -1,4 +1,4 @@
-"""Read and write an engine's state on disk: masters and moments by the weight's name, in one format for all engines.
+"""Read and write an engine's checkpoint state: masters and moments by weight name, in one format for all engines.
 
     DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    trainable weights, whole; no _sq for Lion
         exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           with 8-bit moments
@@ -77,7 +77,10 @@ class EngineState:
 
 @dataclass(frozen=True)
 class StateFile:
-    """One file of the state: its tensors, and a function that returns each whole one by name (it may be collective)."""
+    """One file of the state: its tensor entries, and a function that returns a whole tensor by name.
+
+    The function may be a collective that all ranks must call.
+    """
 
     name: str
     entries: Sequence[TensorEntry]
@@ -92,7 +95,10 @@ def state_files(
     fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     read_fixed: Callable[[str], torch.Tensor],
 ) -> list[StateFile]:
-    """Return the files of an fp32 state; `read(name, kind)` gives masters and moments, `read_fixed` the rest."""
+    """Return the files of an fp32 state.
+
+    `read(name, kind)` returns a master or moment, `read_fixed(name)` a frozen weight.
+    """
     entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
     files = [StateFile(kind, entries, _of(read, kind)) for kind in rule.kinds]
     return files + fixed_file(fixed, read_fixed)
@@ -111,12 +117,12 @@ def _of(read: Callable[[str, str], torch.Tensor], kind: str) -> Callable[[str], 
 
 
 def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
-    """Write the files; return {file name: {"bytes", "crc32"}} on the rank that `writes`.
+    """Write the files, and return {file name: {"bytes", "crc32"}} on the rank with `writes`, {} on the others.
 
-    All ranks read the tensors in the same order.
+    All ranks read the tensors in the same order, since reading may be collective.
 
     Raises:
-        TrainerError: the disk fails.
+        TrainerError: a value is NaN, infinite or impossible, or the disk fails.
     """
     written: dict[str, Any] = {}
     for file in files:
@@ -148,7 +154,7 @@ def write_engine_state(directory: Path, state: EngineState) -> None:
 
 @dataclass(frozen=True)
 class BlockingSnapshot:
-    """A snapshot that must be written before the engine continues to train."""
+    """A snapshot that reads the engine's tensors, so it must be written before training continues."""
 
     state: EngineState
     files: Sequence[StateFile]
@@ -166,7 +172,7 @@ class BlockingSnapshot:
 
 
 def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
-    """Read engine.json; raise UserError if it cannot be read, or belongs to another update rule."""
+    """Read engine.json. Raise UserError if it cannot be read or belongs to another update rule."""
     state = read_back(directory / "engine.json", EngineState, fix=_FIX)
     if state.rule != rule.name:
         theirs = state.format.rule
@@ -180,8 +186,8 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 class StoredKind:
     """Masters or one moment in a directory, read whole or in part. Use it as a context manager to close its files.
 
-    Earlier versions rounded small second moments to zero in 8 bits. Such a zero is read as the smallest code if the
-    first moment is not zero.
+    Earlier versions rounded small second moments to zero in 8 bits. Such a zero is read as the smallest non-zero code
+    if the first moment is not zero.
 
     Raises:
         UserError: names or shapes differ from `shapes`.

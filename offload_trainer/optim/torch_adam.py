@@ -1,7 +1,7 @@
-"""Update pages in host memory with torch: AdamW by torch's fused kernel, Lion by elementwise operations. The reference.
+"""The reference CPU update kernel in torch: AdamW by torch's fused kernel, Lion by elementwise operations.
 
-Both only support fp32. Moments in 16 and 8 bits, and split masters, are widened before and narrowed after the update,
-one chunk at a time.
+Both only support fp32. Moments in 16 and 8 bits, and split masters, are converted to fp32 before the update and back
+after it, one chunk at a time. The compiled kernels must match this one bit for bit.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.split_masters import read_masters, write_masters
 from offload_trainer.plan.tiered.state_formats import FP32, StateFormat
 
-# Elements that are converted, updated and copied out at a time. Their 28 bytes each fit the last-level cache, and each
-# of the three calls takes longer than its overhead. The fastest of 2^13 to 2^21 (EPYC, 32 MB L3). A multiple of 256.
+# Elements that are converted, updated and copied out at a time; a multiple of 256. At 28 bytes each they fit the
+# last-level cache, and each of the three calls takes longer than its overhead. 2^19 was the fastest size of 2^13 to
+# 2^21 (EPYC, 32 MB L3).
 CHUNK = 2**19
-# A whole cache line of fp32. torch's vectorised loop processes 8 or 16 elements at a time, depending on the CPU.
+# One cache line of fp32. torch's vectorised loop processes 8 or 16 elements at a time, depending on the CPU.
 _LINE = 16
 
 
 class TorchKernel:
-    """The update by torch's operations, chunk by chunk, with the bits of torch.optim.AdamW(fused=True).
+    """A kernel of torch operations that matches torch.optim.AdamW(fused=True) bit for bit, with one exception.
 
-    There is one exception. If a tensor's length is not a multiple of 8 (16 with AVX-512), torch updates the last
-    elements in a scalar loop that rounds exp_avg_sq differently. This kernel pads them, so that an element's result
-    does not depend on where pages are cut.
+    If a tensor's length is not a multiple of 8 (16 with AVX-512), torch updates the last elements in a scalar loop that
+    rounds exp_avg_sq differently. This kernel pads them, so that an element's result does not depend on where pages are
+    cut.
     """
 
     name = "torch"
@@ -114,7 +115,7 @@ def lion(master: torch.Tensor, exp_avg: torch.Tensor, grad: torch.Tensor, hyper:
 
 
 def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield slices of `grad` with their values in fp32 times `scale`, in `scratch` until the next one."""
+    """Yield slices of `grad` with their values in fp32 times `scale`; the next iteration overwrites the values."""
     for start in range(0, grad.numel(), scratch.numel()):
         piece = slice(start, min(start + scratch.numel(), grad.numel()))
         scaled = scratch[: piece.stop - start].copy_(grad[piece])
@@ -122,7 +123,7 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
 
 
 def _pieces(parts: Sequence[ParamRange], elements: int) -> Iterator[ParamRange]:
-    """Cut the parts of a page at multiples of CHUNK. Elements outside the parts are not touched, not even widened."""
+    """Cut the parts of a page at multiples of CHUNK, so that elements outside the parts are not even converted."""
     for start in range(0, elements, CHUNK):
         for part in within(parts, start, min(start + CHUNK, elements)):
             yield replace(part, start=start + part.start, end=start + part.end)

@@ -1,4 +1,4 @@
-"""Split `train.tokens_per_step` into micro-batch size and accumulation steps. Pure arithmetic."""
+"""Split `train.tokens_per_step` into micro-batch size and gradient accumulation steps. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from offload_trainer.config import TrainSection
 from offload_trainer.errors import UserError
 
-_MOST_ROWS = 64  # in a micro-batch; larger ones do not make matrix products faster
+_MOST_ROWS = 64  # rows per micro-batch; larger micro-batches do not make matrix products faster
 
 
 def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterator[TrainSection]:
-    """Yield each split of `train.tokens_per_step`, largest micro-batch first, or `section` if that is `auto`.
+    """Yield each split of `train.tokens_per_step`, largest micro-batch first; if it is `auto`, yield `section` itself.
 
     Raises:
         UserError: the tokens are not a multiple of ranks x row length.

@@ -1,9 +1,9 @@
 """Calibrate forecasts: compare a run's measured seconds with the predicted ones, and correct later plans.
 
-A ratio of measured to predicted seconds is stored by engine, phase, bounding resource and number of ranks. A slow drive
-must not correct the prediction of computation, and one rank says nothing about several. Ratios are not stored for short
-runs, for unsteady steps (other load, thermal throttling), for phases so short that Python dominates, or beyond a factor
-of four, which only a wrong rate explains.
+A ratio of measured to predicted seconds is stored by engine, phase, bounding resource and number of ranks. So a slow
+drive does not correct the prediction of computation, and one rank does not correct that of several. Ratios are not
+stored for short runs, unsteady steps (other load, thermal throttling), phases so short that Python dominates, or beyond
+a factor of four, which only a wrong rate explains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OUTVOTE = 3  # the median is taken of at least this many ratios
 def steady_ratios(
     found: Forecast, taken: Mapping[str, Sequence[float]], *, engine: str, ranks: int
 ) -> dict[str, float]:
-    """Return the ratios worth storing, by `correction_key`; `taken` holds each phase's seconds in the steps that count.
+    """Return the ratios worth storing, by `correction_key`; `taken` maps phases to their seconds in the counted steps.
 
     Overlapping phases have no ratio, because they slow each other down.
     """

@@ -1,4 +1,4 @@
-"""Define the interface of a placement candidate: what every engine must state before a plan can choose it."""
+"""The interface of a placement candidate: what every engine must state before the planner can choose it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Candidate(Protocol):
 
     @property
     def homes(self) -> str:
-        """Return the placement of weights and optimizer state in words. Without a GPU the device's memory is RAM."""
+        """Return the placement of weights and optimizer state in words; without a GPU the device's memory is RAM."""
         ...
 
     @property

@@ -1,4 +1,7 @@
-"""Wishes about homes and the update that do not go together, or that only the tiered engine carries out."""
+"""Find configuration settings that contradict each other, or that the chosen engine does not support.
+
+Each function returns error messages, one sentence each, with what to change.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from offload_trainer.config import ModelSection, OptimSection, ParallelSection, 
 
 
 def mistakes_of_shares(place: PlacementSection) -> list[str]:
-    """Shares of the state on the GPU and in RAM that do not add up, or against --optimizer: one sentence at most."""
+    """Check that --gpu-fraction and --ram-fraction add up and agree with --optimizer; return at most one message."""
     shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
     given = {flag: share for flag, share in shares.items() if share != "auto"}
     words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
@@ -26,7 +29,7 @@ def mistakes_of_shares(place: PlacementSection) -> list[str]:
 def only_here(
     place: PlacementSection, model: ModelSection, optim: OptimSection, *, engine: str, moments: tuple[str, ...]
 ) -> list[str]:
-    """Wishes that only this engine carries out, which `engine` would have to ignore; it has these forms of moments."""
+    """Return settings that only the tiered engine supports and `engine` would ignore; `moments` are its formats."""
     shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
     mistakes = [
         f"{flag} {share:g} with the {engine} engine: it keeps the optimizer state wholly in one place; only --engine "
@@ -50,7 +53,7 @@ def only_here(
 
 
 def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointing: str) -> list[str]:
-    """Ways to divide a step that `engine` does not have, or that divide nothing."""
+    """Return `parallel.*` settings that `engine` does not support, or that have no effect."""
     mistakes = []
     if parallel.tensor != 1 and engine != "deepspeed":
         mistakes.append(
@@ -72,14 +75,14 @@ def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointin
 
 
 def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
-    """Return what does not fit into a run of so many steps."""
+    """Return an error if the warmup is longer than the run of `steps` steps."""
     if optim.warmup_steps == "auto" or optim.warmup_steps <= steps:
         return []
     return [f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}"]
 
 
 def mistakes_of_rule(optim: OptimSection) -> list[str]:
-    """Of the rule of the update and its moments."""
+    """Return errors in the optimizer, its moment format and its hyperparameters."""
     mistakes = []
     if optim.name == "lion" and optim.moment_dtype == "8bit":
         mistakes.append(

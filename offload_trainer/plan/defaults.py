@@ -13,13 +13,13 @@ LONGEST_ROW = 1024
 
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
-    """Return whether blocks are checkpointed; `auto` means from 1e8 parameters on, if the architecture can."""
+    """Return whether blocks are checkpointed; `auto` means from 1e8 parameters on, if the architecture supports it."""
     large = shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
     return section.activation_checkpointing == "on" or (section.activation_checkpointing == "auto" and large)
 
 
 def row_length(wish: int | Literal["auto"], shape: ModelShape) -> int:
-    """Return the tokens in a row.
+    """Return the row length in tokens; `auto` means the model's context, but at most 1024.
 
     Raises:
         UserError: the requested length exceeds the model's context.

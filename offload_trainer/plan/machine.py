@@ -1,7 +1,8 @@
-"""What a machine has: facts with where each comes from. Without torch, so that plans need nothing large.
+"""The machine profile that plans are computed from: memory sizes, drives, links and measured rates, with their origin.
 
-A profile is probed (`machine/probe.py`), timed (`machine/bench.py`), or read from a file: one that `offload-train bench
---json` printed elsewhere, or one of the named machines beside this module, whose numbers are specified or assumed.
+A profile is probed (`machine/probe.py`), benchmarked (`machine/bench.py`), or read from a file. Files are the output of
+`offload-train bench --json` on another machine, or one of the named machines in machines/, whose numbers are specified
+or assumed. This module does not import torch, so that planning stays light.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Several = Annotated[Count, Field(ge=1)]
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Rate:
-    """Something per second."""
+    """A rate per second, with its origin."""
 
     value: Speed
     origin: Origin
@@ -49,22 +50,25 @@ class Rate:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class DriveRates:
-    """Bytes a second over as much as each rate's source says. `mixed_*`: while both go on at once."""
+    """Bytes per second of a drive; `mixed_*` are the rates of simultaneous reading and writing.
+
+    Each rate's source says over how many bytes it was measured.
+    """
 
     read: Rate
     write: Rate
     mixed_read: Rate
     mixed_write: Rate
-    tried: dict[_Words, Number] = field(default_factory=dict)  # bytes/s, both ways added, by the words that set it
+    tried: dict[_Words, Number] = field(default_factory=dict)  # settings -> bytes/s, reads plus writes
 
     @property
     def words(self) -> str:
-        """The fastest of what was tried with the default backend; nothing where nothing was."""
+        """Return the fastest settings that were tried with the default backend, or "" if none were."""
         return fastest_words(self.tried)
 
 
 def fastest_words(tried: dict[Line, Number]) -> str:
-    """Of the ways to move bytes that were timed, the fastest with the default backend; the first, if nearly as fast."""
+    """Return the first of the benchmarked settings that is within 5 % of the fastest one with the default backend."""
     own = [words for words in tried if "tiered.io=" not in words]
     most = max((tried[words] for words in own), default=0.0)
     return next((words for words in own if tried[words] >= _AS_FAST * most), "")
@@ -73,55 +77,58 @@ def fastest_words(tried: dict[Line, Number]) -> str:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class DriveFacts:
-    """A directory that state may live in."""
+    """A directory that state can be placed in."""
 
     directory: Line
     free_bytes: Count
     filesystem: Line
-    device: Count | None = None  # directories with the same one share its free bytes; None: nobody else's
-    disk: Line | None = None  # name of the disk below; directories with the same one share its speed
-    throttle: Line = ""  # what the process's cgroup allows of that disk, in the kernel's words
+    device: Count | None = None  # filesystem number; directories with the same one share free bytes; None: unshared
+    disk: Line | None = None  # name of the disk; directories on the same one share its speed
+    throttle: Line = ""  # the cgroup's limit for that disk, in the kernel's notation
     rotational: Flag = False
     network: Flag = False
-    direct: Flag = True  # whether O_DIRECT works there
-    sector_bytes: Several = 512  # what its requests must be a multiple of
-    endurance_bytes: Count | None = None  # what its maker rates it for, written over its life
+    direct: Flag = True  # O_DIRECT works there
+    sector_bytes: Several = 512  # O_DIRECT requests must be a multiple of this
+    endurance_bytes: Count | None = None  # rated bytes written over the drive's life
     rates: DriveRates | None = None
 
 
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Rates:
-    """How fast the machine computes and copies; None where nothing has been timed or said."""
+    """Rates of computation and of copies on one machine; None if not measured or given."""
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
-    layers: dict[Line, Rate] = field(default_factory=dict)  # by `layer_key`: what of a layer is no product
-    memory: Rate | None = None  # bytes/s of a triad on all cores
-    update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, with casts in and out
+    layers: dict[Line, Rate] = field(default_factory=dict)  # work other than matrix products, by `layer_key`
+    memory: Rate | None = None  # bytes/s of a STREAM triad on all cores
+    update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, dtype conversions included
     to_device: Rate | None = None  # bytes/s, from pinned memory
     from_device: Rate | None = None  # bytes/s, into pinned memory
     pageable_to_device: Rate | None = None
     pageable_from_device: Rate | None = None
-    both_ways: Rate | None = None  # bytes/s each way, pinned, at once
+    both_ways: Rate | None = None  # bytes/s each way, pinned, in both directions at the same time
     corrections: dict[Line, Ratio] = field(
         default_factory=dict
-    )  # "engine.phase.bound" -> measured / predicted, earlier
+    )  # "engine.phase.bound" -> measured / predicted seconds of earlier runs
 
 
 def layer_key(dtype: str, part: str, phase: str) -> str:
-    """`part`: attention (FLOP/s, over the whole row), values (a second) or loss (logits a second)."""
+    """Return the key of a rate in `Rates.layers`.
+
+    `part` is attention (FLOP/s, over the whole row), values (elements per second) or loss (logits per second).
+    """
     return f"{dtype}.{part}.{phase}"
 
 
 def update_key(kernel: str, states: str) -> str:
-    """What a rate of the update is called, by the form of its moments: earlier versions timed fp32 alone."""
+    """Return the key of a rate in `Rates.update`. fp32 moments add no suffix: earlier versions measured only them."""
     return kernel if states == "fp32" else f"{kernel}.{states}"
 
 
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Latency:
-    """What a small message takes."""
+    """The time of a small message between two ranks."""
 
     seconds: Annotated[Number, Field(ge=0, le=10)]
     origin: Origin
@@ -131,79 +138,79 @@ class Latency:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Links:
-    """What ranks reach each other by, and memory when all do; None where there is nothing, or nothing is known.
+    """Rates of communication between ranks, and of copies while all ranks copy; None if absent or unknown.
 
-    `bench` times what goes on between ranks of one machine.
+    `bench` measures those between the ranks of one machine.
     """
 
-    between_gpus: Rate | None = None  # bytes/s each way of one GPU; None: through host memory
-    network: Rate | None = None  # bytes/s each way of a machine to others like it, all its adapters together
-    message: Latency | None = None  # from one rank to another, as ranks tell each other that they have come
-    ranks: Several | None = None  # of one machine, that the following was timed with
+    between_gpus: Rate | None = None  # bytes/s each way per GPU over NVLink or similar; None: through host memory
+    network: Rate | None = None  # bytes/s each way of one machine, all its adapters together
+    message: Latency | None = None  # one small message between two ranks, such as a barrier sends
+    ranks: Several | None = None  # number of ranks on one machine that the following rates were measured with
     to_device_at_once: Rate | None = None  # bytes/s into each device from pinned memory, while all copy
     from_device_at_once: Rate | None = None  # bytes/s from each device into pinned memory, while all copy
-    all_gather: Rate | None = None  # bytes/s that come to each device, from those of the other ranks
-    all_to_all: Rate | None = None  # the same, of what each has for each
+    all_gather: Rate | None = None  # bytes/s that each device receives from the other ranks
+    all_to_all: Rate | None = None  # bytes/s that each device receives, with a different part from each rank to each
 
 
 @with_config(EXACT)
 @dataclass(frozen=True)
 class MachineProfile:
-    """Bytes that a run on this machine may use, and what computes. Of a cluster: one of `nodes` machines."""
+    """One machine: its devices and the bytes that a run may use. A cluster is `nodes` such machines."""
 
-    gpu: Line | None  # name of the device, None: the CPU computes
-    gpu_bytes: Count  # free on the device, on each where there are several
+    gpu: Line | None  # name of the GPU; None: the CPU computes
+    gpu_bytes: Count  # free on each GPU
     ram_bytes: Count  # available, within the cgroup's limit
     cores: Several
     drives: tuple[DriveFacts, ...]
-    output: DriveFacts  # where the run directory will be
+    output: DriveFacts  # the drive of the run directory
     origin: Origin = "measured"
     source: Line = "this machine"
     cpu: Line = "unknown"
     numa_nodes: Several = 1
     memlock_bytes: Count | None = None  # None: unlimited
-    capability: tuple[Count, Count] | None = None  # CUDA's compute capability of the device; None: none, or not known
-    no_state_on_gpu: Line | None = None  # why the device is no home of the optimizer state; None: it may be one
-    built_for: tuple[Line, ...] | None = None  # what the installed torch has kernels for, in its words
-    packages: tuple[Line, ...] | None = None  # of those that only some wishes need, the installed; None: not known
-    gpus: Several = 1  # that a plan with --nodes takes where --gpus says nothing
-    nodes: Several = 1  # machines like this one that the links join
+    capability: tuple[Count, Count] | None = None  # CUDA compute capability; None: no NVIDIA GPU, or unknown
+    no_state_on_gpu: Line | None = None  # why no optimizer state can be placed on the GPU; None: it can
+    built_for: tuple[Line, ...] | None = None  # torch.cuda.get_arch_list() of the installed torch
+    packages: tuple[Line, ...] | None = None  # the optional packages that are installed; None: unknown
+    gpus: Several = 1  # GPUs per node that a plan with --nodes assumes without --gpus
+    nodes: Several = 1  # number of machines like this one that the links connect
     rates: Rates = field(default_factory=Rates)
     links: Links = field(default_factory=Links)
-    notes: tuple[Line, ...] = ()  # what a plan for it should say
+    notes: tuple[Line, ...] = ()  # sentences that every plan for this machine prints
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def device(self) -> str:
-        """The tier that computes: "gpu", or "ram" on a CPU."""
+        """Return the tier that computes: "gpu", or "ram" if the CPU computes."""
         return "ram" if self.gpu is None else "gpu"
 
     def in_words(self, homes: str) -> str:
-        """`homes` as a person reads them. Without a GPU the device is the CPU, its memory RAM."""
+        """Return a placement's description for display: without a GPU, the device's memory is RAM."""
         return homes.replace(" gpu", " RAM") if self.gpu is None else homes
 
     def drive(self, directory: str) -> DriveFacts | None:
         return next((drive for drive in self.drives if drive.directory == directory), None)
 
     def lacks(self, package: str) -> bool:
-        """Whether it is known not to be installed there."""
+        """Return whether `package` is known to be missing on the machine."""
         return self.packages is not None and package not in self.packages
 
 
 def profile_from_json(values: Any) -> MachineProfile:
-    """The inverse of `to_json`. Raises ValueError for what is none."""
+    """Return the profile that `to_json` wrote; raise ValueError if `values` is not one."""
     return as_kind(values, MachineProfile)
 
 
 def named_machines() -> list[str]:
-    """Names that `read_machine` knows."""
+    """Return the names of the profiles in machines/, sorted."""
     return sorted(item.name.removesuffix(".json") for item in (files(__package__) / "machines").iterdir())
 
 
 def read_machine(name: str) -> MachineProfile:
-    """A named machine, or the profile in a file. Raises UserError for neither."""
+    """Return a named machine's profile, or the one in the file `name`; raise UserError if there is neither."""
     if name in named_machines():
         return parsed((files(__package__) / "machines" / f"{name}.json").read_bytes(), MachineProfile)
     path = Path(os.path.expanduser(name))
@@ -216,7 +223,7 @@ def read_machine(name: str) -> MachineProfile:
 
 
 def describe_rates(machine: MachineProfile) -> str:
-    """What was timed, as a person reads it."""
+    """Return the machine's rates as text, one line each."""
     rates = machine.rates
     lines = [f"{machine.gpu or machine.cpu}, {machine.cores} cores; {machine.source}"]
 

@@ -1,6 +1,6 @@
-"""Find out whether a configuration fits in any placement, and the longest row that would still fit.
+"""Determine whether a configuration fits in any placement, and the longest row (sequence length) that still fits.
 
-Only bytes are counted here, no seconds, so that many variants can be tried. Pure arithmetic.
+Only bytes are computed here, no seconds, so that many variants can be tried. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROWS = 256  # row lengths are searched in multiples of this many tokens
 def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int) -> int:
     """Return the tokens of the longest row that fits in some placement that the configuration allows.
 
-    The number of rows in a micro-batch stays as configured. MLPs run in pieces if the configuration allows it.
+    The number of rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
     """
     layouts = Layouts(shape)
 
@@ -49,9 +49,9 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
 def some_homes_fit(
     config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
 ) -> bool:
-    """Return whether the configuration fits in any placement that it allows, with MLPs whole or in pieces.
+    """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks.
 
-    `saves` has the meaning it has in `make_plan`.
+    `saves`: see `make_plan`.
     """
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
@@ -60,10 +60,10 @@ def some_homes_fit(
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts)
     work = workload(config, layouts.shape, world=world, nodes=nodes, saves=saves)
-    least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the shortest pieces need the least memory
+    least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
-        if any(_fits(one, each, machine) for one in reversed(candidates)):  # the roomiest first
+        if any(_fits(one, each, machine) for one in reversed(candidates)):  # the ones with the least on the GPU first
             return True
     return False
 

@@ -1,7 +1,7 @@
-"""Name a unit of the model that is larger than the device, so that no placement can help.
+"""Detect a unit of the model that is larger than the device's memory, so that no placement can help.
 
-Streamed weights come to the device one unit (a block, or a module outside the blocks) at a time, and a whole unit is on
-the device while it runs. Pure arithmetic.
+A unit is a block, or a module outside the blocks. Streamed weights are copied to the device one unit at a time, and the
+whole unit is on the device while it runs. Pure arithmetic.
 """
 
 from __future__ import annotations

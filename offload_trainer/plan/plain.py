@@ -1,4 +1,4 @@
-"""Plan for the plain engine: torch alone, with everything on one device."""
+"""Planning for the plain engine, which is torch alone with everything on one device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_count
 
-_SPEED = 0.36  # of the kernel's rate: torch's optimizer, plus one more pass for the norm, clipping and rounding
+# torch's optimizer, plus one more pass for norm, clipping and rounding, runs at this share of the kernel's rate.
+_SPEED = 0.36
 
 
 @dataclass(frozen=True)
 class Plain:
-    """The plain engine's settings, and which candidates they allow."""
+    """The plain engine's settings, and the candidates that they allow."""
 
     place: PlacementSection
 

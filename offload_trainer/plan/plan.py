@@ -1,4 +1,7 @@
-"""A plan: what will be where, how many bytes, how long a step takes, and why not otherwise."""
+"""The result of planning: the chosen placement, its bytes per tier, the forecast of a step, and the rejected options.
+
+`Plan` also renders itself as text (`describe`) and as the JSON of `plan --json` (`to_json`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True)
 class Shared:
-    """A filesystem that several of a run's directories are on."""
+    """A filesystem that contains several of a run's directories."""
 
     directories: tuple[str, ...]
     free_bytes: int
@@ -26,42 +29,42 @@ class Shared:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be where. `tiers` maps "gpu", "ram" and each directory to needed and available bytes of a node."""
+    """A placement with its memory use and forecast, in bytes per node unless stated otherwise."""
 
     engine: str
-    title: str  # the engine as a person calls it
+    title: str  # the engine's name for display
     placement: Placement
     sizes: ZeroSizes | TierSizes | None
-    homes: str  # of weights and optimizer state, in words
+    homes: str  # the placement of weights and optimizer state, in words
     uses_drives: bool
-    cannot_save: str | None  # why no checkpoint can be made and resumed from exactly
-    tunable: tuple[tuple[str, ...], ...]  # groups of words that may make it faster
+    cannot_save: str | None  # why this placement cannot save and resume exactly; None: it can
+    tunable: tuple[tuple[str, ...], ...]  # groups of settings that may make the run faster
     checkpointing: bool
     seq_len: int
     mlp_chunk: int  # tokens that go through an MLP at a time; 0: all of a micro-batch
     micro_batch: int
     tokens_per_step: int
-    world: int  # ranks, on all of its nodes
+    world: int  # ranks of all nodes
     nodes: int
     items: tuple[Item, ...]
-    tiers: dict[str, dict[str, int]]
+    tiers: dict[str, dict[str, int]]  # "gpu", "ram" or a directory -> {"need": bytes, "have": bytes}
     traffic: tuple[Traffic, ...]
-    links: tuple[Traffic, ...]  # between ranks; of the network and the GPUs "read" is what comes in
+    links: tuple[Traffic, ...]  # between ranks; for the network and the GPUs "read" means received
     forecast: Forecast
-    rejected: tuple[tuple[str, str], ...]
+    rejected: tuple[tuple[str, str], ...]  # (placement, reason)
     notes: tuple[str, ...]
-    ways: tuple[UpdateSchedule, ...] = ()  # of the update that were left open, as each would be
-    way: str = ""  # the one that was taken
-    longest_row: int | None = None  # tokens, with which it would still fit; None: not worked out
+    ways: tuple[UpdateSchedule, ...] = ()  # the update schedules that the configuration left open
+    way: str = ""  # the schedule that was chosen
+    longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
     shared: tuple[Shared, ...] = ()
-    too_large: str = ""  # what of the model no homes make room for, where there is such a thing
+    too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
 
     @property
     def fits(self) -> bool:
         return not self.shortfalls()
 
     def shortfalls(self) -> list[str]:
-        """Return what has too little room, a sentence each; directories on one filesystem in one."""
+        """Return one sentence for each tier that is too small; directories on the same filesystem share one."""
         told = {}
         for tier, room in self.tiers.items():
             if room["need"] <= room["have"]:
@@ -77,20 +80,20 @@ class Plan:
         return list(told.values())
 
     def _shared(self, tier: str) -> Shared | None:
-        """Return the filesystem that a directory shares with others which need some of it."""
+        """Return the filesystem that a directory shares with other directories in use, or None."""
         for one in self.shared:
             if tier in one.directories and sum(self.tiers[each]["need"] > 0 for each in one.directories) > 1:
                 return one
         return None
 
     def refuse(self, *, force: bool) -> None:
-        """UserError where it does not fit, unless it is wanted all the same."""
+        """Raise UserError if the plan does not fit, unless `force`."""
         if not self.fits and not force:
             missing = [*self.shortfalls(), *([self.too_large] if self.too_large else [])]
             raise UserError("this does not fit: " + "; ".join(missing) + " (--force tries all the same)")
 
     def to_json(self) -> dict[str, Any]:
-        """The contract of `plan --json`, the reader's own. Seconds are null where the machine has not been timed."""
+        """Return the output of `plan --json`, a stable format. Seconds are null if a rate was not measured."""
         return {
             "fits": self.fits,
             "chosen": {
@@ -123,7 +126,7 @@ class Plan:
         }
 
     def describe(self) -> str:
-        """The plan as a person reads it."""
+        """Return the plan as text."""
         lines = [
             f"plan: {self.title}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, "
             f"{self.micro_batch} x {self.seq_len} at a time; gradient checkpointing "
@@ -143,7 +146,7 @@ class Plan:
         return "\n".join(lines)
 
     def _describe_tiers(self) -> list[str]:
-        """Each tier above what makes it up, all bytes in one column."""
+        """Return a line for each tier, followed by one for each of its items, with all bytes in one column."""
         lines = []
         for tier, room in self.tiers.items():
             if tier == "gpu" and not any(room.values()):
@@ -157,7 +160,7 @@ class Plan:
         return lines
 
     def _verdict(self, tier: str) -> str:
-        """Return how much there is of a tier, and whether that is enough."""
+        """Return the available bytes of a tier, and whether they are enough."""
         room, one = self.tiers[tier], self._shared(tier)
         if room["need"] <= room["have"]:
             unused = not room["need"] and tier not in ("gpu", "ram")
@@ -168,7 +171,7 @@ class Plan:
         return f"of {format_bytes(one.free_bytes)} on the filesystem that {others} is on too   DOES NOT FIT"
 
     def _describe_untimed(self) -> list[str]:
-        """Return what is not timed, what times it, and what the plan would choose from then on."""
+        """Return which rates are missing, the command that measures them, and what `auto` would then choose between."""
         untimed = dict.fromkeys(bound.what for bound in self.forecast.bounds if bound.seconds is None)
         drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != "device")
         command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
@@ -196,7 +199,7 @@ class Plan:
         return lines + self._describe_ways()
 
     def _describe_ways(self) -> list[str]:
-        """What the others of `auto` would take, and from how many tokens a step on each hides the drives."""
+        """Return the forecasts of the other update schedules, and the tokens per step that hide the drives' time."""
         others = [way for way in self.ways if way.words != self.way]
         timed = [f"{way.words} {format_seconds(way.seconds)}" for way in others if way.seconds is not None]
         lines = [f"    auto takes {self.way}; a step with {', '.join(timed)}"] if timed else []
@@ -211,5 +214,5 @@ class Plan:
 
 
 def _entry(name: str, number: str, why: str) -> str:
-    """A line of the plan: what, how much, and why."""
+    """Return a line of the plan with name, number and reason in columns."""
     return f"  {name:<26}{number:>10}   {why}"

@@ -1,9 +1,9 @@
-"""Facts and wishes in, a plan out: which engine, what lives where, and why not otherwise.
+"""Choose the engine, placement, micro-batch size and update schedule for a configuration on a machine.
 
     MachineProfile + ModelShape + TrainConfig  ->  settle_and_plan  ->  Plan
 
-What an engine can be asked for and what it needs is in its own module; which engine it is, is decided here alone. Of
-its candidates that fit the fastest is taken, or the first where the machine has not been timed. Same inputs, same plan.
+Each engine's module lists its candidate placements and checks its settings. The planner takes the fastest candidate
+that fits, or the first one that fits if the machine has not been benchmarked. The same inputs give the same plan.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_ALIKE = 1.05  # times as long
+_ALIKE = 1.05  # steps within this factor count as equally fast
 
 
 def engine_of(config: TrainConfig) -> Tiered | DeepSpeed | Plain:
-    """The engine that is meant."""
+    """Return the configured engine with its settings; `auto` means the tiered engine."""
     place, name = config.placement, config.placement.engine
     if name in ("auto", "tiered"):
         return Tiered(place, config.tiered, config.model.offload_activations)
@@ -53,7 +53,7 @@ def engine_of(config: TrainConfig) -> Tiered | DeepSpeed | Plain:
 
 
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
-    """A step of such a run. `saves`: whether it keeps checkpoints, or an export, where its output goes."""
+    """Return the workload of one optimizer step. `saves`: the run writes checkpoints, or an export, to its output."""
     model, train, optim = config.model, config.train, config.optim
     seq_len = row_length(config.data.seq_len, shape)
     chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
@@ -80,7 +80,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 
 
 def combination_mistakes(config: TrainConfig) -> list[str]:
-    """Mistakes that no single key shows: one sentence each, with what to change."""
+    """Return errors in combinations of settings, one sentence each, with what to change."""
     mistakes = []
     place, optim = config.placement, config.optim
     for flag, home in (("--params", place.params), ("--optimizer", place.optimizer)):
@@ -113,7 +113,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
 
 
 def _not_of(engine: Tiered | DeepSpeed | Plain, config: TrainConfig) -> list[str]:
-    """Wishes that another engine carries out, and this one would have to ignore."""
+    """Return errors for settings that only another engine supports and this one would ignore."""
     mistakes = []
     if not isinstance(engine, Tiered):
         moments = ("fp32", "8bit") if isinstance(engine, DeepSpeed) else ("fp32",)
@@ -137,15 +137,19 @@ def settle_and_plan(
     nodes: int = 1,
     saves: bool = True,
 ) -> tuple[TrainConfig, Plan]:
-    """The wish with its dtype, micro-batches and pieces chosen, and the plan for it. UserError as `make_plan`.
+    """Return the configuration with dtype, micro-batch size and MLP chunks resolved, and its plan.
 
-    Of micro-batches that make `train.tokens_per_step` the fastest that fits, or the largest where nothing was timed.
+    Of the micro-batch sizes that divide `train.tokens_per_step`, take the fastest that fits, or the largest if the
+    machine was not benchmarked.
+
+    Raises:
+        UserError: the settings cannot be combined on this machine (see `make_plan`).
     """
     if config.parallel.tensor == "auto":
         return _fastest_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     tried, layouts = [], Layouts(shape)
-    together = tensor_of(config.parallel) * config.parallel.sequence  # ranks that have the same rows
+    together = tensor_of(config.parallel) * config.parallel.sequence  # ranks that share the same rows
     seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // together)
     for train in micro_batches(config.train, seq_len=seq_len, world=rows):
         one = config.model_copy(update={"train": train})
@@ -159,7 +163,10 @@ def settle_and_plan(
 def _fastest_division(
     config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
 ) -> tuple[TrainConfig, Plan]:
-    """With as many tensor ranks as are the fastest that fit; 1 where not all was timed. UserError as for 1."""
+    """Resolve `parallel.tensor=auto` to the fastest number of tensor-parallel ranks that fits; 1 if rates are missing.
+
+    Raise the UserError of 1 rank, if there is one; those of other numbers become part of a note.
+    """
     settled, refused = dict[int, tuple[TrainConfig, Plan]](), dict[int, str]()
     for count, train in divisions(config.train, world=world, nodes=nodes):
         partition = config.parallel.partition_activations and count > 1
@@ -189,11 +196,19 @@ def make_plan(
     saves: bool = True,
     layouts: Layouts | None = None,
 ) -> Plan:
-    """The fastest candidate that fits, or, if none does, the one that comes nearest, with `fits` False.
+    """Return the fastest candidate that fits, or, if none fits, the one with the smallest excess.
 
-    `saves`: whether checkpoints, or an export, are kept on the drive of `machine.output`, and counted there. With
-    several `nodes` the machine is one of them, with as many of the `world` ranks as the others. `layouts`: of `shape`,
-    which other plans have worked out. Raises UserError for wishes that cannot be combined on this machine.
+    Args:
+        config: the settings.
+        shape: the model's counts.
+        machine: the machine, which stands for each of `nodes` machines.
+        world: ranks of all nodes; each node has the same number.
+        nodes: number of machines.
+        saves: count checkpoints, or an export, on the drive of `machine.output`.
+        layouts: cached layouts of `shape` from other plans.
+
+    Raises:
+        UserError: the settings cannot be combined on this machine.
     """
     engine = engine_of(config)
     if isinstance(engine, Tiered):
@@ -227,7 +242,10 @@ def _fastest(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: Machin
 
 
 def _fastest_way(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
-    """The plan with what the wish leaves open of the update chosen: one after the other, where it gains enough."""
+    """Return the plan with the best of the update schedules that the configuration leaves open.
+
+    A schedule replaces the default only if it gains enough.
+    """
     best = first = _of_homes(engine, work, machine)
     if first.fits and not first.uses_drives:
         return first
@@ -256,7 +274,7 @@ def _way(words: str, plan: Plan) -> UpdateSchedule:
 
 
 def _of_homes(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: MachineProfile) -> Plan:
-    """The fastest of its candidates that fits, or the one that comes nearest, with why it is none of the others."""
+    """Return the fastest of the engine's candidates that fits, or the nearest to it, and why others were rejected."""
     plans = [_planned(one, work, machine, engine=engine.name) for one in engine.candidates(work, machine)]
     chosen = _choose(plans)
     rejected = []
@@ -271,7 +289,10 @@ def _of_homes(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: Machi
 
 
 def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: MachineProfile) -> list[str]:
-    """Where `auto` trains several ranks with the slower engine: stock ZeRO keeps state on GPUs, and ours none there."""
+    """Return a note if `auto` uses the tiered engine for several ranks although DeepSpeed is forecast to be faster.
+
+    This happens because DeepSpeed's ZeRO can keep optimizer state on GPUs with several ranks.
+    """
     stock = DeepSpeed(config.placement, config.deepspeed, config.optim.moment_dtype)
     ours = plan.forecast.step
     if config.placement.engine != "auto" or work.world == 1 or machine.gpu is None or ours is None:
@@ -289,7 +310,7 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
 
 
 def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: MachineProfile) -> Plan:
-    """The same plan on the machine of another node, with the names of that one's drives in its `items`."""
+    """Return the plan for another node's machine; `items` name that machine's drives."""
     tiers, shared = tiers_of(items, work, machine), shared_filesystems(work, machine)
     return replace(plan, items=tuple(items), tiers=tiers, shared=shared)
 
@@ -302,7 +323,7 @@ def _notes_of_rule(optim: OptimSection) -> list[str]:
 
 
 def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
-    """The plan of one candidate."""
+    """Return the plan of one candidate."""
     items, traffic = one.items(), one.traffic()
     found = forecast(work, machine, traffic, one.bounds(), engine=engine, stretch=one.stretch(), on_top=one.on_top())
     sizes, found = one.settled(found)
@@ -336,16 +357,16 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
 
 
 def _slower(step: float, chosen: float) -> str:
-    """Why a plan with such a step was not chosen."""
+    """Return why a plan whose step takes `step` seconds was not chosen over one that takes `chosen`."""
     if step >= 1.01 * chosen:
         return f"it fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
     return f"it fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and moves more bytes"
 
 
 def _choose(plans: Sequence[Plan]) -> Plan:
-    """The fastest that fits; the first, where not all could be timed; the nearest to fitting, if none does.
+    """Return the fastest plan that fits, the first one that fits if a forecast is missing, or the smallest excess.
 
-    Forecasts are not that exact: the first within `_ALIKE` of the fastest is taken, since it moves least.
+    Forecasts are inexact, so this takes the first plan within `_ALIKE` of the fastest: earlier plans move fewer bytes.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -362,7 +383,10 @@ def _excess(plan: Plan) -> int:
 
 
 def tiers_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:
-    """Needed and available bytes of each; of a filesystem with several of the directories, what the others leave."""
+    """Return {"need", "have"} in bytes for each tier.
+
+    A directory that shares its filesystem with others has what the others leave.
+    """
     have = {"gpu": machine.gpu_bytes * work.here, "ram": machine.ram_bytes}
     drives = _directories(work, machine)
     have |= {directory: drive.free_bytes for directory, drive in drives.items()}
@@ -381,7 +405,7 @@ def _directories(work: Workload, machine: MachineProfile) -> dict[str, DriveFact
 
 
 def shared_filesystems(work: Workload, machine: MachineProfile) -> tuple[Shared, ...]:
-    """Return the filesystems that hold several of a run's directories."""
+    """Return the filesystems that contain several of a run's directories."""
     by_device: dict[int, list[DriveFacts]] = {}
     for drive in _directories(work, machine).values():
         if drive.device is not None:

@@ -1,6 +1,7 @@
-"""Describe a model by its counts: weights, widths and floating-point operations, which is all that a plan reads.
+"""A model described by its counts (weights, widths, floating-point operations), which is all that planning needs.
 
-Standard library only: `model/` fills these classes from a transformers model, and plans need no torch.
+`model/` fills these classes from a transformers model. This module uses only the standard library, so that planning
+needs no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Weight:
     unit: str = ""  # name of the block that contains it, or of its module outside the blocks
     block: bool = False  # the unit is one of the repeated blocks
     part: str = ""  # the submodule of a block that it is fetched with (plan/tiered/submodule_units.py); "": the unit
-    uses: int = 1  # number of modules that hold it: 2 for tied embeddings
+    uses: int = 1  # number of modules that use it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
     products: float = (

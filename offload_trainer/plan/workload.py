@@ -1,6 +1,6 @@
-"""Describe one optimizer step for the plan: the model's counts, batch sizes, dtypes and ranks.
+"""One optimizer step as the planner sees it: the model's counts, batch sizes, dtypes and ranks.
 
-No part of the configuration appears here, so the arithmetic of a plan does not depend on it.
+This module does not depend on the configuration classes, so neither does the arithmetic of a plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Workload:
     """Everything that bytes and seconds depend on, except placement and the machine's rates."""
 
     shape: ModelShape
-    dtype: str  # of weights, activations and gradients: "bf16", "fp16" or "fp32"
+    dtype: str  # dtype of weights, activations and gradients: "bf16", "fp16" or "fp32"
     micro_batch: int  # rows in one forward and backward on each rank
     accumulate: int  # micro-batches per step on each rank
     seq_len: int  # tokens in a row

@@ -1,12 +1,13 @@
-// AdamW or Lion over host memory in one pass, with moments in fp32, bf16 or (AdamW's) 8 bits.
+// The CPU update kernel: one step of AdamW or Lion over pages in host memory, in one pass. Moments are in fp32, bf16 or
+// (AdamW only) 8 bits.
 //
 //     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 //
-// A master is in fp32, or a remainder of 16 bits beside its weight in `out`, which is read first.
+// A master is in fp32, or split: then it is joined from the old weight in `out` and a 16-bit remainder (remainders.h).
 //
-// native_adam.py builds this with -O3 -march=native -ffp-contract=off. The loops are plain, for the compiler to
-// vectorise; a product is fused with a sum only where `fused` says so, since that decides the last bit. A block of
-// elements stays in the L1 cache from one loop to the next, so every byte crosses the memory bus once.
+// native_adam.py builds this with -O3 -march=native -ffp-contract=off. The loops are simple, so that the compiler can
+// vectorise them. FMA is used only where `fused` says so, since it changes the last bit. A block of elements stays in
+// the L1 cache from one loop to the next, so every byte crosses the memory bus once.
 
 #include "crc32.h"
 #include "formats.h"
@@ -25,7 +26,7 @@ constexpr int64_t PIECE = 64 * BLOCK;  // elements that a thread claims at a tim
 enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // kernel_args.py has the same numbers
 enum Rule : int32_t { ADAMW, LION };                  // native_adam.py has the same numbers
 
-// Stores that go past the caches: nothing reads `to` soon, and its old bytes need not be read to be overwritten.
+// Copy with non-temporal stores: nothing reads `to` soon, and its old bytes need not be loaded before the write.
 void stream(void* to, const void* from, int64_t size) {
 #ifdef __SSE2__
     if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
@@ -40,7 +41,7 @@ void stream(void* to, const void* from, int64_t size) {
     std::memcpy(to, from, size);
 }
 
-// Streamed stores become visible to other threads in no order unless fenced.
+// Non-temporal stores become visible to other threads in no particular order without a fence.
 inline void finish_stream() {
 #ifdef __SSE2__
     _mm_sfence();
@@ -73,10 +74,10 @@ void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t 
 
 // The constants of one step, rounded to fp32 as torch rounds them. kernel_args.py has the same fields.
 struct AdamStep {
-    float scale;            // of the gradient
+    float scale;            // factor on the gradient
     float keep;             // 1 - lr x decay
-    float lerp;             // 1 - beta1 where that is below 1/2, else -beta1
-    int32_t from_gradient;  // whether `lerp` starts from the gradient (1 - beta1 not below 1/2) or from exp_avg
+    float lerp;             // 1 - beta1 if that is below 1/2, else -beta1
+    int32_t from_gradient;  // 1: `lerp` starts from the gradient (1 - beta1 is at least 1/2); 0: from exp_avg
     float beta2;
     float rest2;            // 1 - beta2
     float root_correction;  // sqrt(1 - beta2 ^ step)
@@ -85,24 +86,24 @@ struct AdamStep {
 };
 
 struct LionStep {
-    float scale, keep;   // as AdamW's
+    float scale, keep;   // the same as AdamW's
     float beta1, rest1;  // rest1: 1 - beta1
     float beta2, rest2;
     float lr;
 };
 
-// Both are computed before one is chosen: with a branch around either the loop would not be vectorised.
+// Both values are computed before one is selected: a branch around either would prevent vectorisation.
 inline float root_over(float v, const Divisor& correction) {
     const float root = std::sqrt(v), over = quotient(root, correction);
     return root == std::numeric_limits<float>::infinity() ? root : over;
 }
 
-// What moments are to be multiplied by first.
+// Factors that decode the moments of one block.
 struct Scales {
     float exp_avg, exp_avg_sq;
 };
 
-// Operation by operation what the vectorised loop of torch's FusedAdamKernel.cpp does.
+// The same operations in the same order as the vectorised loop of torch's FusedAdamKernel.cpp.
 template <bool SCALED>
 void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __restrict master, float* __restrict exp_avg,
           float* __restrict exp_avg_sq, const float* __restrict grad, int64_t count) {
@@ -119,7 +120,7 @@ void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __
     }
 }
 
-// Operation by operation `lion` in torch_adam.py: nothing is fused.
+// The same operations in the same order as `lion` in torch_adam.py, without FMA.
 void lion(const LionStep& s, float* __restrict master, float* __restrict exp_avg, const float* __restrict grad,
           int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -134,7 +135,7 @@ void lion(const LionStep& s, float* __restrict master, float* __restrict exp_avg
 
 extern "C" {
 
-// native_adam.py has the same fields. Moments are F32, BF16 or CODES; of Lion there is no exp_avg_sq.
+// native_adam.py has the same fields. Moments are F32, BF16 or CODES; Lion has no exp_avg_sq.
 struct Page {
     float* master;
     void *exp_avg, *exp_avg_sq;
@@ -145,11 +146,11 @@ struct Page {
     Bits exp_avg_noise, exp_avg_sq_noise;
     Type moments, grad_type, out_type;
     Rule rule;
-    uint16_t *remainder, *ties;  // in place of `master`: remainders.h
+    uint16_t *remainder, *ties;  // for split masters, with `master` null (remainders.h)
 };
 
 struct Part {
-    int64_t start, end;  // elements of the page; a multiple of BLOCK, but for the last end
+    int64_t start, end;  // elements of the page; multiples of BLOCK, except for the page's end
     union {
         AdamStep adam;
         LionStep lion;
@@ -160,20 +161,20 @@ struct Part {
 
 namespace {
 
-// A block's masters: where they lie, or in `joined`.
+// Return a block's masters: a pointer into the page, or `joined` if they are split.
 inline float* read_masters(const Page& page, int64_t at, int64_t count, float* joined) {
     if (page.master) return page.master + at;
     join(static_cast<const uint16_t*>(page.out) + at, page.remainder + at, page.ties[at / BLOCK], joined, count);
     return joined;
 }
 
-// What is new of them, and of the weights.
+// Store the new weights, and the new masters if they are split; fp32 masters were updated in place.
 inline void write_masters(const Page& page, const float* master, int64_t at, int64_t count) {
     if (page.master) return write_rounded(master, page.out_type, at, count, page.out);
     split(master, static_cast<uint16_t*>(page.out) + at, page.remainder + at, page.ties + at / BLOCK, count);
 }
 
-// A part by a rule: `update` takes `count` elements from `at` on, at most BLOCK.
+// The update rules for one part. `update` processes `count` elements from `at` on, at most BLOCK.
 template <Type MOMENTS>
 struct Adam {
     const AdamStep& step;
@@ -246,7 +247,7 @@ void Lion<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
 
 inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }
 
-// What the threads of a call share: each claims the next piece of the parts until none is left.
+// The state that the threads of one call share: each claims the next piece of the parts until all are done.
 struct Call {
     const Page& page;
     const Part *parts, *end;
@@ -286,7 +287,7 @@ void update_page(const Page* page, const Part* parts, int64_t count, int32_t thr
     the_crew().run(page->rule == LION ? lion : adam, &call, int(std::min(int64_t(threads), pieces)) - 1);
 }
 
-// Return the sum of `size` bytes (checksum.py), or -1 where this CPU has no instructions for it.
+// Return the checksum of `size` bytes (checksum.py), or -1 if this CPU has no carry-less multiplication.
 int64_t page_sum(const uint8_t* data, int64_t size) {
 #ifdef __PCLMUL__
     return crc_of(data, size);
@@ -295,8 +296,8 @@ int64_t page_sum(const uint8_t* data, int64_t size) {
 #endif
 }
 
-// The formats by themselves, for the tests: on numbers that no step makes. `moments` is BF16 or CODES; `noise` is null
-// for first moments in 8 bits.
+// Encoding and decoding alone, so that tests can use numbers that no step produces. `moments` is BF16 or CODES; `noise`
+// is null for 8-bit first moments.
 
 void encode(Type moments, const float* values, int64_t n, const Tables* tables, const Bits* noise, void* out,
             float* scales) {

@@ -1,9 +1,9 @@
-// The CRC-32 of checksum.py, with carry-less multiplication where the CPU has it. Other CPUs use zlib.
+// The CRC-32 of checksum.py by carry-less multiplication (PCLMULQDQ). CPUs without it use zlib.
 //
-// A CRC is the remainder of the message, as a polynomial over GF(2), modulo P = x^32 + x^26 + ... + 1. So 16 bytes may be
-// replaced by a multiple of theirs that lies 64 bytes further on, which is congruent to them: four accumulators fold the
-// message into its last 64 bytes (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
-// Instruction", Intel, 2009). A table takes the CRC of those and of what follows them.
+// A CRC is the remainder of the message, as a polynomial over GF(2), modulo P = x^32 + x^26 + ... + 1. So 16 bytes may
+// be replaced by a congruent multiple of them, added 64 bytes later. Four accumulators fold the message into its last
+// 64 bytes this way (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction",
+// Intel, 2009). A table computes the CRC of those and of the rest.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ inline __m128i folded(__m128i value, __m128i further, const uint8_t* data) {
 
 inline uint32_t crc_of(const uint8_t* data, int64_t size) {
     if (size < 128) return crc_of_few(0, data, size);
-    // x^(512 + 32) and x^(512 - 32) modulo P, bits reversed: how far the low and the high 8 bytes are moved
+    // x^(512 + 32) and x^(512 - 32) modulo P, bits reversed: the factors for the low and the high 8 bytes.
     const __m128i further = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
     __m128i sums[4];
     for (int i = 0; i < 4; i++) sums[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + i);

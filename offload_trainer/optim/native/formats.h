@@ -1,9 +1,9 @@
-// Adam's moments in two bytes or one, a block at a time; moments.py defines what these compute.
+// Moments in bf16 and 8 bits, a block at a time. moments.py is the reference.
 #pragma once
 
 #include "numbers.h"
 
-// CPUs that gather faster than they look up one by one: others are slow, or were made so for safety.
+// CPUs on which gather instructions are faster than single loads. On others they are slow, or slowed by mitigations.
 #if defined(__AVX512FP16__) && defined(__AVX512VBMI__)
 #define WIDE_TABLES
 #include <immintrin.h>
@@ -11,32 +11,32 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;  // elements: those that share a scale in 8 bits, and 1 KiB of fp32
+constexpr int64_t BLOCK = 256;  // elements that share a scale in 8 bits; 1 KiB of fp32
 
-// From a code of second moments to the next: its value, and 2^-17 of the way. From zero the way is 0, since only zero
-// stays zero.
+// A code of second moments: its value, and 2^-17 of the distance to the next code. The distance from zero is 0, since
+// only zero is encoded as zero.
 struct Cell {
     float end, way;
 };
 
 // The tables of the 8-bit format; native_adam.py has the same fields.
 struct Tables {
-    const float* values[2];      // what the codes stand for: of second moments, of first ones
-    const uint8_t* planes[2];    // the same: the first bytes of all 256, the second ones, ...
-    const uint32_t* nearest;     // of first moments: the way to the nearest code; those of numbers below 0 count down
-    const uint32_t* lower;       // of second moments: the way to the greatest code that is no more
+    const float* values[2];      // values of the 256 codes: of second moments, of first moments
+    const uint8_t* planes[2];    // the same values by byte: the first bytes of all 256, the second bytes, ...
+    const uint32_t* nearest;     // first moments: lookup table of the nearest code; negative numbers count down
+    const uint32_t* lower;       // second moments: lookup table of the largest code that is not above the number
     const Cell* cells;
 };
 
-// Where the random bits of a stretch begin; moments.py has the same fields.
+// The start of a sequence of random bits; moments.py has the same fields.
 struct Bits {
-    uint64_t first;  // element of the unit
+    uint64_t first;  // index of the first element in its unit
     uint32_t keys[2];
 };
 
-// 16 random bits for each of `count` elements from `at` on.
+// Draw 16 random bits for each of `count` elements from `at` on.
 inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict to) {
-    while (count) {  // up to where the upper half of the element's number changes
+    while (count) {  // each pass ends where the upper 32 bits of the element's index change
         const uint64_t element = of.first + at;
         const uint32_t low = uint32_t(element), key = of.keys[0];
         const uint32_t second = of.keys[1] + uint32_t(element >> 32) * 0x9e3779b9u;
@@ -61,7 +61,7 @@ inline __m512i wide(const uint8_t* index) {
 }
 inline __m512i wide(const uint32_t* index) { return _mm512_loadu_si512(index); }
 
-// The same by whole vectors. How many elements that was.
+// Look up whole vectors of 16 elements; return the number of elements done.
 template <class Index, class Entry>
 inline int64_t gather(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
     int64_t i = 0;
@@ -86,8 +86,8 @@ inline int64_t gather(const Entry*, const Index*, Entry*, int64_t) {
 
 #endif
 
-// to[i] = table[index[i]], one by one where gathering does not pay: compilers that put vectors together from single loads
-// take twice as long.
+// Compute to[i] = table[index[i]], one by one if gathering is slow. The asm statement keeps the compiler from
+// assembling vectors from single loads, which takes twice as long.
 template <class Index, class Entry>
 inline void look_up(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
 #pragma GCC unroll 8
@@ -113,7 +113,7 @@ inline void decode_bf16(const uint16_t* __restrict values, float* __restrict out
 
 #ifdef WIDE_TABLES
 
-// 64 codes' bytes of one plane: of each code the upper or the lower half of the plane, by its top bit.
+// Look up 64 codes in one plane; a code's top bit selects the upper or the lower half of the plane.
 inline __m512i bytes_of(const uint8_t* plane, __m512i codes, __mmask64 upper) {
     const __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(plane), codes, _mm512_loadu_si512(plane + 64));
     const __m512i high =
@@ -121,8 +121,8 @@ inline __m512i bytes_of(const uint8_t* plane, __m512i codes, __mmask64 upper) {
     return _mm512_mask_blend_epi8(upper, low, high);
 }
 
-// What the codes of whole vectors stand for; how many elements that was. Four bytes of a number are put together within
-// 128 bits of a vector, so codes are brought into the order that makes four vectors of consecutive numbers first.
+// Decode whole vectors of 64 codes; return the number of elements done. The four bytes of a number are interleaved
+// within 128-bit lanes, so the codes are first permuted such that the results are four vectors of consecutive numbers.
 inline int64_t look_up_planes(const uint8_t* __restrict planes, const uint8_t* __restrict codes, float* __restrict out,
                               int64_t count) {
     alignas(64) uint8_t order[64];
@@ -150,22 +150,22 @@ inline int64_t look_up_planes(const uint8_t*, const uint8_t*, float*, int64_t) {
 
 #endif
 
-// What the codes stand for, still to be multiplied by their scale; `which` of the tables.
+// Look up the codes' values, which the caller multiplies by their scale; `which` is the index of the table.
 inline void decode_8bit(const uint8_t* __restrict codes, const Tables& tables, int which, float* __restrict out,
                         int64_t count) {
     const int64_t done = look_up_planes(tables.planes[which], codes, out, count);
     if (done < count) look_up(tables.values[which], codes + done, out + done, count - done);
 }
 
-// The greatest magnitude, in bits: as integers they are in the order of the numbers, NaN above all.
+// Return the bits of the greatest magnitude. As integers the bits have the order of the numbers, with NaN above all.
 inline uint32_t greatest_magnitude(const float* values, int64_t count) {
     uint32_t greatest = 0;
     for (int64_t i = 0; i < count; i++) greatest = std::max(greatest, bits(values[i]) & MAGNITUDE);
     return greatest;
 }
 
-// Values, none greater than `scale`, as parts of it, and the top halves of these. Correctly rounded where it matters:
-// below 2^-40 all are alike, as long as those that are not 0 stay so.
+// Divide values by `scale`, their greatest magnitude; write the quotients and their upper 16 bits. Quotients above
+// 2^-40 are correctly rounded; smaller ones all give the same code, so it only matters that they do not become 0.
 inline void divide(const float* __restrict values, float scale, float* __restrict to, uint16_t* __restrict top,
                    int64_t count) {
     const Divisor divisor(scale);
@@ -181,12 +181,13 @@ inline void divide(const float* __restrict values, float scale, float* __restric
         }
 }
 
-// How tables that go by the top halves of numbers are read: the entry has the code for the least number with that half
-// in its own upper half, and in its lower half what is wanting to the next code: the sum carries where it is passed.
+// Lookup tables are indexed by the upper 16 bits of a number. An entry's upper half is the code of the smallest number
+// with those bits. Its lower half is such that adding the number's lower half carries into the code exactly if the number
+// is past the next code's threshold (moments.py, `_search_table`).
 
-#ifdef WIDE_TABLES  // all of an element's steps in registers
+#ifdef WIDE_TABLES  // keep all steps of an element in registers
 
-// As `divide`, by whole vectors.
+// The same as `divide`, by whole vectors.
 class Parts {
    public:
     explicit Parts(float scale)
@@ -217,7 +218,7 @@ inline void store_codes(uint8_t* to, __m512i codes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(codes));
 }
 
-// The codes of whole vectors; how many elements that was.
+// Encode whole vectors of 16 elements; return the number of elements done.
 inline int64_t nearest_codes(const float* __restrict values, float scale, const uint32_t* __restrict table,
                              uint8_t* __restrict codes, int64_t count) {
     const Parts parts(scale);
@@ -258,7 +259,7 @@ inline int64_t stochastic_codes(const float*, float, const Tables&, const uint32
 
 #endif
 
-// Whether numbers of which `greatest` is the greatest magnitude can be parts of it.
+// Return whether a block can be divided by its greatest magnitude: it is neither zero, infinite nor NaN.
 inline bool usable(uint32_t greatest) { return greatest != 0 && greatest < INFINITE; }
 
 inline void encode_8bit(const float* __restrict values, const uint32_t* __restrict table, uint8_t* __restrict codes,
@@ -304,7 +305,7 @@ inline void encode_8bit_stochastically(const float* __restrict values, const Tab
     for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;
     look_up(tables.cells, code, cell, count);
     for (int64_t i = 0; i < count; i++) {
-        const float threshold = float(int32_t(chance[i] * 2 + 1));  // x 2^-17: the middles of 2^16 parts of [0, 1]
+        const float threshold = float(int32_t(chance[i] * 2 + 1));  // x 2^-17: midpoints of 2^16 parts of [0, 1]
         codes[i] = uint8_t(code[i] + (scaled[i] - cell[i].end > threshold * cell[i].way));
     }
 }

@@ -1,7 +1,7 @@
-// fp32 and the 16-bit formats by their bits, and a division that leaves the divider alone.
+// Conversions between fp32 and the 16-bit formats, and a division that does not use the CPU's divider.
 #pragma once
 
-#ifdef __AVX512BF16__  // CPUs that are not slowed down by the longest vectors, which compilers shun for the sake of others
+#ifdef __AVX512BF16__  // these CPUs do not slow down with 512-bit vectors, which compilers avoid by default
 #pragma GCC target("prefer-vector-width=512")
 #endif
 
@@ -18,7 +18,7 @@ constexpr bool FUSES = true;
 inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
 constexpr bool FUSES = false;
-inline float fused(float a, float b, float c) { return a * b + c; }  // as torch does there
+inline float fused(float a, float b, float c) { return a * b + c; }  // torch does the same on CPUs without FMA
 #endif
 
 inline uint32_t bits(float value) {
@@ -37,22 +37,22 @@ constexpr uint32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
 inline float from_bf16(uint16_t word) { return number(uint32_t(word) << 16); }
 
-// To nearest even. A NaN would round to infinity; it is cut and made quiet instead.
+// Round to nearest even. A NaN could round to infinity, so it is truncated and made quiet instead.
 inline uint16_t to_bf16(float value) {
     const uint32_t word = bits(value);
     const uint32_t rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
     return uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
 }
 
-// Exponent and mantissa moved into place are the value / 2^112; the product is exact, for subnormals too.
+// Exponent and mantissa shifted into place are the value / 2^112; the product is exact, for subnormals too.
 inline float from_f16(uint16_t word) {
     const uint32_t magnitude = uint32_t(word & 0x7fff) << 13;
     const uint32_t finite = bits(number(magnitude) * 0x1p112f);
     return number((magnitude >= 0x0f800000 ? magnitude | INFINITE : finite) | uint32_t(word & 0x8000) << 16);
 }
 
-// To nearest even; beyond 65504 to infinity. Subnormal results are multiples of 2^-24, which is the last place of
-// numbers in [0.5, 1): adding 0.5 rounds there.
+// Round to nearest even, and to infinity beyond 65504. Subnormal results are multiples of 2^-24, which is the last
+// place of numbers in [0.5, 1), so adding 0.5 rounds correctly.
 inline uint16_t to_f16(float value) {
     const uint32_t magnitude = bits(value) & MAGNITUDE;
     const uint32_t normal = (magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -62,17 +62,17 @@ inline uint16_t to_f16(float value) {
     return uint16_t(word | (bits(value) >> 16 & 0x8000));
 }
 
-// A number that much is divided by. `inverse` + `rest` is 1 / value to twice the precision of fp32.
+// A divisor of many numbers. `inverse` + `rest` is 1 / value to twice the precision of fp32.
 struct Divisor {
     float value, inverse, rest;
     explicit Divisor(float v) : value(v), inverse(1 / v), rest(float(1 / double(v) - double(inverse))) {}
 };
 
-// a / d, correctly rounded, where d is in [2^-60, 1] and a is 0 or its magnitude is in [2^-100, 2^60]: the CPU's divider
-// is the bottleneck here, and this leaves it to divisions by what changes. The first two products are within one last
-// place of a / d; the remainder of that is exact in an FMA, and one correction with the rounded inverse is then
-// correctly rounded (Markstein's theorem; Muller et al., Handbook of Floating-Point Arithmetic, section 4.7). Of a
-// smaller a the last places may be wrong, but not the sign, and only 0 gives 0.
+// Return a / d, correctly rounded if d is in [2^-60, 1] and a is 0 or its magnitude is in [2^-100, 2^60]. The CPU's
+// divider is the bottleneck here, and this leaves it to divisions by varying divisors. The first two products are
+// within one last place of a / d. The remainder of that is exact in an FMA, and one correction with the rounded inverse
+// is then correctly rounded (Markstein's theorem; Muller et al., Handbook of Floating-Point Arithmetic, section 4.7).
+// For a smaller a the last places may be wrong, but not the sign, and only 0 gives 0.
 inline float quotient(float a, const Divisor& d) {
     if (!FUSES) return a / d.value;
     const float close = fused(a, d.inverse, a * d.rest);

@@ -1,4 +1,4 @@
-// Masters in two bytes beside their bf16 weights, a block at a time; split_masters.py defines what these compute.
+// Split masters: 2 bytes in addition to the bf16 weight, a block at a time. split_masters.py is the reference.
 #pragma once
 
 #include "formats.h"
@@ -7,12 +7,12 @@ namespace {
 
 constexpr uint16_t MIDDLE = 0x8000;
 
-// Whether a master lies in the middle and was rounded down, to the even weight that is its own upper half.
+// Return whether a master is at the midpoint and was rounded down, to the even weight that is its upper half.
 inline bool is_tie(uint32_t word) {
     return uint32_t((word & 0x1ffff) == MIDDLE) & uint32_t((word & MAGNITUDE) < INFINITE);
 }
 
-// Write into a block's lower halves where its ties are; how many.
+// Store the positions of a block's ties in its lower halves; return their number.
 inline uint16_t list_ties(const float* master, uint16_t* remainder, int64_t count) {
     bool tie[BLOCK];
     int64_t ties = 0;
@@ -28,7 +28,7 @@ inline uint16_t list_ties(const float* master, uint16_t* remainder, int64_t coun
     return uint16_t(ties);
 }
 
-// The reverse. What a drive has broken gives wrong numbers, and touches nothing else.
+// Reverse `list_ties`. Data damaged on a drive gives wrong numbers, but no access outside the block.
 inline void put_back(uint16_t* remainder, int64_t ties, bool* tie, int64_t count) {
     std::fill(tie, tie + count, false);
     for (int64_t i = 0; i < std::min(ties, count); i++) tie[std::min(int64_t(remainder[i]), count - 1)] = true;

@@ -1,10 +1,10 @@
-// Threads that stay: a call that is shared wakes them, and they wait for the next one.
+// A persistent thread pool for the CPU kernels.
 //
-//     caller   opens the door ── works ── closes it ── waits until nobody is inside
-//     worker        sees it open ── enters, works, leaves ── waits for the next opening: awake a moment, then asleep
+//     caller   opens the door ── works ── closes it ── waits until no worker is inside
+//     worker        sees it open ── enters, works, leaves ── waits for the next opening: spins, then sleeps
 //
-// A worker that comes late finds the door closed and is not waited for. One call at a time; others wait their turn.
-// A fork's child has no threads but the one that forked, and makes its own.
+// A worker that is late finds the door closed, and the caller does not wait for it. Calls are serialised by a mutex.
+// A forked child has only the thread that forked, and creates a new pool.
 #pragma once
 
 #include <pthread.h>
@@ -21,7 +21,7 @@
 
 namespace {
 
-// How long who waits stays awake: longer than Python needs from one page to the next, shorter than anyone would notice.
+// How long a waiting thread spins before it sleeps: longer than Python needs between two pages.
 constexpr std::chrono::microseconds AWAKE(100);
 
 inline void pause() {
@@ -32,7 +32,7 @@ inline void pause() {
 #endif
 }
 
-// Whether `done` came true while awake.
+// Spin for up to AWAKE; return whether `done` became true.
 template <class Condition>
 bool soon(Condition done) {
     const auto end = std::chrono::steady_clock::now() + AWAKE;
@@ -66,26 +66,26 @@ class Crew {
         left_.wait(lock, empty);
     }
 
-    // Have `helpers` threads besides the callers'. A new one has the calling thread's affinity to CPUs.
+    // Ensure that there are `helpers` threads besides the caller's. A new thread inherits the caller's CPU affinity.
     void hire(int helpers) {
         std::lock_guard<std::mutex> mine(turn_);
         have(helpers);
     }
 
    private:
-    // Of the door's bits the upper half counts openings, then OPEN, how many may be inside, and how many are.
+    // The door packs, from the highest bit: 32 bits that count openings, OPEN, how many may be inside, how many are.
     static constexpr uint64_t OPEN = uint64_t(1) << 31, MOST = (1 << 12) - 1;
     static uint32_t opening(uint64_t door) { return uint32_t(door >> 32); }
     static uint64_t inside(uint64_t door) { return door & MOST; }
     static uint64_t may_enter(uint64_t door) { return door >> 12 & MOST; }
 
-    // How many threads there are, once there are `helpers` or the system gives no more.
+    // Start threads until there are `helpers` or the system refuses more; return their number.
     int have(int helpers) {
         while (members_ < helpers && begin()) members_++;
         return members_;
     }
 
-    // One thread more, which takes no signals. Whether there is one.
+    // Start one more thread with all signals blocked; return whether that succeeded.
     bool begin() {
         sigset_t all, before;
         sigfillset(&all);
@@ -129,7 +129,7 @@ class Crew {
     void leave() {
         const uint64_t door = --door_;
         if (inside(door) || (door & OPEN)) return;
-        std::lock_guard<std::mutex> lock(mutex_);  // or the caller could miss it on its way to sleep
+        std::lock_guard<std::mutex> lock(mutex_);  // or the caller could miss the notification as it goes to sleep
         left_.notify_one();
     }
 
@@ -142,7 +142,7 @@ class Crew {
     int members_ = 0, asleep_ = 0;
 };
 
-// Never destroyed: its threads outlive whatever the end of the process destroys.
+// The pool is never destroyed, since its threads may still run while static objects are destroyed at exit.
 std::atomic<Crew*> crew{nullptr};
 
 inline Crew& the_crew() {

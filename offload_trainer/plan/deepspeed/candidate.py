@@ -1,9 +1,8 @@
-"""One placement of stock DeepSpeed in a plan: what it takes, and how long.
+"""One placement of stock DeepSpeed as a plan candidate: its memory, traffic and time bounds.
 
-Derivations: P parameters, T trainable ones, e bytes a weight, W ranks, w of them on this node, which holds w / W of
-what is divided. Items are those of `memory.py`, traffic is what was counted
-(docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
-A GPU's way to the host carries what its rank owns: the rest comes from the other ranks' GPUs.
+With W ranks, w of them on this node, the node has w / W of everything that ZeRO partitions. `memory.py` computes the
+memory items. The traffic follows counted bytes (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md
+compares both with measurements. A GPU's PCIe link carries only what its rank owns: the rest comes from other GPUs.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_count
 
-# By docs/benchmarks/step.md and predictions.md: seconds a parameter that its hooks add to a backward on the CPU, and
-# the speed of its step, of the fused kernel's.
+# Measured (docs/benchmarks/step.md, predictions.md): seconds per parameter that DeepSpeed's hooks add to a backward on
+# the CPU, and the speed of its optimizer step relative to the fused kernel.
 _HOOKS = 8e-9
 _SPEED = 0.47
 
-# Keys that steer its NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
+# Settings of the NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
 TUNING_OF_DRIVES = (
     ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
     ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
@@ -42,7 +41,7 @@ _TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_siz
 
 
 def stock_update_rate(work: Workload, machine: MachineProfile) -> float | None:
-    """Parameters a second of DeepSpeedCPUAdam on a node; None where nothing was timed."""
+    """Return the parameters per second of DeepSpeedCPUAdam on a node, or None if nothing was measured."""
     rate, stock = update_rate(work, machine), machine.rates.update.get("deepspeed")
     if rate is None:
         return None
@@ -51,13 +50,13 @@ def stock_update_rate(work: Workload, machine: MachineProfile) -> float | None:
 
 @dataclass(frozen=True)
 class DeepSpeedCandidate:
-    """One placement, with sizes worked out for it."""
+    """One placement of DeepSpeed, with the buffer sizes computed for it."""
 
     work: Workload
     machine: MachineProfile
     placement: Placement
     section: DeepSpeedSection
-    moments: str  # bitsandbytes' on the GPU where they are 8-bit ones
+    moments: str  # optim.moment_dtype; "8bit" means bitsandbytes on the GPU
 
     @cached_property
     def sizes(self) -> ZeroSizes:
@@ -91,7 +90,7 @@ class DeepSpeedCandidate:
         return self.machine.drives[0].directory if self.machine.drives else None
 
     def _of_node(self, count: int) -> int:
-        """What is divided over all ranks, as far as it lies on one node."""
+        """Return one node's share of `count` elements that are partitioned over all ranks."""
         return -(-count // self.work.nodes)
 
     @property
@@ -100,7 +99,7 @@ class DeepSpeedCandidate:
 
     @cached_property
     def _held(self) -> int:
-        """Weights of a rank where none are divided but by tensor parallel."""
+        """Return the weights of a rank in elements, divided by tensor parallelism only."""
         return weights_held(self._mode, self.work.shape)
 
     @property
@@ -109,7 +108,7 @@ class DeepSpeedCandidate:
 
     @property
     def _trained(self) -> int:
-        """Whose state lies on one node."""
+        """Return the number of parameters whose optimizer state is on one node."""
         if self.work.tensor > 1:
             return -(-self._held_trained * self.work.here // self.work.data)
         return self._of_node(self.work.shape.trainable)
@@ -117,7 +116,7 @@ class DeepSpeedCandidate:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def items(self) -> list[Item]:
-        """What stock DeepSpeed holds at its peak."""
+        """Return stock DeepSpeed's memory at its peak."""
         return StockBytes(
             work=self.work,
             placement=self.placement,
@@ -133,7 +132,10 @@ class DeepSpeedCandidate:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def traffic(self) -> list[Traffic]:
-        """What a step moves: 16 bytes a parameter each way, since it swaps fp32 gradients with the state."""
+        """Return the bytes that a step moves.
+
+        With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
+        """
         work, e, micro, drive = self.work, self.work.item_bytes, self.work.accumulate, self._drive
         trained, total = self._trained, self._of_node(work.shape.parameters)
         own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
@@ -162,9 +164,9 @@ class DeepSpeedCandidate:
         return list(flows(self._mode, self.work, held=self._held, trained=self._held_trained, gathered=gathered))
 
     def bounds(self) -> list[Bound]:
-        """AdamW alone, on the CPU or on the device, and the collectives."""
+        """Return the bounds of AdamW, on the CPU or on the GPU, and of the collectives that overlap computation."""
         hidden = _as_traffic([one for one in self._flows if one.hides != "nothing"], here=self.work.here)
-        return [*self._update(), *zero_bounds(list(hidden), self.machine)]  # the rest comes on top
+        return [*self._update(), *zero_bounds(list(hidden), self.machine)]  # `on_top` has the other collectives
 
     def _update(self) -> list[Bound]:
         if self.machine.gpu is not None and self.placement.optimizer == "gpu":
@@ -186,7 +188,7 @@ class DeepSpeedCandidate:
         return waits
 
     def _head_again(self) -> dict[str, float]:
-        """Seconds that tensor ranks compute what is outside the blocks, each of them all of it."""
+        """Return the extra seconds because every tensor-parallel rank computes all of what is outside the blocks."""
         if self.work.tensor == 1:
             return {}
         found = forecast(self.work, self.machine, (), (), engine="deepspeed").seconds
@@ -220,7 +222,7 @@ class DeepSpeedCandidate:
 
 
 def _as_traffic(moved: Sequence[Collective], *, here: int) -> Iterator[Traffic]:
-    """Bytes through each GPU, and through each node's network, of each phase."""
+    """Yield the bytes of each phase through each GPU, and through each node's network."""
     found: dict[tuple[str, str], float] = {}
     for one in moved:
         for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):

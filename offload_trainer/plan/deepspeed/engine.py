@@ -1,5 +1,6 @@
-"""Stock DeepSpeed in a plan: what it can be asked for, and where it may put things (`candidate.py`: what that
-takes, and how long).
+"""Planning for the stock DeepSpeed engine: check its settings, and list the placements that they allow.
+
+`candidate.py` computes the memory and time of each placement.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.modes import Mode, refusal
 from offload_trainer.plan.workload import Workload
 
-# From the fastest to the roomiest.
+# From the fastest to the one that needs the least memory.
 _PLACEMENTS = (
     Placement("gpu", "gpu"),
     Placement("gpu", "cpu"),
@@ -27,7 +28,10 @@ _PLACEMENTS = (
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """What is wished for. `moments`: bitsandbytes' on the GPU where they are 8-bit ones. `tensor`: AutoTP's ranks."""
+    """The settings of the DeepSpeed engine.
+
+    `moments` is optim.moment_dtype; "8bit" means bitsandbytes on the GPU. `tensor` is the number of AutoTP ranks.
+    """
 
     place: PlacementSection
     section: DeepSpeedSection
@@ -37,7 +41,7 @@ class DeepSpeed:
     name = "deepspeed"
 
     def mistakes(self) -> list[str]:
-        """Of the configuration, one sentence each."""
+        """Return the mistakes in the configuration, one sentence each."""
         place, mistakes = self.place, []
         if len(place.nvme) > 1:
             mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
@@ -47,7 +51,7 @@ class DeepSpeed:
                 "8-bit AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
             )
         if place.params == "nvme" and self.section.prefetch_bucket_size not in ("auto", 0):
-            # Seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
+            # Seen with DeepSpeed 0.19.8, which prefetches a weight twice (`zero_sizes`).
             mistakes.append(
                 "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
                 "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
@@ -70,12 +74,12 @@ class DeepSpeed:
         return mistakes
 
     def packages(self) -> list[tuple[str, str]]:
-        """(wish, package) of what is not part of every installation."""
+        """Return (setting, package) for each package that the settings need and that is not always installed."""
         eight = [("optim.moment_dtype=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
         return [("--engine deepspeed", "deepspeed"), *eight]
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
-        """UserError for what only the machine makes impossible."""
+        """Raise UserError for settings that this machine or this step makes impossible."""
         if machine.gpu is None and work.dtype == "fp16":
             raise UserError(
                 "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
@@ -93,13 +97,13 @@ class DeepSpeed:
 
     @property
     def _zero(self) -> int | None:
-        """The stage that is asked for."""
+        """Return the requested ZeRO stage, or None for `auto`; tensor parallelism implies stage 1."""
         if self.tensor > 1:
             return 1
         return None if self.section.zero_stage == "auto" else self.section.zero_stage
 
     def _refuse_dividing(self, work: Workload) -> None:
-        """UserError where the ranks or the model cannot be divided so."""
+        """Raise UserError if the ranks or the model cannot be divided by `tensor`."""
         wish = f"parallel.tensor={self.tensor}"
         if work.partition and not work.checkpointing:
             raise UserError(
@@ -117,11 +121,11 @@ class DeepSpeed:
             raise UserError(f"{wish}: {reason}")
 
     def _sums_need_ram(self, work: Workload) -> bool:
-        """ZeRO-1 in bf16 with fp32 sums is another class in DeepSpeed, unless its state is in RAM."""
+        """Return whether the state must be in RAM: elsewhere DeepSpeed has another class for ZeRO-1 with fp32 sums."""
         return self._zero == 1 and work.dtype == "bf16" and work.accumulate > 1 and work.sums == "fp32"
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
-        """From the fastest to the roomiest."""
+        """Return the candidates, from the fastest to the one that needs the least memory."""
         found = self._placements(machine)
         if self._zero is not None:
             found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
@@ -141,9 +145,9 @@ class DeepSpeed:
             if params in ("auto", one.params)
             and optimizer in ("auto", one.optimizer)
             and (self.place.nvme or "nvme" not in (one.params, one.optimizer))
-            # Without a GPU "gpu" is host memory: an optimizer there would be DeepSpeed's slower path to the same place.
+            # Without a GPU "gpu" means host memory, and DeepSpeed's path for an optimizer there is slower than "cpu".
             and (machine.gpu is not None or one.optimizer != "gpu" or optimizer == "gpu")
         ]
-        # A wish for one home that none of them has (weights off the GPU, optimizer on it): take it at its word.
+        # A requested combination that is not in the list, such as weights off the GPU and the optimizer on it, is used.
         fallback = Placement("gpu" if params == "auto" else params, "cpu" if optimizer == "auto" else optimizer)
         return found or [fallback]

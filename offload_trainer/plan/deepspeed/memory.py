@@ -1,26 +1,27 @@
-"""Bytes of stock DeepSpeed (0.19.8: stage_1_and_2.py, stage3.py, swap_tensor/), item by item. Pure arithmetic.
+"""Memory of stock DeepSpeed, item by item (0.19.8: stage_1_and_2.py, stage3.py, swap_tensor/). Pure arithmetic.
 
-P parameters, T trainable ones, e bytes a weight, g an element of the sums, W ranks with the same weights; of a rank. b:
-elements in a full gradient bucket, at most T. L: elements of its largest weight, l of the largest part of one whose
-state it has. Held all the time:
+Counts are per rank: P parameters, T of them trainable, e bytes per weight, g per element of the gradient sums, W ranks
+with the same weights. A full gradient bucket has b elements, at most T. The largest weight has L elements, and the
+largest part of a weight whose optimizer state the rank has is l elements. Allocated throughout a step:
 
-    ZeRO-1, 2   e P of weights (those that were flattened are views of the flat ones); with the state in RAM 16 T / W of
-                masters, moments and fp32 gradients, e T / W of new weights on their way, and 2 e L, through which
-                gradients of several micro-batches go; of those e T / W more, or 4 T / W where they are added in fp32
-    ZeRO-3      e P / W of weights, e b, g T / W of gradients, and 16 T / W in RAM; or on a drive, with swap buffers,
-                and 8 T / W of moments in RAM, which are made in the first update and leave in the second one
+    ZeRO-1, 2   e P of weights (parameters are views of flat buffers). With the state in RAM: 16 T / W of masters,
+                moments and fp32 gradients, e T / W of new weights in transfer, and 2 e L of gradients in transfer.
+                Several micro-batches need e T / W more for their sums, or 4 T / W in fp32
+    ZeRO-3      e P / W of weights, e b of bucket, g T / W of gradients, and 16 T / W in RAM. An NVMe optimizer has
+                these on the drive, with swap buffers, and 8 T / W of moments in RAM, which the first update creates
+                and the second one frees
 
-and then the largest of these moments:
+In addition, the largest of these moments counts:
 
-    the model's         activations with gradients that are being made, and weights that ZeRO-3 has gathered
-    a full bucket's     8 l, a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L where it is larger than a
-                        bucket; or what is sent, copied, and once more by gloo: 2 e of b or T / W. With ZeRO-3 all
-                        three, e b even where W = 1, in fp32 on its way to a drive, and the last weight gathered.
-                        Activations are there too where the largest gradient is not the last
-    the first           AutoTP divides weights that were built whole: e P of the whole model
+    model               activations with the gradients that are being computed, and weights that ZeRO-3 has gathered
+    full bucket         8 l for a gradient in fp64 (`set_norm_for_param_grad_in_gpu`), and e L if the largest weight
+                        exceeds a bucket; or the communication copies, which gloo duplicates: 2 e times b or T / W,
+                        whichever is less. ZeRO-3 has all three: e b even for W = 1, fp32 on the way to a drive, and
+                        the last gathered weight. Activations are added if the largest gradient is not the last one
+    start               AutoTP shards weights that were built whole: e P of the whole model
 
-ZeRO-2's bucket is filled as gradients are made, so of the model's moments all of it is counted too: those that are the
-largest at the head of a wide model have less of it. Measured: docs/benchmarks/predictions.md.
+ZeRO-2 fills its bucket while gradients are computed, so the full bucket also counts at the model's moments; a peak at
+the head of a wide model has less of it. docs/benchmarks/predictions.md has measurements.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ from offload_trainer.plan.parallel.modes import Mode, divided, part_held
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-# Resident once it trains, beside tensors and what products take: DeepSpeed imports parts of itself as it begins.
-# Measured on 2 cores of an AMD EPYC, torch 2.13 for CPUs (docs/log.md), libraries' pages included.
+# Resident memory of a process while it trains, without tensors and matmul buffers; DeepSpeed imports more of itself at
+# the start. Measured on 2 cores of an AMD EPYC with torch 2.13 for CPUs, shared library pages included.
 PROCESS = 450_000_000
-# What a CPU's heap keeps of what is freed (malloc_threshold.py), seen and not worked out: of short rows, where glibc
-# keeps it as it likes, bytes for each of those of the weights' gradients, which come and go; of long ones bytes of a
-# process.
-_HOLES = {1: 1.3, 2: 1.3, 3: 0.8}  # by stage
+# Freed memory that the CPU's heap keeps (malloc_threshold.py), measured and not derived. With short rows glibc decides,
+# and it is a multiple of the weight gradients' bytes that depends on the ZeRO stage; with long rows it is a constant.
+_HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
 _ACTIVATIONS = ("activations kept", "block inputs", "activations")
@@ -49,7 +49,10 @@ _ACTIVATIONS = ("activations kept", "block inputs", "activations")
 
 @dataclass(frozen=True)
 class StockBytes:
-    """One placement: of a rank `held` weights, `held_trained` of them trained; `trained`: whose state a node has."""
+    """The memory of one placement.
+
+    A rank has `held` weights, `held_trained` of them trained. A node has the state of `trained` parameters.
+    """
 
     work: Workload
     placement: Placement
@@ -62,7 +65,7 @@ class StockBytes:
     drive: str
 
     def items(self) -> list[Item]:
-        """What a node holds at its peak."""
+        """Return a node's memory at its peak."""
         model = activation_items(
             self._of_rank, device=self.device, gradients=self.placement.stage > 1, waiting=self._waiting
         )
@@ -80,7 +83,7 @@ class StockBytes:
 
     @property
     def _of_rank(self) -> Workload:
-        """The work with what a rank holds of the activations."""
+        """Return the workload with the activations of one tensor-parallel rank."""
         on_gpu, on_cpu = self.work.shape.on_gpu, self.work.shape.on_cpu
         if self.work.tensor == 1 or on_gpu is None or on_cpu is None:
             return self.work
@@ -89,18 +92,18 @@ class StockBytes:
 
     @property
     def _waiting(self) -> int:
-        """A tied head's gradient, until the embedding's is there: one weight here, whose gradient is made once."""
+        """Return the bytes of a tied head's gradient, which waits until the embedding's is added to it."""
         tied = [weight for weight in self.work.shape.weights if weight.trainable and weight.uses > 1]
         return self.work.item_bytes * sum(weight.numel for weight in tied) if self.placement.stage > 1 else 0
 
     @property
     def _sums(self) -> int:
-        """Bytes of an element of the sums of a rank's micro-batches."""
+        """Return the bytes per element of the gradient sums over a rank's micro-batches."""
         return 4 if self.work.accumulate > 1 and self.work.sums == "fp32" else self.work.item_bytes
 
     @property
     def _parts(self) -> list[int]:
-        """Elements of each trained weight on a rank."""
+        """Return the elements of each trained weight on a rank."""
         return [part_held(self.mode, weight) for weight in self.work.shape.weights if weight.trainable]
 
     @property
@@ -109,7 +112,7 @@ class StockBytes:
 
     @property
     def _gathered(self) -> int:
-        """Weights that ZeRO-3 has whole at a time."""
+        """Return the number of weight elements that ZeRO-3 has gathered at a time."""
         return min(self.work.shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)
 
     def _tier(self, home: str) -> str:
@@ -195,7 +198,10 @@ class StockBytes:
     # -- the largest moment -------------------------------------------------------------------------------------------
 
     def _beyond(self, model: int, *, kept: int) -> Sequence[Item]:
-        """What other moments need on the device beyond the model's, which has `model` bytes, `kept` of them inputs."""
+        """Return what other moments need on the device in excess of the model's peak.
+
+        The model's peak has `model` bytes, of which blocks keep `kept` until their backward.
+        """
         e, here = self.work.item_bytes, self.work.here
         if self.placement.stage == 3:
             model += e * self._gathered * here
@@ -207,12 +213,12 @@ class StockBytes:
         return [Item(self.device, "gradients reduced", max(0, full - model), why)]
 
     def _full_buckets(self) -> int:
-        """Bytes beside them, of the ranks of the node that needs most."""
+        """Return the bytes of a full bucket's moment, summed over the ranks of the node that needs the most."""
         of_each = sorted(map(self._full_bucket, self._largest_parts()))
         return sum(of_each[-self.work.here :]) * (self.work.here // min(self.work.here, len(of_each)))
 
     def _full_bucket(self, part: int) -> int:
-        """Of a rank with the state of `part` elements of a weight, and of no larger part."""
+        """Return a rank's bytes at a full bucket's moment; it has the state of up to `part` elements of one weight."""
         e, bucket, alike = self.work.item_bytes, self._bucket, self.mode.data_parallel
         largest = max(self._parts, default=0)
         norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
@@ -225,12 +231,12 @@ class StockBytes:
 
     @property
     def _ends_with_largest(self) -> bool:
-        """Whether nothing of the activations is left when the largest gradient is reduced."""
+        """Return whether all activations are freed when the largest gradient is reduced."""
         parts = self._parts
         return self.held_trained <= self._bucket or max(parts[1:], default=0) < parts[0]
 
     def _largest_parts(self) -> list[int]:
-        """Of each rank with the same weights, elements of the largest part of one whose state it has."""
+        """Return the largest part of a weight whose state each rank has, in elements, for ranks with equal weights."""
         alike = self.mode.data_parallel
         if self.placement.stage == 3:
             return [max((-(-numel // alike) for numel in self._parts), default=0)] * alike

@@ -1,11 +1,11 @@
-"""What stock ZeRO-3 gathers in a micro-batch: its own walk over the modules, step by step. Pure arithmetic.
+"""Simulate how stock ZeRO-3 gathers and releases weights in a micro-batch, to count gathered elements. Pure arithmetic.
 
-DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`, `__params_to_release`), once it
-has recorded the order of modules, which takes a step: a module's weights are gathered where they are not there, then
-those of the next ones, as far as a prefetch bucket and `max_live_parameters` go; behind a module its weights are let
-go, but for those that are used again within `max_reuse_distance` elements, or that prefetching went past. So the last
-blocks of a forward are still there for their backward. Small weights stay, and are gathered once after each update
-(`_post_step` in stage3.py).
+This follows DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`,
+`__params_to_release`), after its first step has recorded the order of modules. Before a module runs, its missing
+weights are gathered. Then those of the next modules are, up to a prefetch bucket and `max_live_parameters`. After it
+ran, its weights are released, except those that are used again within `max_reuse_distance` elements, or that the
+prefetcher has already passed for a later use. So the last blocks of a forward are still gathered for their backward.
+Small weights stay gathered, and are gathered once after each update (`_post_step` in stage3.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload_trainer.plan.shape import ModelShape, Weight
 
 @dataclass(frozen=True)
 class ZeroGathers:
-    """Elements: of each micro-batch in forward and backward, and of the step behind its update."""
+    """Gathered elements: in forward and backward of each micro-batch, and once per step after the update."""
 
     forward: int
     backward: int
@@ -28,7 +28,7 @@ class ZeroGathers:
 
 
 def gathers(shape: ModelShape, sizes: ZeroSizes, *, checkpointing: bool) -> ZeroGathers:
-    """Of all ranks together; a ring brings each of them its part."""
+    """Return the elements gathered by all ranks together; in a ring each rank receives all but its own shard."""
     forward = list(_modules(shape.weights))
     found = {True: 0, False: 0}
     walk = _Walk([*forward, *_backward(forward, checkpointing=checkpointing)], sizes)
@@ -40,7 +40,7 @@ def gathers(shape: ModelShape, sizes: ZeroSizes, *, checkpointing: bool) -> Zero
 
 
 def _modules(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """The weights of each module, in the order of the forward; a tied head comes last."""
+    """Yield the weights of each module in the order of the forward; a tied head comes last."""
     owned: dict[str, list[Weight]] = {}
     for weight in weights:
         owned.setdefault(weight.name.rpartition(".")[0], []).append(weight)
@@ -51,7 +51,7 @@ def _modules(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
 
 
 def _backward(forward: list[list[Weight]], *, checkpointing: bool) -> Iterator[list[Weight]]:
-    """The other way round; where blocks are checkpointed each is computed again before."""
+    """Yield the modules in the order of the backward; a checkpointed block's forward is repeated before it."""
     blocks: dict[str, list[list[Weight]]] = {}
     for place, module in enumerate(forward):
         blocks.setdefault(module[0].unit if module[0].block else f" {place}", []).append(module)
@@ -62,7 +62,7 @@ def _backward(forward: list[list[Weight]], *, checkpointing: bool) -> Iterator[l
 
 
 class _Walk:
-    """Which weights are there, by name, as a micro-batch goes through `modules`."""
+    """The set of gathered weights, by name, while a micro-batch runs through `modules`."""
 
     def __init__(self, modules: list[list[Weight]], sizes: ZeroSizes) -> None:
         self.modules = modules
@@ -70,11 +70,11 @@ class _Walk:
         self._there = {weight.name for module in modules for weight in module if weight.numel <= sizes.persistent}
         self._persistent = frozenset(self._there)
         self._ahead = deque((weight, step) for step, module in enumerate(modules) for weight in module)
-        self._passed = dict[str, int]()  # the last step for which a weight was taken from those ahead
+        self._passed = dict[str, int]()  # the last step for which the prefetcher has taken each weight
         self._live = 0
 
     def fetch(self, step: int) -> int:
-        """Elements gathered at this step, ahead of later ones too."""
+        """Gather the weights of this step and prefetch those of later ones; return the number of elements."""
         module = self.modules[step]
         size = self._gather([weight for weight in module if weight.name not in self._there])
         wanted = {weight.name for weight in module if self._passed.get(weight.name, -1) < step}
@@ -89,7 +89,7 @@ class _Walk:
         return size + self._gather(list(coming.values()))
 
     def release(self, step: int) -> None:
-        """Behind a module."""
+        """Release the weights of this step's module that are not needed again soon."""
         going = {
             weight.name: weight.numel
             for weight in self.modules[step]
@@ -97,7 +97,7 @@ class _Walk:
         }
         seen = 0
         for later in self.modules[step + 1 :]:
-            if not going or seen >= self._sizes.max_live:  # which is max_reuse_distance too (engine/ds_config.py)
+            if not going or seen >= self._sizes.max_live:  # engine/ds_config.py sets max_reuse_distance to the same
                 break
             for weight in later:
                 going.pop(weight.name, None)

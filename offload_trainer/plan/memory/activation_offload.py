@@ -1,6 +1,6 @@
-"""Count the block inputs that activation checkpointing keeps, and place them on the device, in RAM or on drives.
+"""Compute the sizes of the block inputs that activation checkpointing keeps, and their placement in RAM or on drives.
 
-The engine (`offloading/activations/offload.py`) allocates with these numbers, and the plan counts with them.
+The engine (`offloading/activations/offload.py`) allocates with these numbers, and the planner counts with them.
 """
 
 from __future__ import annotations

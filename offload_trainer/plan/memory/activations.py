@@ -19,7 +19,7 @@ class Growth:
     """Bytes as a polynomial of the rows of a micro-batch, the tokens of a row, and the tokens of a piece."""
 
     fixed: float = 0.0  # gradients of weights, until the engine takes them
-    row: float = 0.0
+    row: float = 0.0  # per row
     position: float = 0.0  # per token of a row, for any number of rows
     token: float = 0.0
     square: float = 0.0  # per pair of tokens, for any number of rows: masks
@@ -45,7 +45,7 @@ class Growth:
 class Part:
     """A block, the norm after the blocks, or the head. Moments count memory in addition to what earlier parts keep."""
 
-    kept: Growth  # memory held from its forward until its backward
+    kept: Growth  # memory kept from its forward until its backward
     forward: tuple[Growth, ...]  # moments of its forward that can be the peak
     backward: tuple[Growth, ...]  # moments of its backward, including what its forward kept and its output's gradient
 

@@ -1,6 +1,6 @@
-"""Bytes that every engine needs, item by item, with the reason for each. Pure arithmetic.
+"""Memory that every engine needs (process, CUDA context, activations, checkpoints), item by item. Pure arithmetic.
 
-docs/benchmarks/predictions.md holds them against measurements.
+docs/benchmarks/predictions.md compares these numbers with measurements.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; a machine's free bytes include it
-# Of each GPU what no plan fills: cuBLAS's workspaces, kernels that are loaded when they are first launched, rounding.
+CUDA_CONTEXT = 500_000_000  # GPU memory that the driver takes per process; a machine's free bytes include it
+# The part of each GPU that no plan fills: cuBLAS workspaces, kernels that are loaded on first launch, rounding.
 _RESERVE, _LEAST_RESERVE = 0.01, 500_000_000
-ALLOCATOR = 0.05  # of what comes and goes on a GPU: holes that fit nothing, sizes rounded up; assumed, not measured
-PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
-LIBRARIES = 105_000_000  # of those the pages of files, which processes of one machine share: there once
-PRODUCTS = 32_000_000  # what oneDNN and the allocator keep once products of all shapes ran (20 MB AVX2, 40 AMX)
-CUDA_PROCESS = 1_600_000_000  # more where a GPU computes: CUDA's libraries in host memory; estimated, not measured
+ALLOCATOR = 0.05  # fragmentation and rounding, as a share of temporary GPU memory; assumed, not measured
+PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and the allocator's overhead
+LIBRARIES = 105_000_000  # the part of PROCESS that is file pages, which all processes of a machine share
+PRODUCTS = 32_000_000  # oneDNN's and the allocator's memory after products of all shapes ran (20 MB AVX2, 40 AMX)
+CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process; estimated, not measured
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes on one tier, and what they are."""
+    """Bytes on one tier, with a name and the reason."""
 
     tier: str  # "gpu", "ram" or a directory
     name: str
@@ -36,12 +36,12 @@ class Item:
 
 
 def gpu_reserve(machine: MachineProfile) -> int:
-    """Return the bytes of each GPU that stay free, the larger of a share and a number of bytes."""
+    """Return the bytes of each GPU that stay free: 1 %, at least 500 MB; 0 without a GPU."""
     return max(_LEAST_RESERVE, int(_RESERVE * machine.gpu_bytes)) if machine.gpu is not None else 0
 
 
 def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
-    """Return what stays free of the GPUs of a machine's `here` ranks."""
+    """Return the item for the GPU memory that stays free, for `here` ranks on the machine."""
     if machine.gpu is None:
         return []
     why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces, kernels loaded late"
@@ -49,14 +49,14 @@ def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
 
 
 def cuda_process(device: str) -> int:
-    """What a process takes of RAM beside the usual where `device` computes."""
+    """Return the bytes of RAM that a process needs in addition if a GPU computes."""
     return CUDA_PROCESS if device == "gpu" else 0
 
 
 def process_items(
     device: str, *, here: int = 1, own: int = PROCESS, what: str = "torch and transformers"
 ) -> list[Item]:
-    """Of `here` processes of a machine, each with `own` bytes where it is alone."""
+    """Return the RAM of `here` processes on a machine; `own` is the bytes of a single one, shared pages included."""
     each = own - LIBRARIES + cuda_process(device)
     return [
         Item("ram", "process", each * here, f"interpreter, {what}, in each process"),
@@ -67,12 +67,14 @@ def process_items(
 def activation_items(
     work: Workload, *, device: str, kept: Sequence[Item] = (), gradients: bool = False, waiting: int = 0
 ) -> list[Item]:
-    """What a micro-batch holds at its largest moment (`plan/memory/activations.py`), and what the device's libraries
-    take.
+    """Return the activations at the peak of a micro-batch (`plan/memory/activations.py`), and the libraries' memory.
 
-    `device`: the tier that computes, "gpu", or "ram" on a CPU. `kept`: the blocks' inputs, where they have homes of
-    their own. `gradients`: whether those of weights are counted there, where they do not stay; `waiting`: as `peak_of`
-    has it.
+    Args:
+        work: the step.
+        device: the tier that computes: "gpu", or "ram" on a CPU.
+        kept: items for the blocks' inputs, if the engine offloads them.
+        gradients: count weight gradients from their computation until the engine takes them.
+        waiting: bytes of a tied head's gradient; see `peak_of`.
     """
     shape, rows, world = work.shape, work.micro_batch, work.here
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if device == "gpu" else (shape.on_cpu, shape.tiled_on_cpu)
@@ -123,9 +125,9 @@ def activation_items(
 
 
 def saved_items(work: Workload, *, output: str) -> list[Item]:
-    """Checkpoints on the output's drive: one more than are kept, since the old goes after the new is whole.
+    """Return the item for checkpoints on the output's drive, or for the export if the run makes no checkpoints.
 
-    Where none are made the weights are exported at the end.
+    One checkpoint more than are kept is counted, since an old one is deleted only after the new one is complete.
     """
     if work.checkpoints is None:
         return []
@@ -137,6 +139,6 @@ def saved_items(work: Workload, *, output: str) -> list[Item]:
 
 
 def checkpoint_bytes(work: Workload) -> int:
-    """Bytes of one checkpoint's tensors: masters and moments as they are stored, frozen weights in the run's dtype."""
+    """Return the bytes of a checkpoint: masters and moments as stored, frozen weights in the run's dtype."""
     frozen = work.shape.parameters - work.shape.trainable
     return int(work.state.bytes_each * work.shape.trainable) + work.item_bytes * frozen

@@ -1,4 +1,4 @@
-"""Report plans for several numbers of identical nodes: bytes held and moved per node, and the scaling of tokens/s.
+"""Report plans for several numbers of identical nodes: bytes stored and moved per node, and the scaling of tokens/s.
 
 This is weak scaling: the rows per rank are constant, so the tokens of a step grow with the number of ranks.
 """

@@ -1,27 +1,26 @@
-"""What ranks move for each other in a step: bytes of one node on every link, and their seconds. Pure arithmetic.
+"""Compute the bytes that ranks exchange in a step, per node and link, and the seconds that they wait. Pure arithmetic.
 
-The tiered engine (`offloading/ranks/sharded_gradients.py`, `node_comm.py`): N ranks, n of them on each of K nodes, a
-micro-batches each, weights of e bytes, sums of g. Of a unit T elements are trained, of which S are updated on this node
-and R by a rank:
+This covers the tiered engine (`offloading/ranks/sharded_gradients.py`, `node_comm.py`); stock ZeRO's bytes are in
+`modes.py`. There are N ranks, n of them on each of K nodes, with a micro-batches each, e bytes per weight and g per
+element of the gradient sums. Of a unit, T elements are trained; S of them are updated on this node, and R by one rank:
 
-    outboxes    a n e T written, a n e S read    each rank lays its gradients out, each owner reads its stretch of all
-    sums        g S (2 a N - 1)                  in RAM: written once, then read and written for each that is added
-    network     a (N - n) e S in                 of the gradients of all other nodes' ranks; a n e (T - S) out
-                a n (N - n) w each way           whether each of w weights has got one, from each rank to each
-                e (T - S) in, e (K - 1) S out    new weights, which are whole on each node
-    norms       g (parts of pieces) each way     what a stretch's border cuts off a piece of a weight's norm
-                                                 (`norm_shards.py`): among a node's ranks, and over the network
-    gpus        e (T - R) into each GPU          new weights where they live on the device
-                (n - 1) / n of a fetch           of weights in RAM that come by parts (`weight_transfer.py`), each time
-    meets       a U + D + 5                      for each of U units, D of them with sums on drives, whose norms are
-                                                 taken on the way; for targets and losses, at the sums, the norm, the
-                                                 step
-    agreements  U                                that a unit is home on all ranks, beside the update
+    outboxes    a n e T written, a n e S read    each rank writes its gradients; each owner reads its shard of them all
+    sums        g S (2 a N - 1)                  in RAM: written once, then read and written per further gradient
+    network     a (N - n) e S received           gradients from all ranks of other nodes; a n e (T - S) sent
+                a n (N - n) w each way           flags from each rank to each: which of w weights have a gradient
+                e (T - S) received               new weights, since each node has all weights; e (K - 1) S sent
+    norms       g (parts of pieces) each way     pieces of a weight's norm that a shard boundary cuts
+                                                 (`norm_shards.py`): between ranks of a node, and over the network
+    gpus        e (T - R) into each GPU          new weights that are placed on the device
+                (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_transfer.py`), each time
+    meets       a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
+                                                 units whose sums are on drives, for their norms, and five per step:
+                                                 targets, losses, sums, norm, step
+    agreements  U                                gathers concurrent with the update: a unit is updated on all ranks
 
-Numbers, one for each piece of a norm and what is told at the begin of a step, are little, and not counted. The order of
-additions is one rank's, so nothing is added up before it is sent: n times what a reduction would move.
-
-Stock ZeRO's bytes are in `modes.py`.
+Single numbers (one per piece of a norm, and those at the start of a step) are small and not counted. Gradients are
+added in the order that a single rank would use, so nothing is reduced before it is sent. That takes n times the bytes
+of a reduction.
 """
 
 from __future__ import annotations
@@ -38,13 +37,16 @@ from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-MEETS = 5  # of a step, beside those of units
+MEETS = 5  # barriers per step in addition to those of units
 OUTBOX, NETWORK, GPUS, NORMS = "outboxes", "network", "gpus", "norms"
 
 
 @dataclass(frozen=True)
 class CommCost:
-    """Of a step, on one node: `links` by phase, `sums` bytes of memory traffic in the backward, meets, agreements."""
+    """Communication of one node in a step: bytes by link and phase, and the numbers of barriers and gathers.
+
+    `sums` is the memory traffic of adding gradients in the backward, in bytes.
+    """
 
     links: tuple[Traffic, ...]
     sums: int
@@ -52,7 +54,7 @@ class CommCost:
     agreements: int
 
     def bytes(self, place: str, phase: str) -> tuple[int, int]:
-        """(read, written): of the network and the GPUs what comes in, and what goes out."""
+        """Return (read, written) of a link in a phase; for the network and the GPUs, (received, sent)."""
         found = [one for one in self.links if (one.place, one.phase) == (place, phase)]
         return sum(one.read for one in found), sum(one.written for one in found)
 
@@ -66,9 +68,10 @@ def exchange_of(
     by_parts: Mapping[str, TransferBytes] | None = None,
     node: int = 0,
 ) -> CommCost:
-    """What the ranks of a node move in a step, each weight having got its gradients; nothing where a rank is alone.
+    """Return what the ranks of node `node` move in a step in which every weight has a gradient; all 0 for one rank.
 
-    `ordered`: whether norms are taken as for a GPU; `by_parts`: weights that come so to each device, by phase.
+    `ordered`: norms are computed for a GPU (`norm_shards.py`). `by_parts`: weights that each device receives by
+    all-gather, by phase.
     """
     if work.world == 1:
         return CommCost((), sums=0, meets=0, agreements=0)
@@ -106,7 +109,7 @@ def exchange_of(
 
 
 def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool) -> list[Traffic]:
-    """Parts of pieces of norms that the ranks of a node get and give: among themselves, and over the network."""
+    """Return the traffic of partial norms between the ranks of a node, and over the network."""
     among, got, sent = 0, 0, 0
     for giver, taker, elements in given(units, ranks=work.world, ordered=ordered):
         size = work.gradient_bytes * elements
@@ -117,11 +120,11 @@ def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool)
 
 
 def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
-    """What backward and update wait for on top of all else, one after the other.
+    """Return the waits that add to a phase's slowest bound.
 
-    autograd's thread waits for a unit's gradients, for the other ranks and for the additions before it goes on. What
-    the network brings of gradients has until the next unit's are there, and new weights until the last are computed
-    (`hidden_waits`).
+    The autograd thread waits for a unit's gradients, for the other ranks and for the additions before it continues.
+    Gradients on the network may take until the next unit's gradients are complete, and new weights until the last ones
+    are computed, so those overlap (`hidden_waits`).
     """
     if work.world == 1:
         return []
@@ -131,7 +134,7 @@ def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Boun
 
 
 def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
-    """What goes on beside a phase's own work: gradients on the network; new weights, as each unit has its own."""
+    """Return the transfers that overlap a phase's computation: gradients on the network, and units' new weights."""
     bounds = [*_over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")]
     bounds += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
     to_gpus, _ = moved.bytes(GPUS, "update")
@@ -141,9 +144,9 @@ def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> li
 
 
 def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str, ways: int = 2) -> list[Bound]:
-    """Nothing where nobody knows what a message takes.
+    """Return the seconds of `count` barriers (`ways=2`) or gathers (`ways=1`); empty if the latency is unknown.
 
-    Rank 0 hears of all others in turn and answers them in turn; a gather goes round once.
+    In a barrier rank 0 receives a message from each other rank in turn, and then answers each in turn.
     """
     message = machine.links.message
     if message is None or count == 0:
@@ -152,7 +155,7 @@ def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str
 
 
 def _adding(moved: CommCost, machine: MachineProfile) -> Bound:
-    """Gradients of all ranks into the sums: from outboxes, and from what came of other nodes, which was written too."""
+    """Return the bound of adding all ranks' gradients in RAM; those of other nodes are also written there first."""
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
     rate = machine.rates.memory
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
@@ -160,7 +163,7 @@ def _adding(moved: CommCost, machine: MachineProfile) -> Bound:
 
 
 def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str) -> list[Bound]:
-    """Both ways at once, as networks are."""
+    """Return the bound of simultaneous receiving and sending over a full-duplex network."""
     if not any(ways):
         return []
     rate = machine.links.network
@@ -169,13 +172,13 @@ def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str)
 
 
 def _between_gpus(size: int, machine: MachineProfile, *, phase: str, what: str) -> Bound:
-    """By their own links, or, where they have none, through host memory."""
+    """Return the bound of `size` bytes over the links between GPUs, or through host memory if there are none."""
     rate = machine.links.between_gpus or machine.links.all_to_all or machine.rates.both_ways
     return Bound(phase, None if rate is None else size / rate.value, f"{format_bytes(size)} {what}", "gpus")
 
 
 def zero_bounds(links: Sequence[Traffic], machine: MachineProfile) -> list[Bound]:
-    """What they take, beside the products that they are overlapped with. On a CPU nothing is claimed of them."""
+    """Return the bounds of ZeRO's collectives, which overlap matrix products; empty on a CPU, where none are known."""
     found = []
     for one in links if machine.gpu is not None else ():
         if one.place == NETWORK:

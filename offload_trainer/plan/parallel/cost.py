@@ -1,7 +1,7 @@
-"""What each way to divide a step takes: memory of a GPU and of a node, bytes by link, seconds. Pure arithmetic.
+"""Compute the cost of each parallelism mode: memory of a GPU and a node, bytes by link, and seconds. Pure arithmetic.
 
-Stock ZeRO's words: weights, gradients and activations on the GPU, masters and moments (12 bytes a parameter) there or
-in RAM, where their fp32 gradients are too. `modes.py` has the bytes between ranks.
+The memory model is stock ZeRO's: weights, gradients and activations are on the GPU. Masters and moments (12 bytes per
+parameter) are there too, or in RAM together with fp32 gradients. `modes.py` has the bytes between ranks.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from offload_trainer.plan.time.step_time import forecast
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-_STATE = 12  # bytes a parameter: fp32 master, first and second moment
-_BUCKET = 50_000_000  # elements, as `zero_sizes` has them
-_MOST_ROWS = 64  # in a micro-batch
+_STATE = 12  # bytes per parameter: fp32 master, first and second moment
+_BUCKET = 50_000_000  # elements, as in `zero_sizes`
+_MOST_ROWS = 64  # largest number of rows in a micro-batch
 
 
 @dataclass(frozen=True)
 class ModeCost:
-    """One mode at one micro-batch. Bytes of a step, each way; of a GPU but for `network`, which is a node's."""
+    """The cost of one mode at one micro-batch size. Bytes are per step, direction and GPU; `network` is per node."""
 
     mode: Mode
-    home: Literal["gpu", "cpu"]  # of masters and moments
+    home: Literal["gpu", "cpu"]  # tier of masters and moments
     micro_batch: int
     accumulate: int
     flows: tuple[Collective, ...]
-    offload: tuple[int, int]  # into the GPU, out of it
-    memory: dict[str, int]  # bytes on a GPU
+    offload: tuple[int, int]  # bytes into the GPU and out of it
+    memory: dict[str, int]  # bytes on a GPU by name
     ram: int  # bytes of a node
-    gpu_room: int
-    ram_room: int
-    here: int
-    own_links: bool  # whether GPUs have links of their own
-    seconds: dict[str, float] | None  # of each phase; None where something was not timed
+    gpu_room: int  # available bytes of a GPU
+    ram_room: int  # available bytes of a node
+    here: int  # ranks per node
+    own_links: bool  # there are direct links between GPUs
+    seconds: dict[str, float] | None  # seconds by phase; None if a rate is missing
 
     @property
     def step(self) -> float | None:
@@ -55,12 +55,12 @@ class ModeCost:
 
     @property
     def between(self) -> float:
-        """Bytes through a GPU's own links."""
+        """Return the bytes through a GPU's direct links to other GPUs."""
         return self._sent if self.own_links else 0.0
 
     @property
     def pcie(self) -> float:
-        """Bytes on a GPU's way to the host, the larger way: of GPUs without links all that they send each other too."""
+        """Return the bytes over a GPU's PCIe link in the busier direction, with all traffic if GPUs have no links."""
         return max(self.offload) + (0.0 if self.own_links or self.here == 1 else self._sent)
 
     @property
@@ -77,7 +77,7 @@ class ModeCost:
 
     @property
     def lacks(self) -> str:
-        """What does not fit; nothing where all does."""
+        """Return what does not fit, or ""."""
         found = []
         if self.gpu > self.gpu_room:
             found.append(f"needs {format_bytes(self.gpu)} on each GPU, which has {format_bytes(self.gpu_room)}")
@@ -91,26 +91,26 @@ class ModeCost:
 
 @dataclass(frozen=True)
 class StepRates:
-    """Rates of a step, whatever the mode; None where nothing was timed."""
+    """The rates of a step that do not depend on the mode; None if not measured."""
 
-    forward: float | None  # seconds of the products of all tokens, divided over all ranks
+    forward: float | None  # seconds of the matrix products of all tokens, divided over all ranks
     backward: float | None
-    gpu_update: float  # parameters a second on one GPU; 0: no time is counted
-    cpu_update: float | None  # parameters a second of a node
-    head: float  # share of the products that are outside the blocks
-    gathered: ZeroGathers  # ZeRO-3's in a micro-batch
+    gpu_update: float  # parameters per second on one GPU; 0: its time is not counted
+    cpu_update: float | None  # parameters per second of a node
+    head: float  # share of the matrix products that is outside the blocks
+    gathered: ZeroGathers  # ZeRO-3's all-gathers in a micro-batch
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of the rank that has most, whether ZeRO divides them or not."""
+    """Parameters of the rank with the most, before ZeRO partitions them."""
 
     all: int
     trained: float
 
 
 def stock_rates(work: Workload, machine: MachineProfile) -> StepRates:
-    """For the tokens of `work`."""
+    """Return the rates of a step with the tokens of `work`."""
     products = forecast(work, machine, (), (), engine="deepspeed").seconds
     blocks, head = work.shape.block_flops(seq_len=work.seq_len), work.shape.head_flops()
     on_gpu = machine.rates.update.get("cuda")
@@ -127,9 +127,10 @@ def stock_rates(work: Workload, machine: MachineProfile) -> StepRates:
 
 
 def priced(mode: Mode, work: Workload, machine: MachineProfile, stock: StepRates) -> ModeCost:
-    """A mode at its fastest that fits: of the sizes of a micro-batch, with the state on the GPU or in RAM.
+    """Return a mode with the fastest micro-batch size and placement of the state (GPU or RAM) that fits.
 
-    Where nothing fits, the one that lacks least. `refusal` has said that the step's rows can be divided.
+    If nothing fits, return the one that lacks the fewest bytes. The caller has checked with `refusal` that the step's
+    rows can be divided.
     """
     rows, held = work.tokens // work.seq_len // mode.data, weights_held(mode, work.shape)
     of_rank = RankParameters(held, held * work.shape.trainable / work.shape.parameters)
@@ -154,7 +155,7 @@ def _one(
     home: Literal["gpu", "cpu"],
     held: RankParameters,
 ) -> ModeCost:
-    """`work`: micro-batches of each of the data-parallel ranks, on all nodes as it says."""
+    """Return the cost of a mode; `work` has the micro-batches of each data-parallel rank."""
     share, times = held.trained / mode.data_parallel, work.accumulate if mode.stage > 1 else 1
     own = round(work.item_bytes * share)
     offload = (own, times * own) if home == "cpu" else (0, 0)
@@ -186,7 +187,7 @@ def _one(
 
 
 def _memory(mode: Mode, work: Workload, held: RankParameters, *, state: bool, device: str) -> dict[str, int]:
-    """Bytes on the GPU that needs most, by what they are. `state`: whether masters and moments are there."""
+    """Return the bytes by name on the GPU that needs the most; `state`: masters and moments are there."""
     e, shape = work.item_bytes, work.shape
     sums = 4 if work.accumulate > 1 and work.sums == "fp32" else e
     found = {"weights": e * held.all, "gradients": round(sums * held.trained)}
@@ -208,7 +209,7 @@ def _memory(mode: Mode, work: Workload, held: RankParameters, *, state: bool, de
         checkpointing=work.checkpointing,
         keepers=mode.tensor if work.partition else 1,
     )
-    waiting = min(mode.pipeline, work.accumulate)  # micro-batches whose backward has not come to the first stage
+    waiting = min(mode.pipeline, work.accumulate)  # micro-batches whose backward has not reached the first stage
     found["activations"] = peak.kept * waiting + peak.rest
     if device == "gpu":
         found["CUDA's own"] = CUDA_CONTEXT + int(ALLOCATOR * found["activations"])
@@ -221,7 +222,7 @@ def _memory(mode: Mode, work: Workload, held: RankParameters, *, state: bool, de
 def _seconds(
     one: ModeCost, work: Workload, machine: MachineProfile, stock: StepRates, *, share: float
 ) -> dict[str, float] | None:
-    """Of each phase; None where a rate that it needs is not known."""
+    """Return the seconds of each phase, or None if a rate is unknown."""
     mode = one.mode
     whole = 1 + (mode.tensor - 1) * stock.head  # each rank of a tensor group computes all of the head
     idle = (work.accumulate + mode.pipeline - 1) / work.accumulate
@@ -246,7 +247,10 @@ def _seconds(
 def _moved(
     one: ModeCost, machine: MachineProfile, *, phase: str, computing: float, micro: int
 ) -> tuple[float, float] | None:
-    """Seconds that hide behind the phase's products, and those that come on top; None where a link is not known."""
+    """Return the communication seconds that overlap the phase's products, and those that add to it.
+
+    Return None if the rate of a link is unknown.
+    """
     hidden = on_top = 0.0
     for flow in one.flows:
         if flow.phase != phase:

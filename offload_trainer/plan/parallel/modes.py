@@ -1,30 +1,30 @@
-"""Ways to divide a step over N ranks, and the bytes that each moves between them. Pure arithmetic.
+"""Enumerate the parallelism modes of N ranks, and compute the bytes that each moves between them. Pure arithmetic.
 
-N = T S P D: T ranks share each product of a block (tensor), S the tokens of each row (sequence), P have some of the
-blocks each (pipeline), D have rows of their own (data). W weights of e bytes on a rank, Z = D S ranks have the same
-ones, between which ZeRO divides; M micro-batches of t tokens a step for each of D; h hidden elements;
-r(n) = (n - 1) / n.
-Bytes that leave each GPU, and come into it, in a step:
+N = T S P D: T ranks share each matrix product of a block (tensor), S the tokens of each row (sequence), P have a part
+of the blocks each (pipeline), D have different rows (data). A rank has W weights of e bytes. Z = D S ranks have the
+same weights, and ZeRO partitions over them. Each of D takes M micro-batches of t tokens per step. There are h hidden
+elements; r(n) = (n - 1) / n. Each GPU sends, and receives, this many bytes in a step:
 
-    ZeRO-1      r(Z) e W of gradients once, r(Z) e W of new weights (each rank's part reduced to it, and gathered)
-    ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights; twice the gradients where DeepSpeed is left to
-                all-reduce whole buckets (0.19.8, stage_1_and_2.py, `average_tensor`), as engine/ds_config.py does not
-    ZeRO-3      3 M r(Z) e W: gathered in forward and backward, scattered (Rajbhandari et al. 2020, section 7); less
-                what DeepSpeed does not gather again (`zero_gathers.py`)
-    tensor      2 r(T) e t h for each all-reduce, M times: 2 a block in the forward (Shoeybi et al. 2019, section 3);
-                in the backward as many as its products that divide their outputs, since DeepSpeed's AutoTP adds up the
-                gradient of each one's input by itself (Megatron: 2), and 1 more where the block is computed again,
-                which ends with the last thing that autograd keeps; r(T) e t h M more for each block whose input each
-                rank keeps a part of, which is gathered then (Rajbhandari et al. 2020, section 6.1)
+    ZeRO-1      r(Z) e W of gradients once (reduce-scatter), r(Z) e W of new weights (all-gather)
+    ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights. Twice the gradients if DeepSpeed all-reduces whole
+                buckets (0.19.8, stage_1_and_2.py, `average_tensor`), which engine/ds_config.py avoids
+    ZeRO-3      3 M r(Z) e W: all-gather in forward and backward, reduce-scatter (Rajbhandari et al. 2020, section 7),
+                less what DeepSpeed does not gather again (`zero_gathers.py`)
+    tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
+                The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
+                gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd
+                saves. r(T) e t h M more for each block whose checkpointed input is partitioned, since it is gathered
+                again (Rajbhandari et al. 2020, section 6.1)
     sequence    r(S) e t / S for each element of queries, keys, values and results of all heads, M times in each of
                 forward, backward and recomputation (DeepSpeed Ulysses, Jacobs et al. 2023, section 3.2)
-    pipeline    e t h to the next, as much back, M times; of M + P - 1 turns P - 1 are idle (Huang et al. 2019, 2.3)
-    offload     e W / Z of gradients to the host, of ZeRO-2 and 3 M times, e W / Z of weights back
+    pipeline    e t h to the next stage and as much back, M times; P - 1 of M + P - 1 slots are idle (Huang et al. 2019,
+                2.3)
+    offload     e W / Z of gradients to the host (M times with ZeRO-2 and 3), e W / Z of weights back
 
-Ranks of a tensor group are neighbours, then those of a sequence, of data, of the pipeline. A ring that goes through a
-node enters and leaves it once, and as many rings do as its ranks lie apart. ZeRO's collectives and a pipeline's sends
-hide behind products, ZeRO-1's behind those of the last micro-batch; those of tensor and sequence do not
-(`cost.py` has memory and seconds, `table.py` says which is the fastest).
+Ranks of a tensor group are adjacent; then come those of a sequence, of data, and of the pipeline. A ring that spans
+nodes enters and leaves each node once, and a node is crossed by as many rings as the rank distance within a group.
+ZeRO's collectives and a pipeline's sends overlap matrix products, those of ZeRO-1 only the last micro-batch's; those of
+tensor and sequence do not overlap. `cost.py` has memory and seconds, `table.py` the comparison.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Mode:
-    """How N ranks divide a step. `stage`: ZeRO's, over the ranks that have the same weights."""
+    """A division of a step over ranks. `stage` is the ZeRO stage over the ranks with the same weights."""
 
     data: int = 1
     stage: int = 1
@@ -55,7 +55,7 @@ class Mode:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with the same weights."""
+        """Return the number of ranks with the same weights."""
         return self.data * self.sequence
 
     @property
@@ -70,7 +70,7 @@ class Mode:
 
     @property
     def words(self) -> str:
-        """What makes this package run it; nothing where nothing does."""
+        """Return the command-line settings that run this mode, or "" if this package cannot run it."""
         if self.pipeline > 1:
             return ""
         if self.tensor > 1:
@@ -80,24 +80,24 @@ class Mode:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective, of a whole step: `bytes` each way through each GPU, in groups of `group` ranks."""
+    """All collectives of one kind in a step."""
 
     what: str
     phase: str
-    bytes: float
-    count: int  # collectives
-    group: int
-    apart: int  # places between neighbours of a group
+    bytes: float  # total bytes each way through each GPU
+    count: int  # number of collectives
+    group: int  # ranks per group
+    apart: int  # rank distance between neighbours of a group
     kind: Literal["ring", "all-to-all", "send"] = "ring"
-    hides: Literal["all", "last", "nothing"] = "all"  # behind the phase's products, those of the last micro-batch
+    hides: Literal["all", "last", "nothing"] = "all"  # overlaps the phase's products, or only the last micro-batch's
 
-    one_way: bool = False  # out of a rank, or into it, and in another phase the other way
+    one_way: bool = False  # a rank only sends or only receives in this phase, and does the opposite in another one
 
     def network(self, here: int) -> float:
-        """Bytes of it each way through the network of a node that has `here` ranks."""
+        """Return the bytes each way through the network of a node with `here` ranks."""
         if self.group * self.apart <= here:
             return 0.0
-        inside = max(1, here // self.apart)  # of a group's ranks on the node
+        inside = max(1, here // self.apart)  # ranks of one group on the node
         if self.kind == "all-to-all":
             return self.bytes * here * (self.group - inside) / (self.group - 1)
         return self.bytes * min(self.apart, here)
@@ -107,9 +107,9 @@ class Collective:
 
 
 def modes(world: int) -> Iterator[Mode]:
-    """Those that people run: each ZeRO alone, and each other division by itself and with the ZeRO that goes with it.
+    """Yield the modes in common use: each ZeRO stage alone, and tensor and pipeline parallelism combined with ZeRO-1.
 
-    Not sequence parallel, which is the tiered engine's and has its own plan.
+    Sequence parallelism is left out: only the tiered engine has it, with plans computed separately.
     """
     for stage in (1, 2, 3):
         yield Mode(data=world, stage=stage)
@@ -125,7 +125,7 @@ def modes(world: int) -> Iterator[Mode]:
 
 
 def refusal(mode: Mode, shape: ModelShape, *, rows: int, seq_len: int) -> str:
-    """Why the model, or the rows of a step, cannot be divided so; nothing where they can."""
+    """Return why the model, or the rows of a step, cannot be divided in this mode, or "" if they can."""
     if rows % mode.data:
         return f"{rows} rows a step are not a multiple of {mode.data} data-parallel ranks"
     if mode.pipeline > shape.layers:
@@ -146,7 +146,10 @@ def refusal(mode: Mode, shape: ModelShape, *, rows: int, seq_len: int) -> str:
 
 
 def weights_held(mode: Mode, shape: ModelShape) -> int:
-    """Weights of the rank that has most: matrices of blocks divided by T, blocks by P; embeddings and head whole."""
+    """Return the weights of the rank with the most, in elements, before ZeRO partitions them.
+
+    Matrices of blocks are divided by T, blocks by P; embeddings and head are whole.
+    """
     matrices = sum(weight.numel for weight in shape.weights if weight.block and _is_divided(weight))
     vectors = sum(weight.numel for weight in shape.weights if weight.block and not _is_divided(weight))
     blocks = -(-shape.layers // mode.pipeline) / shape.layers * (matrices / mode.tensor + vectors)
@@ -160,7 +163,7 @@ def weights_held(mode: Mode, shape: ModelShape) -> int:
 
 
 def part_held(mode: Mode, weight: Weight) -> int:
-    """Elements of it on a rank whose tensor group divides it, or all."""
+    """Return the elements of a weight on one rank of a tensor-parallel group."""
     return -(-weight.numel // mode.tensor) if weight.block and _is_divided(weight) else weight.numel
 
 
@@ -169,7 +172,7 @@ def _is_divided(weight: Weight) -> bool:
 
 
 def columns(shape: ModelShape) -> int:
-    """Of the largest block's matrices those that divide their outputs; all but two, where nobody knows."""
+    """Return the most column-split matrices in a block. If splits are unknown, assume that all but two are."""
     counts: dict[str, int] = {}
     for weight in shape.weights:
         if weight.split == "column" and len(weight.shape) > 1:
@@ -183,16 +186,21 @@ def columns(shape: ModelShape) -> int:
 
 
 def _part(count: int) -> float:
-    """What a ring of so many moves through each, of all."""
+    """Return the share of a tensor that a ring of `count` ranks moves through each rank."""
     return (count - 1) / count
 
 
 def flows(
     mode: Mode, work: Workload, *, held: int, trained: float, gathered: ZeroGathers | None = None
 ) -> Iterator[Collective]:
-    """Of one rank in a step. `work`: micro-batches of a data-parallel rank; of `held` weights `trained` are trained.
+    """Yield the collectives of one rank in a step.
 
-    `gathered`: ZeRO-3's weights in a micro-batch; None: all in both passes, as its paper has it.
+    Args:
+        mode: the division over ranks.
+        work: the micro-batches of a data-parallel rank.
+        held: weights on the rank, in elements.
+        trained: how many of them are trained.
+        gathered: what ZeRO-3 gathers in a micro-batch; None: all weights in both passes, as in its paper.
     """
     yield from _of_zero(mode, work, trained=trained, gathered=gathered or ZeroGathers(held, held, 0))
     micro, e, blocks = work.accumulate, work.item_bytes, -(-work.shape.layers // mode.pipeline)
@@ -222,23 +230,29 @@ def flows(
 
 
 def heads_elements(mode: Mode, shape: ModelShape) -> float:
-    """Elements of a token in queries, keys, values and results; heads of keys are repeated till ranks divide them."""
+    """Return the elements per token in queries, keys, values and results.
+
+    Key and value heads are replicated until their number is a multiple of the sequence-parallel ranks.
+    """
     return _of_all_heads(shape) * (2 + 2 * _sent(mode, shape))
 
 
 def kept_elements(mode: Mode, shape: ModelShape) -> float:
-    """Of those what a block keeps beside what it keeps of whole rows: the result once more, and keys as repeated."""
+    """Return the elements per token that a block keeps in addition for its backward under sequence parallelism.
+
+    These are a second copy of the attention result, and the replicated keys and values.
+    """
     own = shape.key_heads / shape.heads if shape.heads and shape.key_heads else 1.0
     return _of_all_heads(shape) * (1 + 2 * max(0.0, _sent(mode, shape) - own))
 
 
 def _of_all_heads(shape: ModelShape) -> float:
-    """Elements of a token in what attention gives."""
+    """Return the elements per token of attention's output."""
     return max(shape.attention, default=0) / 2 or shape.hidden
 
 
 def _sent(mode: Mode, shape: ModelShape) -> float:
-    """Elements of keys that are sent, as of values, for each of queries."""
+    """Return the elements of keys (and of values) that are sent, per element of queries."""
     known = shape.heads and shape.key_heads
     return min(1.0, math.lcm(shape.key_heads, mode.sequence) / shape.heads) if known else 1.0
 
@@ -263,7 +277,10 @@ def _of_zero(mode: Mode, work: Workload, *, trained: float, gathered: ZeroGather
 
 
 def divided(counted: Activations, mode: Mode) -> Activations:
-    """What a rank of a tensor group, or a pipeline, holds of them: inside blocks 1 / T, and two hidden states whole."""
+    """Return the activations of one tensor- and pipeline-parallel rank.
+
+    Inside blocks a rank has 1 / T, except for two hidden states, which are whole. It has 1 / P of the blocks.
+    """
     left = (1 - 1 / mode.tensor) * 2
 
     def inside(one: Growth) -> Growth:
@@ -279,7 +296,11 @@ def divided(counted: Activations, mode: Mode) -> Activations:
 
 
 def link_seconds(flow: Collective, machine: MachineProfile, *, here: int) -> float | None:
-    """Inside a node and between nodes at once; inside by what `bench` found between ranks, where no file says."""
+    """Return the seconds of a collective, or None if a rate is unknown.
+
+    Transfers within a node and between nodes overlap. Within a node this uses the machine's rate between GPUs, else
+    the benchmark's rate of collectives, else copies through host memory.
+    """
     measured = machine.links.all_gather if flow.kind == "ring" else machine.links.all_to_all
     inside = machine.links.between_gpus or measured or machine.rates.both_ways
     through = flow.network(here)

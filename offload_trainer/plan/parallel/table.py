@@ -1,4 +1,8 @@
-"""Which way to divide a step is the fastest, for these links and from which tokens on: a table, and JSON."""
+"""Compare all parallelism modes for a number of ranks, as the table or JSON of `plan --parallel`.
+
+The comparison has each mode's memory, bytes per link and seconds, and the tokens per step from which on each is the
+fastest.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +19,50 @@ from offload_trainer.plan.tiered.sequence_parallel import all_to_alls
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_ROWS = (1, 8, 64, 512)  # of a step, on each rank, for which the fastest mode is looked for
+_ROWS = (1, 8, 64, 512)  # rows per rank and step for which the fastest mode is determined
 _COLUMNS = ("mode", "rows", "state", "GPU", "RAM", "PCIe", "GPU links", "network", "collectives", "step", "runs with")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mode: bytes held on a GPU and a node; moved in a step each way by a GPU, and by a node over its network."""
+    """One mode in the table. Bytes moved are per step and direction."""
 
     name: str
-    words: str  # what runs it here; nothing: nothing does
+    words: str  # command-line settings that run the mode; "": this package cannot run it
     micro_batch: int
     accumulate: int
-    state: str  # "gpu", "cpu", or as the tiered engine says
-    gpu_bytes: int
-    ram_bytes: int
-    pcie_bytes: int
-    link_bytes: int
-    network_bytes: int
+    state: str  # placement of the optimizer state: "gpu", "cpu" or "nvme"
+    gpu_bytes: int  # per GPU
+    ram_bytes: int  # per node
+    pcie_bytes: int  # per GPU
+    link_bytes: int  # per GPU
+    network_bytes: int  # per node
     collectives: int | None  # None: not counted
-    seconds: float | None  # of a step
-    lacks: str  # what does not fit
+    seconds: float | None  # seconds per step; None: a rate is missing
+    lacks: str  # a sentence about what does not fit, or ""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every mode for one number of tokens, the fastest first; which ones win for more and fewer; what cannot be."""
+    """All modes for one number of tokens per step, the fastest first."""
 
     rows: tuple[Row, ...]
-    refused: tuple[tuple[str, str], ...]
-    wins: tuple[tuple[int, str], ...]  # from so many tokens a step on, this one is the fastest
+    refused: tuple[tuple[str, str], ...]  # (mode, reason) of modes that cannot divide the model or the rows
+    wins: tuple[tuple[int, str], ...]  # (tokens per step, the mode that is fastest from there on)
     tokens: int
     world: int
     nodes: int
     assumptions: tuple[str, ...]
 
     def refuse(self) -> None:
-        """UserError where nothing fits."""
+        """Raise UserError if no mode fits."""
         if all(row.lacks for row in self.rows):
             raise UserError(
                 "no way to divide this step fits: " + "; ".join(f"{r.name} {r.lacks}" for r in self.rows[:1])
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The contract of `plan --parallel --json`. Seconds are null where the machine has not been timed."""
+        """Return the output of `plan --parallel --json`, a stable format. Seconds are null if a rate is missing."""
         fit = [row for row in self.rows if not row.lacks]
         return {
             "tokens_per_step": self.tokens,
@@ -72,7 +76,7 @@ class Comparison:
         }
 
     def describe(self) -> str:
-        """The same as a person reads it."""
+        """Return the comparison as a text table."""
         cells = [list(_COLUMNS), *(_cells(row) for row in self.rows if not row.lacks)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
         told = [f"{format_count(self.tokens)} tokens a step, {self.world} ranks on {self.nodes} node(s)"]
@@ -99,11 +103,14 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-Ours = Callable[[int, int], Plan | str]  # the tiered engine's plan: of so many tokens, so many ranks that share rows
+Ours = Callable[[int, int], Plan | str]  # (tokens, sequence-parallel ranks) -> the tiered engine's plan, or a reason
 
 
 def compare(work: Workload, machine: MachineProfile, *, ours: Ours) -> Comparison:
-    """For the tokens of `work`. `ours` says in words why there can be no plan; nothing where rows do not divide."""
+    """Compare all modes for the tokens of `work`.
+
+    `ours` returns the tiered engine's plan, the reason why it has no plan, or "" if the rows cannot be divided.
+    """
     rows, refused = _rows(work, machine, stock=stock_rates(work, machine), ours=ours)
     wins = list[tuple[int, str]]()
     for rows_a_rank in _ROWS:
@@ -126,7 +133,7 @@ def compare(work: Workload, machine: MachineProfile, *, ours: Ours) -> Compariso
 def _rows(
     work: Workload, machine: MachineProfile, *, stock: StepRates, ours: Ours
 ) -> tuple[list[Row], list[tuple[str, str]]]:
-    """From the fastest on, what does not fit last; and what the model or the rows cannot be divided into."""
+    """Return the rows, fastest first and those that do not fit last, and (mode, reason) of the impossible modes."""
     rows, refused = list[Row](), list[tuple[str, str]]()
     for count in (count for count in range(1, work.world + 1) if work.world % count == 0):
         step = replace(work, sequence=count)
@@ -170,7 +177,7 @@ def _tiered(work: Workload) -> str:
 
 
 def _of_plan(plan: Plan, work: Workload, machine: MachineProfile) -> Row:
-    """The tiered engine's, of ranks or groups with rows of their own: its own plan, and all that it does by itself."""
+    """Return the row of the tiered engine's plan."""
     step = replace(work, micro_batch=plan.micro_batch, accumulate=1)
     step = replace(step, accumulate=plan.tokens_per_step // step.tokens)
 

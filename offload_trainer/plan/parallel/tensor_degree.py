@@ -1,4 +1,4 @@
-"""Choose the number of tensor-parallel ranks for `parallel.tensor=auto`: try each divisor of a node's ranks."""
+"""Enumerate the numbers of tensor-parallel ranks that `parallel.tensor=auto` tries: the divisors of a node's ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload_trainer.units import format_seconds
 
 
 def tensor_of(section: ParallelSection) -> int:
-    """Return the number of tensor-parallel ranks; 1 while `auto` is undecided."""
+    """Return the number of tensor-parallel ranks; 1 while `auto` is unresolved."""
     return 1 if section.tensor == "auto" else section.tensor
 
 

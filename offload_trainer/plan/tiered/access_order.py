@@ -1,8 +1,8 @@
 """Determine the order in which a forward and a backward use the weights of the model's units.
 
-    recorded     `shape.order`, recorded by a run on meta tensors (`model/meta/access_trace.py`), if it differs from the
-    next one registered   modules before the blocks, blocks, modules after them, and tied embeddings again as the head.
-    The
+    recorded     `shape.order`, recorded by a run on meta tensors (`model/meta/access_trace.py`), if it differs from
+                 the registered order
+    registered   modules before the blocks, blocks, modules after them, and tied embeddings again as the head. The
                  backward uses the reverse without the modules before the blocks, since embeddings need no weights
 
 Inside a divided block the order comes from a trial with a tiny model (`shape.needs`). Pure arithmetic.

@@ -1,8 +1,8 @@
-"""Our engine in a plan: what it can be asked for, where it may put things, what that takes and how long.
+"""Planning for the tiered engine: check its settings, list the placements that they allow, and compute their cost.
 
-Candidates go from the fastest to the roomiest: everything on the GPU, where that is left open; then weights on the
-device, in RAM, on drives, and gradients too. Each has as much of the optimizer state on the GPU as fits, then in RAM,
-unless that is given.
+Candidates are ordered from the fastest to the one that needs the least memory: first everything on the GPU, then
+weights on the device, in RAM or on drives, and gradients likewise. Unless the shares are set, each candidate has as
+much of the optimizer state on the GPU as fits, then as much in RAM as fits, and the rest on drives.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_count, format_seconds
 
-WORTH = 0.05  # of a step, that another way of the update must gain to be chosen; forecasts are not that exact
+WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
 
 
 @dataclass(frozen=True)
 class Tiered:
-    """What is wished for."""
+    """The settings of the tiered engine."""
 
     place: PlacementSection
     section: TieredSection
     inputs: object  # model.offload_activations
-    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # of other plans of the same model
+    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # cached from plans of the same model
 
     name = "tiered"
 
     def mistakes(self) -> list[str]:
-        """Of the configuration, one sentence each."""
+        """Return the mistakes in the configuration, one sentence each."""
         place = self.place
         mistakes = self._not_with_ranks(place.gpus)
         if place.gradients == "nvme" and not place.nvme:
@@ -70,7 +70,7 @@ class Tiered:
         return mistakes
 
     def _not_with_ranks(self, world: int) -> list[str]:
-        """What several ranks do not carry out, one sentence each."""
+        """Return the settings that several ranks do not support, one sentence each."""
         place = self.place
         if world == 1:
             return []
@@ -86,11 +86,11 @@ class Tiered:
         ]
 
     def packages(self) -> list[tuple[str, str]]:
-        """(wish, package) of what is not part of every installation."""
+        """Return (setting, package) for each package that the settings need and that is not always installed."""
         return [("tiered.io=async_io", "deepspeed")] if self.section.io == "async_io" else []
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
-        """UserError for what only the machine, or the launcher's number of ranks, makes impossible."""
+        """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
         if impossible := self.impossible(work):
             raise UserError("; ".join(impossible))
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
@@ -98,7 +98,7 @@ class Tiered:
             raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
 
     def impossible(self, work: Workload) -> list[str]:
-        """What such a step does not carry out, one sentence each."""
+        """Return the settings that a step of this workload does not support, one sentence each."""
         return [
             *self._not_with_ranks(work.world),
             *self._not_remainders(work),
@@ -108,7 +108,7 @@ class Tiered:
         ]
 
     def _not_in_a_session(self, work: Workload) -> list[str]:
-        """What somebody else's loop does not allow; it keeps nothing in a run directory."""
+        """Return the settings that a `Session` (the user's own training loop) does not support."""
         if work.checkpoints is not None:
             return []
         wishes = {
@@ -124,7 +124,10 @@ class Tiered:
         return [f"{wish}: {why}; leave it out" for wish, (wanted, why) in wishes.items() if wanted]
 
     def _not_remainders(self, work: Workload) -> list[str]:
-        """Where a master's weight is not bf16, or not at hand as it was when its page is read: one sentence at most."""
+        """Return why masters cannot be split, at most one sentence.
+
+        Split masters need bf16 weights that are unchanged when the page of the state is read.
+        """
         if self.section.master_format != "split":
             return []
         reasons = {
@@ -151,7 +154,7 @@ class Tiered:
             if one.sizes.gpu_fraction == 1:
                 everything = replace(one.sizes, gradients="gpu")
                 one = replace(one, placement=replace(placement, optimizer="gpu"), sizes=everything)
-            if one not in found:  # all on the GPU comes twice where it fits
+            if one not in found:  # "everything on the GPU" occurs twice if it fits
                 found.append(one)
         return found
 
@@ -169,9 +172,9 @@ class Tiered:
         return sized(shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
-        """Homes of weights and gradients, from the fastest to the roomiest.
+        """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.
 
-        Sums of several micro-batches are best kept where they are added, on the GPU.
+        With several micro-batches, sums on the GPU are the fastest, since gradients are accumulated there.
         """
         place = self.place
         params: list[Tier] = ["gpu", "nvme"]  # without a GPU the device's memory is RAM already
@@ -194,15 +197,15 @@ class Tiered:
 
 @dataclass(frozen=True)
 class TieredCandidate:
-    """Homes and sizes, and everything that follows from them."""
+    """One placement of the tiered engine with its sizes, and the memory, traffic and time that follow from them."""
 
     work: Workload
     machine: MachineProfile
     placement: Placement
     sizes: TierSizes
     layouts: Layouts = field(compare=False, repr=False)
-    take: Take = "auto"  # how weights in RAM were asked to come to several devices
-    may_overlap: bool = False  # the update may run behind the next forward, where that is worth it
+    take: Take = "auto"  # tiered.weight_transfer
+    may_overlap: bool = False  # the update may overlap the next forward if that gains enough
 
     title, cannot_save = "tiered engine", None
 
@@ -268,9 +271,9 @@ class TieredCandidate:
         return [*waits(self._exchange, self.work, self.machine), *sequence_waits(self.work, self.machine)]
 
     def bounds(self) -> list[Bound]:
-        """AdamW alone, on the GPU's share and on what is left to the CPU, and the adding of gradients in RAM.
+        """Return the bounds of the optimizer on GPU and CPU, of transfers between ranks, and of adding gradients.
 
-        What ranks wait for comes on top of these, and stands here where it is not known.
+        Waits between ranks are in `on_top`; those of unknown duration are bounds here, so that the phase is unknown.
         """
         memory, added = self.machine.rates.memory, bytes_of_additions(self.work, self.units, self._laid_out)
         bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
@@ -279,17 +282,20 @@ class TieredCandidate:
         if self.placement.params != "gpu" and self.sizes.unit_buffers == 1:
             bounds += in_turn(self.work, self.machine, self.traffic())
         if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
-            # Where the CPU computes it takes turns with that, as it was seen to.
+            # If the CPU computes the model, adding alternates with computing, as measurements show: no separate bound.
             bounds.append(Bound("backward", added / memory.value, "adding gradients in RAM", "memory"))
         return bounds
 
     def _updates(self) -> list[Bound]:
-        """Kernels were timed with 16-bit gradients, by AdamW: Lion, which moves fewer bytes, is taken to be as fast."""
+        """Return the bounds of the update kernels on GPU and CPU.
+
+        Rates were measured with AdamW and 16-bit gradients. Lion, which moves fewer bytes, is assumed to be as fast.
+        """
         work, rates, bounds = self.work, self.machine.rates.update, []
         on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
         trained = work.shape.trainable / work.nodes
         inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
-        moved, title = 2 * work.state.bytes_each + 2, work.state.rule.title  # of memory, beside the gradient
+        moved, title = 2 * work.state.bytes_each + 2, work.state.rule.title  # bytes per parameter without the gradient
         longer = (moved + work.gradient_bytes) / (moved + 2)
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
@@ -317,21 +323,24 @@ class TieredCandidate:
 
     @property
     def _costs_nothing(self) -> bool:
-        """Whether an update behind the next forward is taken where no seconds are known.
+        """Return whether to overlap the update with the next forward if no seconds are known.
 
-        It changes no bit and needs no more room. Drives would otherwise wait for the forward, and a CPU that computes
-        the model has to have a core for each rank's update besides.
+        Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the CPU
+        computes the model, there must be more cores than ranks, since each rank's update needs a core too.
         """
         return self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
 
     def behind(self, found: Forecast) -> Forecast:
-        """Of the same in line, with the update behind the next forward."""
+        """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
         micro, gpu = self.work.accumulate, self.machine.gpu is not None
         hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
         return replace(found, behind=True, hidden=hidden)
 
     def _ahead(self, found: Forecast, hidden: float) -> Forecast:
-        """With an update that begins behind the backward; `hidden`: seconds of one that does not."""
+        """Return the forecast of an update that starts during the backward.
+
+        `hidden` is the seconds hidden by an update that overlaps only the next forward.
+        """
         micro, gpu = self.work.accumulate, self.machine.gpu is not None
         pages = self._laid_out.pages
         share, last = share_on_drives(pages), share_that_is_last(self.units, pages)
@@ -372,7 +381,7 @@ class TieredCandidate:
         return notes
 
     def _note_of_take(self) -> list[str]:
-        """How weights in RAM come to the devices of a node, or why they do not as was asked."""
+        """Return a note on how weights in RAM reach the devices of a node, or why the setting has no effect."""
         ranks, largest = self.work.here, max(unit.elements for unit in self.units)
         if self.placement.params == "cpu" and ranks > 1 and (self.machine.gpu is not None or self.sizes.by_parts):
             size, by_parts = self.work.item_bytes, self.sizes.by_parts
@@ -398,13 +407,16 @@ class TieredCandidate:
 
     @property
     def _fewer_bytes(self) -> bool:
-        """Whether drives would move less with masters as remainders; with weights on drives these are read as well."""
+        """Return whether split masters are possible and would reduce drive traffic.
+
+        With weights on drives they would not, since the old weights are read as well.
+        """
         sizes, work = self.sizes, self.work
         can = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
         return can and sizes.gpu_fraction + sizes.ram_fraction < 1 and self.placement.params != "nvme"
 
     def _backends(self) -> list[str]:
-        """DeepSpeed's kernel, where `bench` found it faster on a drive than threads."""
+        """Return the setting for DeepSpeed's async_io if `bench` found it faster than threads on a drive."""
         other = "tiered.io=async_io"
         rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
         return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []

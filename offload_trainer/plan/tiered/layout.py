@@ -6,8 +6,8 @@ A unit is one of the model's repeated blocks, a part of one (`plan/tiered/submod
 blocks. Its weights are concatenated, trainable ones first and matrices before vectors, so an element of the optimizer
 state has the same offset in its unit as its weight. A page is a range of one unit's trainable part. Every transfer
 starts and ends at a multiple of 4096 elements, which is a multiple of a drive's sector for every element size. With
-several ranks, each rank updates one range of every unit. The plan counts with these functions, and the engine allocates
-with them.
+several ranks, each rank updates one range of every unit. The planner counts with these functions, and the engine
+allocates with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit opt
 _WEIGHT_ALIGN = BLOCK_8BIT  # elements; each scale then belongs to one weight, and matrix products read aligned rows
 SMALL = 1 << 20  # elements; a unit outside the blocks that is smaller than this stays on the device
 
-RAM, DEVICE, ELSEWHERE = -1, -2, -3  # tiers; drives are 0, 1, ...; ELSEWHERE marks the pages of another node
+RAM, DEVICE, ELSEWHERE = -1, -2, -3  # tiers; drives are 0, 1, ...; ELSEWHERE means that another node has the page
 
 
 def aligned(elements: int, to: int = ALIGN) -> int:

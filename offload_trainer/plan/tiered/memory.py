@@ -1,7 +1,7 @@
-"""Bytes of the tiered engine: what lies in memory, on the device and on each drive. Pure arithmetic.
+"""Memory of the tiered engine in RAM, on the device and on each drive, item by item. Pure arithmetic.
 
-The engine lays out exactly what `plan/tiered/layout.py` says, so the bytes of pages, weights and gradients are not
-estimates. Of several ranks each has a process, a device and buffers; what lies in RAM and on drives is there once.
+The engine allocates by `plan/tiered/layout.py`, so the bytes of pages, weights and gradients are exact. Each rank has
+a process, a device and buffers. State, weights and gradient sums in RAM and on drives exist once per node.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tiered_items(
     device: str,
     drives: Sequence[str],
 ) -> list[Item]:
-    """What a node's ranks hold at their peak. `device` is what computes: "gpu", or "ram" on a CPU."""
+    """Return the memory of a node's ranks at its peak. `device` is the tier that computes: "gpu", or "ram" on a CPU."""
     tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
     e, g, is_gpu = work.item_bytes, work.gradient_bytes, device == "gpu"
     items = process_items(device, here=work.here)
@@ -69,7 +69,7 @@ def tiered_items(
         )
     kept = _of_each_rank(input_items(work, device=device, drives=drives), work.here)
     if sizes.checksums:
-        state = ("state", "state of the step before")  # whose pages have sums of their own, a few bytes each
+        state = ("state", "state of the step before")  # pages of state have separate checksums of a few bytes each
         checked = sum(item.bytes for item in (*items, *kept) if item.tier in drives and item.name not in state)
         items.append(
             Item("ram", "checksums", checked // 512, "8 bytes for each 4096 of weights and gradients on drives")
@@ -124,7 +124,7 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: i
 def _slots(
     routes: Sequence[tuple[Route, PageGroup]], sizes: TierSizes, *, rank: int, e: int, g: int
 ) -> tuple[int, int]:
-    """A rank's page buffers, and the bytes of each; `routes`: of one page of each kind."""
+    """Return the number of a rank's page buffers and the bytes of each; `routes` has one page per group."""
     mine = [(route, one) for route, one in routes if one.rank == rank]
     moved = sum(one.count for route, one in mine if route.through_host)
     slot = host_slot([route for route, _ in mine], format=sizes.format, gradient=g, weight=e)
@@ -136,7 +136,7 @@ def _of_each_rank(items: Sequence[Item], world: int) -> list[Item]:
 
 
 def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, device: str, e: int) -> list[Item]:
-    """A rank's gradients on their way to the ranks that add them up."""
+    """Return the buffers of one rank for gradients in transfer to the ranks that add them up."""
     size = exchange_bytes(units, item_bytes=e)
     items = [Item("ram", "gradient exchange", size, f"{OUTBOXES} of the largest unit's gradients, read by all ranks")]
     if sizes.nodes > 1:
@@ -183,7 +183,7 @@ def _gradient_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], g: int
 ) -> list[Item]:
     why = f"{g} B a trained parameter"
-    placed = zip(units, homes, strict=True)  # files are whole; of memory what is not touched is not there
+    placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
     held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
     items = [Item(tiers[home], "gradients", size, why) for home, size in held.items()]
     away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home >= 0}
@@ -194,10 +194,10 @@ def _gradient_items(
 
 
 def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool) -> tuple[int, str]:
-    """Bytes of gradients that were handed over and still are on the device, beside the sums there, and what they are.
+    """Return the bytes of gradients on the device that the engine is still copying to the host, and a description.
 
-    A CPU's copies are made at once; on a GPU the largest and `GRADIENTS_IN_FLIGHT` may be on their way. That which is
-    being made, and those of a tied weight that wait for each other, are among the activations' moments.
+    On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may be waiting.
+    The gradient being computed, and those of a tied weight that wait for each other, count as activations.
     """
     trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
     copied = [e * weight.numel for weight, unit in trained if homes[unit.index] != DEVICE]
@@ -208,7 +208,7 @@ def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool
 
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
-    """Bytes in each home that has any."""
+    """Return the sum of the sizes by tier, for each tier that occurs."""
     held: dict[int, int] = {}
     for size, home in zip(sizes, homes, strict=True):
         held[home] = held.get(home, 0) + size
@@ -216,7 +216,10 @@ def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
 
 
 def _buffers(away: dict[Unit, int], count: int) -> tuple[int, str]:
-    """Elements of the buffers for units that are away, and what they are: `count` for blocks, one for all else."""
+    """Return the elements of the buffers for units on drives, and a description.
+
+    There are up to `count` buffers for blocks, and one for all other modules.
+    """
     blocks = [elements for unit, elements in away.items() if unit.block]
     others = [elements for unit, elements in away.items() if not unit.block]
     many, one = min(count, len(blocks)), min(1, len(others))

@@ -2,7 +2,7 @@
 
 A norm is computed from pieces of fixed size, counted from the weight's start, so that its bits do not depend on the
 number of ranks. The ranks' ranges may cut a piece. A rank with a later part of a piece sends it to the rank in whose
-range the piece begins. The engine communicates by these rules, and the plan counts the bytes.
+range the piece begins. The engine communicates by these rules, and the planner counts the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def piece_width(numel: int, *, ordered: bool) -> int:
 
 @dataclass(frozen=True)
 class NormShards:
-    """One rank's share in the norm of one weight. Elements are counted from the unit's start."""
+    """The part of one weight's norm that one rank computes. Elements are counted from the unit's start."""
 
     starts: range  # starts of the pieces that begin in its range
     ends: int  # end of the weight
@@ -38,7 +38,7 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
     """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
     ends = place.start + place.weight.numel
     first, has = _within(unit, place, rank, ranks=ranks)
-    into = (first - place.start) % width  # elements since the start of a piece that an earlier rank has
+    into = (first - place.start) % width  # elements since the start of the piece, which an earlier rank computes
     starts = range(first - into + width * (into > 0), has, width)
     gets: list[Part] = []
     if starts:

@@ -1,8 +1,9 @@
-"""Sequence parallel in the tiered engine: what ranks that share rows send each other, hold for it, and cannot do.
+"""Planning of sequence parallelism in the tiered engine: its restrictions, communication and extra memory.
 
-Queries, keys, values and results of attention go through all-to-alls (`model/ulysses.py`; bytes: `modes.py`).
-Blocks keep attention's result of whole rows, of a rank's heads, and once more of all heads, of its own tokens
-(`activations.in_pieces`). What else is there while it is sent is less than an MLP holds (tests/plan/test_gpu_bytes.py).
+Queries, keys, values and results of attention pass through all-to-alls (`model/ulysses.py`; bytes: `modes.py`). Blocks
+keep attention's result twice: for whole rows and a rank's heads, and for all heads and the rank's tokens
+(`activations.in_pieces`). Buffers during the all-to-alls are smaller than what an MLP needs
+(tests/plan/test_gpu_bytes.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from offload_trainer.units import format_bytes
 
 
 def not_in_pieces(work: Workload) -> list[str]:
-    """Why rows of such a step cannot be shared; one sentence at most."""
+    """Return why the rows of this step cannot be divided over ranks, at most one sentence."""
     if work.sequence == 1:
         return []
     wish, shape = f"parallel.sequence={work.sequence}", work.shape
@@ -36,19 +37,19 @@ def not_in_pieces(work: Workload) -> list[str]:
 
 
 def all_to_alls(work: Workload) -> list[Collective]:
-    """Of a step, through each rank; none where no rows are shared."""
+    """Return the all-to-alls of a step on each rank; empty without sequence parallelism."""
     return [one for one in flows(_mode(work), work, held=0, trained=0.0) if one.kind == "all-to-all"]
 
 
 def sequence_items(work: Workload, *, device: str) -> list[Item]:
-    """On the device of each of a node's ranks, beside what `activation_items` has."""
+    """Return the device memory of a node's ranks in addition to `activation_items`."""
     if work.sequence == 1 or device != "gpu":
         return []
     return [Item(device, "NCCL", work.here * NCCL_BYTES, "assumed: its buffers for the all-to-alls")]
 
 
 def sequence_links(work: Workload) -> Iterator[Traffic]:
-    """Bytes into each GPU and out of it, and those of a node over the network."""
+    """Yield the bytes into and out of each GPU, and those of a node over the network."""
     for one in all_to_alls(work):
         yield Traffic(GPUS, one.phase, round(one.bytes), round(one.bytes))
         if through := round(one.network(work.here)):
@@ -56,7 +57,7 @@ def sequence_links(work: Workload) -> Iterator[Traffic]:
 
 
 def sequence_waits(work: Workload, machine: MachineProfile) -> Iterator[Bound]:
-    """Nothing is computed meanwhile. On a CPU nothing is claimed of them."""
+    """Yield the waits for all-to-alls, which no computation overlaps; none on a CPU, where no rate is known."""
     for one in all_to_alls(work) if machine.gpu is not None else ():
         what = f"{one.count} all-to-alls of {format_bytes(one.bytes)} in all through each GPU"
         yield Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus")

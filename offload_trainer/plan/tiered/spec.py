@@ -1,6 +1,6 @@
-"""What the tiered engine is built with: shares and homes, and the sizes of what is on its way. Pure arithmetic.
+"""The specification that the tiered engine is built from: shares of state per tier, and buffer counts and sizes.
 
-The engine lays out with these functions what the plan counts with them.
+The engine allocates with these functions, and the planner counts with them. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_transfer import is_by_parts
 from offload_trainer.plan.workload import Workload
 
-GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
-# Bytes of gradients that wait on a GPU for their copies, beside the largest: 20 ms of copies on a slow bus.
+GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
+# Bytes of gradients on a GPU that wait for their copies, in addition to the largest: 20 ms of copies on a slow bus.
 GRADIENTS_IN_FLIGHT = 256_000_000
-OUTBOXES = 2  # units whose gradients a rank has laid out for the others at a time
-SHARED_READS = 2  # units of weights on their way from drives to all ranks at a time
-SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
-_RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU is not ahead of its copies
-_KEPT = 8  # divisions of pages that a plan keeps for its other candidates
+OUTBOXES = 2  # units whose gradients a rank offers to the others at a time
+SHARED_READS = 2  # units of weights that are being read from drives for all ranks at a time
+SAVE_BUFFERS = 2  # pages on drives that are being copied into a checkpoint at a time
+_RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU's copies are synchronous
+_KEPT = 8  # page layouts that are cached for the other candidates of a plan
 
 GradientHome = Literal["gpu", "cpu", "nvme"]
 
 
 @dataclass(frozen=True)
 class TierSizes:
-    """What the engine is built with."""
+    """All sizes and options that the tiered engine is built with."""
 
     gpu_fraction: float  # share of the optimizer state on the device
-    ram_fraction: float  # share in RAM; what is left is on drives
-    gradients: GradientHome  # of those that are not updated on the device
-    activations: bool | Literal["cpu", "nvme"]  # home of what gradient checkpointing keeps; False: the device
-    rule: str  # of the update
-    states: str  # how its moments are stored
+    ram_fraction: float  # share in RAM; the rest is on drives
+    gradients: GradientHome  # tier of the gradient sums that are not updated on the device
+    activations: bool | Literal["cpu", "nvme"]  # tier of checkpointed block inputs; False: the device
+    rule: str  # optim.name
+    states: str  # optim.moment_dtype
     page: int  # elements
     page_buffers: int
-    unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
-    overlap: bool  # whether the update runs behind the next forward
-    ahead: bool  # and that of pages on drives behind the last backward
-    speeds: tuple[float, ...]  # of the drives, relative
-    io: str  # what moves bytes to and from drives
-    checksums: bool  # whether all that is read from drives is compared with what was written, not the state alone
-    io_threads: int  # that read, and as many that write
-    io_block_bytes: int  # of one request
-    places: int = 1  # of each page of state on a drive
-    remainders: bool = False  # of masters, instead of masters in fp32
-    ranks: int = 1  # that divide the update
-    nodes: int = 1  # that have as many of them each
-    by_parts: bool = False  # whether the ranks of a node bring weights in RAM to their devices by parts
+    unit_buffers: int  # blocks on the device at a time, if weights are elsewhere
+    overlap: bool  # the update overlaps the next forward
+    ahead: bool  # the update of pages on drives also overlaps the last backward
+    speeds: tuple[float, ...]  # relative speed of each drive
+    io: str  # backend for drive I/O (tiered.io)
+    checksums: bool  # verify everything that is read from drives, not only the state
+    io_threads: int  # threads that read; as many others write
+    io_block_bytes: int  # bytes per request
+    places: int = 1  # copies of each page of state on a drive (tiered.state_copies)
+    remainders: bool = False  # masters are split: remainders instead of fp32 masters
+    ranks: int = 1  # ranks that divide the update
+    nodes: int = 1  # nodes, each with the same number of ranks
+    by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
 
     @property
     def here(self) -> int:
-        """Ranks of one node."""
+        """Return the number of ranks per node."""
         return self.ranks // self.nodes
 
     def trained_here(self, unit: Unit) -> int:
-        """Elements of a unit that the ranks of the first node update; of all nodes they differ by ALIGN at most."""
+        """Return the elements of a unit that the first node's ranks update; nodes differ by at most ALIGN."""
         return stretch_of(unit, self.here - 1, ranks=self.ranks)[1]
 
     @property
@@ -90,9 +90,9 @@ def tier_sizes(
     tiered: TieredSection,
     gradients: GradientHome,
 ) -> TierSizes:
-    """The sizes that are asked for; `auto` shares are all or nothing here, as `placement.optimizer` says.
+    """Return the configured sizes. A share of `auto` becomes all or nothing here, according to `placement.optimizer`.
 
-    Requests to drives, and their shares, are as they were timed fastest on this machine, where nothing else is asked.
+    Unless they are set, I/O threads, request size and drive speeds are those that the machine's benchmark found.
     """
     on_gpu = wish.gpu_fraction if wish.gpu_fraction != "auto" else 1.0 if placement.optimizer == "gpu" else 0.0
     in_ram = 0.0 if placement.optimizer == "nvme" else 1.0 - on_gpu
@@ -131,7 +131,7 @@ def tier_sizes(
 
 @dataclass(frozen=True)
 class Layouts:
-    """Of one model: its units, and for the candidates that have them alike the pages that were divided last."""
+    """A model's units, and a cache of its most recent page layouts, which several candidates of a plan share."""
 
     shape: ModelShape
 
@@ -141,21 +141,21 @@ class Layouts:
 
     @cached_property
     def pages(self) -> Callable[..., tuple[Page, ...]]:
-        """As `pages_of` these units."""
+        """Return a cached `pages_of` for these units."""
         return lru_cache(_KEPT)(partial(pages_of, self.units))
 
     def homes(self, placement: Placement, sizes: TierSizes) -> TierMap:
-        """As `homes_in` these units, on the first node."""
+        """Return the tiers on the first node; see `homes_in`."""
         return _homes_of(self.units, self.pages(**_divided(sizes)), placement, sizes, node=0)
 
 
 def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
-    """Where the engine puts everything on one of the nodes, and the plan counts it. All weights are on each."""
+    """Return the tiers of pages, weights and gradients on node `node`; every node has all weights."""
     return _homes_of(units, pages_of(units, **_divided(sizes)), placement, sizes, node=node)
 
 
 def _divided(sizes: TierSizes) -> dict[str, Any]:
-    """What pages depend on, beside the units."""
+    """Return the arguments of `pages_of` other than the units."""
     names = ("page", "gpu_fraction", "ram_fraction", "speeds", "ranks", "ahead")
     return {name: getattr(sizes, name) for name in names}
 
@@ -175,15 +175,15 @@ def _homes_of(
 
 
 def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
-    """Bytes that one of several ranks lays its gradients out in for the others: `OUTBOXES` of the largest unit."""
+    """Return the bytes of a rank's buffers from which others read its gradients: `OUTBOXES` times the largest unit."""
     return OUTBOXES * item_bytes * max((unit.trained for unit in units), default=0)
 
 
 def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: int, several: bool, gpu: bool) -> int:
-    """Bytes that gradients, of `item_bytes`, pass through on their way to sums in host memory or on drives.
+    """Return the bytes of the staging ring for gradients on their way to sums in host memory or on drives.
 
-    `several`: micro-batches. The first one of a weight is copied to its sum in RAM, if that has its dtype, and needs
-    none.
+    `several`: there are several micro-batches. The first gradient of a weight is copied directly into a sum in RAM with
+    the same dtype, and needs no staging.
     """
     through = [unit for unit, home in zip(units, homes, strict=True) if home >= 0 or (several and home == RAM)]
     size = item_bytes * sum(unit.trained for unit in through)

@@ -1,4 +1,4 @@
-"""Define the storage formats of optimizer state: which fields a page has for each rule and dtype, and their bytes.
+"""Storage formats of optimizer state: the fields that a page has for each update rule and dtype, and their bytes.
 
     AdamW   master, exp_avg, exp_avg_sq        a moment as   fp32   4 bytes
     Lion    master, exp_avg                                  bf16   2 bytes, rounded stochastically
@@ -96,7 +96,7 @@ class StateFormat:
 
     rule: UpdateRule
     moments: MomentFormat
-    remainders: bool = False  # store only the bits of a master that its bf16 weight does not hold
+    remainders: bool = False  # store only the bits of a master that its bf16 weight does not have
 
     def __str__(self) -> str:
         return f"{self.rule.name}_{self.moments.name}{'_remainders' * self.remainders}"

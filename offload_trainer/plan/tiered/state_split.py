@@ -1,4 +1,7 @@
-"""How the optimizer state is divided where that is left open: as much on the GPU as fits, then in RAM, then drives."""
+"""Divide the optimizer state over the tiers for `auto` shares: as much on the GPU as fits, then in RAM, then on drives.
+
+A share that the configuration sets stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from offload_trainer.plan.memory.common import gpu_reserve
 from offload_trainer.plan.tiered.spec import TierSizes
 
 _LARGE = 64 * 10**9  # bytes of RAM
-_GRADIENT = 4  # bytes of an element at most; they stay on the GPU where the state does
+_GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
 
-Needs = Callable[[TierSizes], Mapping[str, int]]  # bytes needed of "gpu" and "ram"
+Needs = Callable[[TierSizes], Mapping[str, int]]  # returns the bytes needed in "gpu" and "ram"
 
 
 def shares_that_fit(
     wish: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, needs: Needs
 ) -> TierSizes:
-    """`sizes` with the shares that are left open filled; `trained` elements have a state."""
+    """Return `sizes` with the shares of `auto` computed; `trained` is the number of elements that have state."""
     if wish.optimizer != "auto":
         return sizes
     if wish.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
@@ -31,16 +34,19 @@ def shares_that_fit(
 
 
 def left_free(ram: int) -> int:
-    """Bytes of RAM that stay free where the rest of the state goes to drives: 5 %, and 2 % of what is above 64 GB.
+    """Return the bytes of RAM that stay free if the rest of the state is on drives: 5 %, and 2 % of what exceeds 64 GB.
 
-    They are for what a plan is off by. That is the process and its libraries, and hardly the state, whose bytes are
-    exact but for the kernel's page tables, 0.2 % of them.
+    This covers the plan's error, which comes from the process and its libraries. The state's bytes are exact, except
+    for the kernel's page tables (0.2 %).
     """
     return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
 
 
 def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
-    """The largest share, in thousandths or all that is left, with which the GPU needs at most `have` bytes."""
+    """Return the sizes with the largest GPU share that needs at most `have` bytes.
+
+    The share is a multiple of 1/1000, or all that the RAM share leaves.
+    """
     in_ram = 0.0 if wish.ram_fraction == "auto" else wish.ram_fraction
     share, each = round(1 - in_ram, 9), trained * sizes.format.bytes_each
 
@@ -52,22 +58,22 @@ def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: i
         over = needs(shared(share))["gpu"] - have
         if over <= 0:
             return shared(share)
-        # No step is too long: a byte more of the state needs a byte more of the GPU, at most a gradient's with it.
+        # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
         share = max(0.0, int(1000 * (share - over / (each + _GRADIENT * trained))) / 1000)
     return sizes
 
 
 def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
-    """The share that was meant for RAM where it fits, else the largest, in thousandths, that leaves the margin free."""
+    """Return `sizes` if its RAM share fits, otherwise with the largest multiple of 1/1000 that leaves a margin."""
     if needs(sizes)["ram"] <= have:
         return sizes
-    # With a share on a drive there are page buffers too: the bytes without any state in RAM count.
+    # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
     spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))["ram"]
     share = max(0, spare) / (sizes.format.bytes_each * trained)
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
 
 
 def shares_in_words(shares: dict[str, float]) -> str:
-    """Shares that make 1, by their place."""
+    """Return shares that sum to 1 as text, such as "40.0% gpu, else RAM"."""
     *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
     return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"else {last}" if parts else last])

@@ -119,7 +119,7 @@ def _parts(module: _Module, apart: set[str], *, most: int) -> list[_Module]:
 
 
 def _moved(parts: Sequence[_Module], *, most: int) -> list[_Module]:
-    """Return the parts that are fetched. The smallest ones stay on the device while they are small in total, too."""
+    """Return the parts that are fetched. The smallest ones stay on the device as long as their total is small too."""
     ordered = sorted(parts, key=lambda part: part.elements)
     staying, held = 0, 0
     for part in ordered:

@@ -123,7 +123,7 @@ def _move_inputs(move: _Moved, inputs: BlockInputs, places: Sequence[int], *, ti
 def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: TierMap) -> int:
     """Return the bytes of host memory that accumulating gradients in RAM and on drives reads and writes in a step.
 
-    Each micro-batch after the first reads and writes every sum and reads the gradient.
+    Each gradient after a weight's first one reads and writes the sum, and is itself read.
     """
     added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
     return (work.added - 1) * (2 * work.gradient_bytes + work.item_bytes) * added

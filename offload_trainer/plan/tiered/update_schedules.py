@@ -1,10 +1,11 @@
-"""What `auto` leaves open of the tiered engine's update: when it runs, how masters are stored. Pure arithmetic.
+"""Enumerate the update schedules that `auto` chooses between: when the update runs, and how masters are stored.
 
     off, forward, backward   tiered.overlap: no overlap, with the next forward, with the backward as well (two copies)
     split                    tiered.master_format: fewer bytes per parameter; one copy; off or forward only
 
-Each is planned in the fastest homes it has, and must gain enough over those before it. No bit depends on it. Where no
-seconds are known, `forward` is taken if drives are used (`TieredCandidate.settled`), since it costs nothing.
+Each is planned with its fastest placement, and must save enough time over the previous ones. Results do not depend on
+the schedule. If no seconds are known, `forward` is chosen if drives are used (`TieredCandidate.settled`), since it
+costs nothing. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ REMAINDER = "tiered.master_format=split"
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """One of them, as it would be."""
+    """The forecast of one update schedule."""
 
-    words: str  # of the command line
-    seconds: float | None  # of a step; None where that is not known
-    tokens: int | None  # a step, from which on the update is at most a tenth of it
-    why_not: str = ""  # a sentence, where it cannot be taken
+    words: str  # the command-line setting
+    seconds: float | None  # seconds per step; None if unknown
+    tokens: int | None  # tokens per step from which on the update is at most a tenth of the step
+    why_not: str = ""  # why it is not possible, or ""
 
 
 def asking(engine: Tiered, words: str) -> Tiered:
-    """The same wish with one of them."""
+    """Return the engine with the setting `words`."""
     key, value = words.removeprefix("tiered.").split("=")
     return replace(engine, section=engine.section.model_copy(update={key: value}))
 
 
 def left_open(engine: Tiered, work: Workload) -> Iterator[tuple[str, str]]:
-    """Words of what needs a plan of its own and no wish decides, and why it cannot be (nothing where it can)."""
+    """Yield (setting, why it is impossible or "") of the schedules that need a separate plan and are left to `auto`."""
     section = engine.section
     if section.master_format == "auto" and section.overlap != "backward" and section.state_copies != 2:
         yield REMAINDER, _why_not(asking(engine, REMAINDER), work)
@@ -50,5 +51,5 @@ def _why_not(engine: Tiered, work: Workload) -> str:
 
 
 def gains(step: float | None, best: float | None) -> bool:
-    """Whether a step of so many seconds is enough shorter than one of `best`; not where one is not known."""
+    """Return whether a step of `step` seconds is shorter than `best` by enough; False if either is unknown."""
     return step is not None and best is not None and step <= (1 - WORTH) * best

@@ -1,10 +1,10 @@
 """Decide which parts of a page pass through staging buffers during the update, and the buffers' sizes.
 
-state on a drive       ──> buffer in host memory ──CPU──> back, with gradients and new weights that are not in RAM
-state in RAM           ──CPU──> in place
-state on the device    ──device──> in place; a device buffer stages gradients and new weights that are not there
+    state on a drive      ──> buffer in host memory ──CPU──> back, with gradients and new weights that are not in RAM
+    state in RAM          ──CPU──> in place
+    state on the device   ──device──> in place; a device buffer stages gradients and new weights that are not there
 
-The engine updates by these routes, and the plan counts with them. Pure arithmetic.
+The engine updates by these routes, and the planner counts with them. Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Assign streamed weights to device buffers and decide what to prefetch: one ring for blocks, one for other modules.
 
 The least recently used unit is evicted, and the next units are prefetched while the current one computes. The engine
-fetches by these rules, and the plan counts the drive and copy traffic with them. Pure bookkeeping, in elements.
+fetches by these rules, and the planner counts the drive and copy traffic with them. Pure bookkeeping, in elements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OTHERS = 2
 
 @dataclass
 class Slot:
-    """A device buffer, and the unit whose weights it holds or is receiving."""
+    """A device buffer, and the unit whose weights it contains or is receiving."""
 
     block: bool  # the buffer is for blocks
     size: int
@@ -44,7 +44,7 @@ class Rings:
         return sum(slot.block == of_blocks for slot in self.slots)
 
     def slot_of(self, unit: int) -> int | None:
-        """Return the index of the buffer that holds the unit, or None."""
+        """Return the index of the unit's buffer, or None if the unit is not on the device."""
         return next((number for number, slot in enumerate(self.slots) if slot.unit == unit), None)
 
     def use(self, unit: int) -> None:
@@ -65,7 +65,7 @@ class Rings:
     def room_for(self, unit: int, keep: Collection[int] = ()) -> int | None:
         """Return the buffer to fetch the unit into: the least recently used of the smallest that are large enough.
 
-        Buffers that hold a unit of `keep` are not considered.
+        Buffers of units in `keep` are not considered.
         """
         wanted = self._units[unit]
         fitting = [

@@ -31,7 +31,7 @@ class Bound:
     phase: str
     seconds: float | None  # None: no rate was measured
     what: str
-    kind: str  # "compute", "turns", "adamw", "adamw_gpu", "device", "drive" or "memory"
+    kind: str  # compute, turns, adamw, adamw_gpu, device, drive, memory, network, gpus or meeting
     place: str = ""  # the disk, if `kind` is "drive"
 
 

@@ -4,9 +4,9 @@
     norm, step          compute the gradient norm; `Updater` updates all pages and writes the new weights to their tiers
     snapshot, load      save and restore the state by weight name
 
-`OffloadedModel` connects the other modules of `offload/` and is the only class that engines and sessions use. It takes
-a module, a layout and update kernels, and does not depend on the configuration, the data or the loss. The placement
-never changes a bit of the result.
+`OffloadedModel` connects the other modules of `offload/`; engines and sessions train through it. It takes a module, a
+layout and update kernels, and does not depend on the configuration, the data or the loss. The placement never changes
+a bit of the result.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Partitioned:
         self._host = torch.autograd.graph.save_on_cpu(pin_memory=True) if away else None
 
     def begin(self) -> None:
-        """Do nothing: a block needs no preparation."""
+        """Do nothing, because a block needs no preparation."""
 
     def keep(self, tensor: torch.Tensor) -> Any:
         piece = piece_of(tensor, self._place, count=self._count)

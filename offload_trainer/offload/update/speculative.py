@@ -1,7 +1,7 @@
 """Speculative updates: update pages on drives during the backward, before the step's clipping factor is known.
 
     a unit's gradients are complete ──> its pages on drives are read and updated as if the step were not clipped
-    state      is written to the page's second copy (`page_places`); the copy of the previous step stays valid
+    state      is written to the page's second copy (`shadow_pages.py`); the copy of the previous step stays valid
     weights    are written in place: a unit whose gradients are complete is not used again in this step
     decision   as expected: the pages are valid; at the step's end one small record switches all copies
                different: the pages are updated again from the valid copies

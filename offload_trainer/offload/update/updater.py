@@ -78,7 +78,7 @@ class Updater:
             store: pages of optimizer state.
             weights: 16-bit weights, which receive the new values.
             gradients: gradient sums.
-            renewal: records which units have their new weights.
+            update_progress: records which units have their new weights.
             device: the device that computes forward and backward.
             kernels: the CPU's kernel, and the kernel for pages on `device`.
             routes: the pages to update and how they are staged, in the order in which a forward needs them.
@@ -135,7 +135,7 @@ class Updater:
         *,
         at_end: Callable[[], None],
     ) -> None:
-        """Start one step's update; `renewal.finish` waits for its end.
+        """Start one step's update; `UpdateProgress.finish` waits for its end.
 
         `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
         the state is partly of the previous step and partly of this one.

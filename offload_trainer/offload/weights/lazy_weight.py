@@ -132,7 +132,7 @@ class _Operation:
             stored.write(values)
 
     def _stand_in(self, result: Any, part: Callable[[Any], torch.Tensor]) -> Any:
-        """Return `result`, a `part` of the operation's result, or a lazy tensor if writes to it must be written back."""
+        """Return `result`, a `part` of the operation's result, or a lazy tensor if writes must be written back."""
         for stored, values, _ in self._read:
             if stored.write is not None and result is values:
                 return stored

@@ -42,7 +42,7 @@ class EngineParts:
     layout: Layout
     device: Device
     drives: Drives
-    kernels: tuple[Kernel, Kernel]  # for the CPU, and for pages on the device
+    kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
 
 
 def opened(

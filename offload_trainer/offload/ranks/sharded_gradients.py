@@ -81,7 +81,7 @@ class SharedGradients:
         most = max(len(names) for names in self._names.values())
         marks = node.memory_of_each(OUTBOXES * most)
         self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight has a gradient
-        self._told = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere}  # marks of ranks on other nodes
+        self._told = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere}  # of other nodes' ranks
         ordered = device.place.type != "cpu"
         placed = [self._place[name] for name in order if name in self._place]
         self._norms = SharedNorms(placed, node, dtype=self.dtype, ordered=ordered)
@@ -97,7 +97,7 @@ class SharedGradients:
         self._complete: Complete | None = None
 
     def watch(self, complete: Complete) -> None:
-        """Call `complete` for each unit in the step's last backward, when this rank's sums of it are complete and stored.
+        """Call `complete` for each unit in the step's last backward, when this rank's sums of it are stored.
 
         By then no rank uses the unit's weights in this step any more. The call comes from any thread. A unit with a
         weight that has no gradient in this step on any rank is not reported.

@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Return a snapshot of the current state. All ranks call it."""
 
     def load(self, directory: Path) -> None:
-        """Continue from a directory that a snapshot wrote, of this or another engine."""
+        """Load the state from a directory that a snapshot of this or another engine wrote. All ranks call it."""
 
     def close(self) -> None:
         """Release memory, files and processes."""

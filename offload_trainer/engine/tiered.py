@@ -66,7 +66,7 @@ class TieredEngine:
             work: the workload.
             optim: the `optim` section of the configuration.
             placement: tiers of weights and optimizer state.
-            sizes: shares and buffer sizes.
+            sizes: buffer sizes, and each tier's share of the state.
             drives: private directories on drives.
             load_weights: set the weights from `source`; false if a checkpoint is loaded afterwards.
             say: receives a sentence about the chosen update kernel.

@@ -41,7 +41,10 @@ class BlockInputStore(Protocol):
 
 
 def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
-    """Make `model`'s checkpointed blocks store their inputs in `keeper`; repeated calls wrap each block only once."""
+    """Make `model`'s checkpointed blocks store their inputs in `keeper`.
+
+    Call it again after checkpointing was enabled again; blocks that already use `keeper` stay unchanged.
+    """
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not keeper:

@@ -26,7 +26,7 @@ class CudaDevice:
     """A CUDA device with one stream for copies to the device and one for copies to the host.
 
     Reads from a drive pass through pinned staging buffers. Offloaded activations use two more streams, so that they do
-    not wait for weights.
+    not wait for weights. The update of pages on the device uses another one.
     """
 
     is_cuda = True

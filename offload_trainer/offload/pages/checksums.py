@@ -24,7 +24,7 @@ SUM_BYTES = 4
 
 
 class DamagedPage(TrainerError):
-    """A page that was read from a drive differs from what was written there."""
+    """Raised when a page that was read from a drive differs from what was written there."""
 
 
 class PageChecksums:

@@ -129,7 +129,7 @@ class Progress:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Newest:
-    """The content of a record: the step of the files, the valid pages, and the state that a resumed run needs besides.
+    """The content of a record: the step of the files, the valid pages, and other state that a resumed run needs.
 
     The first record of a run, before any update, has no pages.
     """

@@ -209,7 +209,7 @@ class TieredSnapshot:
     behind: bool = True
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
-        """Write one file per field with all ranks of `group`, and return rank 0's manifest entries.
+        """Write one file per field with all ranks of `group`; return the manifest's entries on rank 0, else {}.
 
         Raises:
             TrainerError: the disk or a drive failed.

@@ -56,7 +56,7 @@ class _Step:
 
 
 class Updater:
-    """Run updates over `store`, `gradients` and `weights`."""
+    """The optimizer update: it reads `store` and `gradients`, and writes `store` and `weights`."""
 
     def __init__(
         self,
@@ -199,10 +199,10 @@ class Updater:
         if self._thread is not None:
             self._thread.close()
 
-    # -- speculative updates, before the step's decision is known ------------------------------------------------------
+    # -- speculative updates, before the step's parameters are known ---------------------------------------------------
 
     def expect(self, decision: StepParams) -> None:
-        """Announce the expected decision of the next step.
+        """Announce the expected parameters of the next step.
 
         The state that its backward completes first is prefetched from now on, or after the current update.
         """
@@ -214,7 +214,7 @@ class Updater:
     def begin_ahead(self) -> None:
         """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
 
-        Without an expected decision this prefetches the first pages. With one, pages on drives are updated as soon as
+        Without expected parameters this prefetches the first pages. With them, pages on drives are updated as soon as
         their gradients are complete.
         """
         coming, self._coming = self._coming, None

@@ -23,7 +23,10 @@ _FACTS = FACTS - {"stride", "is_contiguous"}  # strides and contiguity differ fr
 
 
 class LazyWeight(torch.Tensor):
-    """A lazy tensor, created by `of`. Every torch operation runs on its values and returns plain tensors."""
+    """A lazy tensor, created by `of`. Torch operations run on its values and return plain tensors.
+
+    Only results that share memory with a writable lazy tensor are lazy as well.
+    """
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None] | None

@@ -62,7 +62,10 @@ class _Saved:
 
 
 class WeightPrefetcher:
-    """Fetches the offloaded units of `weights` and points `parameters` (by name, one for each use) to them."""
+    """The device buffers for the offloaded units of `weights`, and the hooks that fetch units into them.
+
+    `parameters` (by name, one for each use) point to a buffer while their unit is in it.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Set malloc's mmap threshold before an engine is built, and return freed memory to the system afterwards.
 
 The settings are in `plan/memory/malloc_threshold.py`. Call `keep_heap`, build an engine, and then call `built`. During
-training the tiered engine trims the heap itself (`offload/device/heap_trim.py`).
+training the tiered engine trims the heap itself (`offloading/device/heap_trim.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+"""Hook into torch's activation checkpointing: store block inputs elsewhere, and save weights as references.
+
+    keep_inputs    the input that `checkpoint` saves for a block goes to a `BlockInputStore` (host memory, drives)
+    keep_weights   weights that a block saves are replaced by references (unit, offset) to offloaded weights
+
+`checkpoint` has its own saved-tensor hooks, which would save a recomputed block's weights as plain views until its
+backward ends. Weights that are fetched and evicted are saved as references instead, already in the forward, and are not
+recomputed. Autograd unpacks a weight and other saved tensors of an operation in any order. So the block is recomputed
+before the first weight is returned; otherwise the recomputation would fetch other weights into the same buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
+
+from offload_trainer.offloading.autograd import current_backward, hooks_of_autograd
+
+
+class BlockInputStore(Protocol):
+    """A store for the inputs of checkpointed blocks."""
+
+    def begin(self) -> None:
+        """Prepare for a block that a backward will recompute."""
+
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """Store a block's input, which is contiguous and not empty; return a handle that autograd saves instead."""
+
+    def leave(self, tensor: torch.Tensor) -> Any:
+        """Return a handle for any other tensor that `checkpoint` saves of a block's arguments."""
+
+    def give(self, kept: Any) -> torch.Tensor:
+        """Return the tensor of a handle from `keep` or `leave`."""
+
+
+def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
+    """Make `model`'s checkpointed blocks store their inputs in `keeper`.
+
+    Call it again after checkpointing was enabled again; blocks that already use `keeper` stay unchanged.
+    """
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not keeper:
+            setattr(module, "_gradient_checkpointing_func", _keeping(checkpoint, keeper))  # noqa: B010
+
+
+class WeightReferences(Protocol):
+    """The references to offloaded weights (`WeightPrefetcher`)."""
+
+    def place_of(self, tensor: torch.Tensor) -> Any:
+        """Return the reference of a tensor that views an offloaded weight, or None for any other tensor."""
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Return the weight of a reference, on the device."""
+
+
+def keep_weights(model: nn.Module, places: WeightReferences) -> None:
+    """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None:
+            setattr(module, "_gradient_checkpointing_func", _without_weights(checkpoint, places))  # noqa: B010
+
+
+def _without_weights(checkpoint: Callable[..., Any], places: WeightReferences) -> Callable[..., Any]:
+    def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+        def inside(*given: Any, **named: Any) -> Any:
+            with BlockSavedTensors(places).hooks():
+                return function(*given, **named)
+
+        return checkpoint(inside, *args, **words)
+
+    return without
+
+
+class BlockSavedTensors:
+    """Saved-tensor hooks inside a checkpointed block: weights as references, other tensors through torch's hooks."""
+
+    def __init__(self, places: WeightReferences) -> None:
+        self._places, self._others = places, hooks_of_autograd()
+        self._computed = -1  # id of the backward in which the block was recomputed
+        if self._others is not None:
+            self._first = self._others[0](torch.empty(0))  # unpacking this first tensor triggers the recomputation
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        place = self._places.place_of(tensor)
+        if place is not None:
+            return _Place(place)
+        return self._others[0](tensor) if self._others else tensor.detach()
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, _Place):
+            self._compute_again()
+            return self._places.unpack(saved.place)
+        found: torch.Tensor = self._others[1](saved) if self._others else saved
+        return found
+
+    def _compute_again(self) -> None:
+        """Make torch recompute the block, unless it was recomputed in this backward."""
+        now = current_backward()
+        if self._others is not None and self._computed != now:
+            self._computed = now
+            self._others[1](self._first)
+
+
+def recompute_views(places: WeightReferences) -> None:
+    """Make active selective checkpointing recompute views of weights, because their memory will be reused."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _CachingTorchDispatchMode) and not hasattr(mode.policy_fn, "without_views_of"):
+            mode.policy_fn = _without_views(mode.policy_fn, places)
+
+
+def _without_views(policy: Callable[..., Any], places: WeightReferences) -> Callable[..., Any]:
+    def without_views(context: Any, operation: Any, *args: Any, **words: Any) -> Any:
+        results = context.op_output if isinstance(context.op_output, list | tuple) else [context.op_output]
+        if any(isinstance(one, torch.Tensor) and places.place_of(one) is not None for one in results):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return policy(context, operation, *args, **words)
+
+    without_views.without_views_of = places  # type: ignore[attr-defined]
+    return without_views
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A saved reference to a weight."""
+
+    place: Any
+
+
+def _keeping(checkpoint: Callable[..., Any], keeper: BlockInputStore) -> Callable[..., Any]:
+    """Return torch's `checkpoint` function with the saved block inputs in `keeper`."""
+
+    def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return checkpoint(function, *args, **words)
+        # Masks and positions need no gradient; all blocks share them, so they stay on the device.
+        wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
+                return keeper.keep(tensor)
+            return keeper.leave(tensor)
+
+        keeper.begin()
+        with torch.autograd.graph.saved_tensors_hooks(pack, keeper.give):
+            return checkpoint(function, *args, **words)
+
+    keeping.kept_by = keeper  # type: ignore[attr-defined]
+    return keeping
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key for a tensor's memory, shape and dtype, because autograd saves an alias, not the same object."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

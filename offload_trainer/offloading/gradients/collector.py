@@ -1,0 +1,315 @@
+"""Collect gradients from autograd, accumulate them over a step's micro-batches, and compute their norm.
+
+    autograd ──add──> sums on the device                               one operation on the device's stream
+             ──copy─────────────────────> sums in host memory          the first gradient of a weight in a step
+             ──copy──> ring ──thread────> sums in RAM or on drives     all other gradients (host_accumulator.py)
+
+Autograd's thread waits only if too many bytes are in flight (`offloading/device/d2h_limits.py`). Gradients from
+several uses of a tied weight are added on the device first, as autograd does. Norms are computed as gradients arrive.
+`norm` sums them in the model's order, so that neither the placement nor the order of arrival changes a bit of it.
+`Gradients` serves one rank; with several ranks `offloading/ranks/sharded_gradients.py` takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device.d2h_limits import InFlight, Ring
+from offload_trainer.offloading.gradients.host_accumulator import HostAccumulator
+from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.plan.tiered.layout import DEVICE, Place, Unit
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, together
+
+# Callback for a unit whose sums are complete and stored: (unit, event after which they are complete, error or None)
+Complete = Callable[[int, Any, BaseException | None], None]
+
+
+class TiedGradients:
+    """The partial gradients of tied weights in a micro-batch, until all uses have contributed."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+        self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # number of uses so far, and their sum
+
+    def add(self, name: str, flat: torch.Tensor) -> torch.Tensor | None:
+        """Add a gradient from one use; return the sum once all uses have one, else None."""
+        if self._counts[name] == 1:
+            return flat
+        seen, before = self._partial.pop(name, (0, None))
+        flat = flat if before is None else before.add_(flat)
+        if seen + 1 == self._counts[name]:
+            return flat
+        self._partial[name] = seen + 1, flat
+        return None
+
+    def rest(self) -> list[tuple[str, torch.Tensor]]:
+        """Return and drop the partial sums of weights of which the micro-batch did not reach all uses."""
+        rest = [(name, flat) for name, (_, flat) in self._partial.items()]
+        self._partial.clear()
+        return rest
+
+
+class Gradients:
+    """The gradient sums of one step on one rank, stored and accumulated in `dtype`."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        homes: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: Device,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        stagings: int,
+        ring_bytes: int,
+        in_flight_bytes: int,
+        order: Sequence[str],
+    ) -> None:
+        """Allocate the sums of each unit in the tier that `homes` names.
+
+        Args:
+            units: the model's units.
+            homes: tier of each unit's gradient sums.
+            dtype: dtype of the sums.
+            device: the device that computes the gradients.
+            files: one file on each drive.
+            transfers: transfers to and from the files.
+            stagings: host buffers in front of drives, see `StagedSums`.
+            ring_bytes: size of the host ring buffer. It is used for sums on drives, and for gradients in RAM that are
+                not a weight's first or have another dtype.
+            in_flight_bytes: limit of gradients on the device that wait for their copy, without the largest one.
+            order: weight names in the order in which their norms are summed.
+        """
+        self.dtype = dtype
+        self._device = device
+        self._place: dict[str, tuple[Unit, Place]] = {
+            place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
+        }
+        pinned = device.is_cuda
+        trained = [unit.trained for unit in units]
+        self.store = UnitStore(
+            trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=Node()
+        )
+        self._on_device = _resident(units, homes, device=device, dtype=dtype)
+        self._host = HostAccumulator(units, self.store, stagings=stagings, alone=not device.is_cuda)
+        self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
+        self._order = tuple(name for name in order if name in self._place)
+        self._norms: dict[str, torch.Tensor] = {}
+        self._arrived: set[str] = set()  # weights with a gradient in this step
+        self._uses = TiedGradients({name: place.weight.uses for name, (_, place) in self._place.items()})
+        self._landing: dict[str, Future] = {}  # direct copies to host memory in flight
+        self._complete: Complete | None = None
+        self._lacking: dict[int, set[str]] = {}  # by unit: weights without a gradient in the last micro-batch so far
+
+    def watch(self, complete: Complete) -> None:
+        """Call `complete` for each unit when all its weights have their gradients of the step's last backward.
+
+        The call comes from any thread, including autograd's. Units with a weight that has no gradient in that backward
+        are not reported.
+        """
+        self._complete = complete
+
+    # -- during backward ----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
+        """Add a gradient of this micro-batch from one use of a weight, asynchronously.
+
+        `last`: this is the step's last micro-batch, so the norm of the sum is computed.
+        """
+        flat = self._uses.add(name, gradient.detach().reshape(-1))
+        if flat is not None:
+            self._add(name, flat, last=last)
+
+    def end_of_backward(self, *, last: bool) -> None:
+        """End a micro-batch: add the partial gradients of tied weights of which not all uses were reached."""
+        for name, flat in self._uses.rest():
+            self._add(name, flat, last=last)
+
+    def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
+        unit, place = self._place[name]
+        first = name not in self._arrived
+        self._arrived.add(name)
+        if first and last:
+            self._norms[name] = norm_of(flat)
+        resident, host = self.on_device(unit.index), self.store.host(unit.index)
+        here = slice(place.start, place.start + flat.numel())
+        if resident is not None:
+            target = resident[here]
+            target.copy_(flat) if first else target.add_(flat)
+            if last and not first:
+                self._norms[name] = self._norm_of_sum(target)
+        elif first and host is not None and flat.dtype is self.dtype:
+            self._landing[name] = self._device.download(flat, host[here])
+            self._in_flight.add(flat.nbytes, self._landing[name])
+        else:
+            self._add_in_host_memory(name, flat, first=first, norm=last and not first)
+        if last and self._complete is not None:
+            self._got(name, unit, self._complete)
+
+    def _got(self, name: str, unit: Unit, complete: Complete) -> None:
+        """Note a weight's last gradient; when its unit has all of them, report the unit once the sums are stored."""
+        lacking = self._lacking.setdefault(unit.index, _trained(unit))
+        lacking.discard(name)
+        if not lacking:
+            made, landing = self._device.mark(), [self._landing.get(one) for one in _trained(unit)]
+            added = done() if unit.index in self._on_device else self._host.complete(unit.index)
+            home = together([added, *(future for future in landing if future is not None)])
+            home.then(lambda error: complete(unit.index, made, error))
+
+    def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:
+        """Copy a gradient through the ring buffer in pieces, which the accumulator's thread adds to the sums."""
+        unit, place = self._place[name]
+        pieces = flat.split(self._ring.largest_piece // flat.itemsize)
+        gone = Future(parts=len(pieces))
+        landing = self._landing.pop(name, None)
+        start = place.start
+        for piece in pieces:
+            memory, read = self._ring.take(piece.nbytes)
+            values = memory.view(piece.dtype)
+            arrived = self._device.download(piece, values)
+            arrived.then(gone.finish_part)
+            self._host.put(self._adding(unit.index, start, values, [landing, arrived], first=first), read)
+            start += piece.numel()
+        self._in_flight.add(flat.nbytes, gone)
+        if norm:
+            self._host.put(lambda: self._take_norm(name), Future())
+
+    def _adding(
+        self, unit: int, start: int, values: torch.Tensor, after: Sequence[Future | None], *, first: bool
+    ) -> Callable[[], None]:
+        def work() -> None:
+            for future in after:
+                if future is not None:
+                    future.wait()
+            self._host.add(unit, start, values, first=first)
+
+        return work
+
+    def _take_norm(self, name: str) -> None:
+        unit, place = self._place[name]
+        sums = self._host.collecting(unit.index)
+        self._norms[name] = self._norm_of_sum(sums[place.start : place.start + place.weight.numel])
+
+    def _norm_of_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the norm of a sum over micro-batches; `values` may be on the device or in host memory."""
+        return norm_of(values) if self._device.place.type == "cpu" else ordered_norm(values)
+
+    # -- after it -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""
+        self._in_flight.synchronize()
+        self._host.finish()
+
+    def norm(self) -> float:
+        """Return the global norm of the sums, unscaled; infinite or NaN if any element is. Call `finish` before."""
+        norms = self.norms()
+        return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
+
+    def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
+        """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before.
+
+        An `order` other than 2 reads every sum again.
+        """
+        arrived = [name for name in self._order if name in self._arrived]
+        if order != 2.0:
+            return {
+                name: torch.linalg.vector_norm(self.sums(name), order, dtype=torch.float32).cpu() for name in arrived
+            }
+        norms = {name: self._norm_of(name) for name in arrived}
+        far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
+        if far:
+            norms |= zip(far, torch.stack([norms[name] for name in far]).cpu(), strict=True)
+        return norms
+
+    def _norm_of(self, name: str) -> torch.Tensor:
+        """Return a weight's norm; compute it now if the last micro-batch did not use the weight."""
+        if name not in self._norms:
+            self._norms[name] = self._norm_of_sum(self.sums(name))
+        return self._norms[name]
+
+    def sums(self, name: str) -> torch.Tensor:
+        """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""
+        unit, place = self._place[name]
+        resident = self.on_device(unit.index)
+        if resident is None:
+            return self.store.get(unit.index, place.start, place.weight.numel)
+        return resident[place.start : place.start + place.weight.numel]
+
+    def replace(self, name: str, values: torch.Tensor) -> None:
+        """Set the sum of one weight that has a gradient. Call `finish` before."""
+        unit, place = self._place[name]
+        resident, flat = self.on_device(unit.index), values.reshape(-1)
+        if resident is None:
+            self.store.replace(unit.index, place.start, flat)
+        else:
+            resident[place.start : place.start + place.weight.numel].copy_(flat)
+        self._norms.pop(name, None)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all sums by `factor`, rounded to their dtype as in torch. Call `finish` before."""
+        for name in self._arrived:
+            self.replace(name, self.sums(name).mul_(factor))
+
+    def forget(self, name: str) -> None:
+        """Drop the sum of one weight, as if it had no gradient in this step. Call `finish` before."""
+        self._arrived.discard(name)
+        self._norms.pop(name, None)
+        self._landing.pop(name, None)
+
+    def on_device(self, unit: int) -> torch.Tensor | None:
+        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
+        return self._on_device.get(unit)
+
+    def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
+        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
+
+        `after` is the event on the device after which the sums are complete.
+        """
+        resident = self.on_device(unit)
+        if resident is not None:
+            return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
+        return self.store.read(unit, start, buffer)
+
+    def has(self, name: str) -> bool:
+        """Return whether the weight has a gradient in this step."""
+        return name in self._arrived
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        """Return the names of the weights that have a gradient in this step."""
+        return frozenset(self._arrived)
+
+    def clear(self) -> None:
+        """Begin the next step, whose gradients overwrite the stored sums."""
+        self._norms.clear()
+        self._arrived.clear()
+        self._landing.clear()
+        self._lacking.clear()
+        self._host.clear()
+
+    def close(self) -> None:
+        """Wait for the accumulator's queued work, successful or not, and end its thread."""
+        self._host.close()
+
+
+def _trained(unit: Unit) -> set[str]:
+    return {place.weight.name for place in unit.places if place.weight.trainable}
+
+
+def _resident(
+    units: Sequence[Unit], homes: Sequence[int], *, device: Device, dtype: torch.dtype
+) -> dict[int, torch.Tensor]:
+    """Allocate the sums on the device as one flat tensor; return each unit's part."""
+    held = [unit for unit in units if homes[unit.index] == DEVICE]
+    sizes = [unit.trained for unit in held]
+    parts = device.buffer(sum(sizes), dtype).split(sizes)
+    return {unit.index: part for unit, part in zip(held, parts, strict=True)}

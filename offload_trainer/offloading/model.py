@@ -1,0 +1,509 @@
+"""Offload a model: place its weights, gradients and optimizer state on the device, in RAM or on drives, and train it.
+
+    forward, backward   `WeightPrefetcher` fetches offloaded weights; `Gradients` collects each gradient from autograd
+    norm, step          compute the gradient norm; `Updater` updates all pages and writes the new weights to their tiers
+    snapshot, load      save and restore the state by weight name
+
+`OffloadedModel` connects the other modules of `offloading/`; engines and sessions train through it. It takes a module,
+a layout and update kernels, and does not depend on the configuration, the data or the loss. The placement never changes
+a bit of the result.
+
+Terms: a unit is a group of weights that is fetched together (a block, or a module outside the blocks). A page is a
+range of a unit's trainable weights whose optimizer state is read, updated and written together. A tier, or home, is the
+device, RAM or one of the drives. A master is the fp32 copy of a weight in the optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.activations.offload import Activations
+from offload_trainer.offloading.activations.recompute_hooks import keep_weights
+from offload_trainer.offloading.allocation import Layout, homes_made
+from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device.heap_trim import trimmed
+from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.pages.checksums import DamagedPage
+from offload_trainer.offloading.pages.drive_dirs import Drives
+from offload_trainer.offloading.pages.index import PageIndex
+from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
+from offload_trainer.offloading.ranks.update_progress import renewal_of
+from offload_trainer.offloading.update.step_params import StepParams, decision_of
+from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.weights.lazy_weight import LazyWeight
+from offload_trainer.offloading.weights.parameter import offload_parameter
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher, modules_of_units
+from offload_trainer.offloading.weights.resident_guard import ResidentGuard, give_memory
+from offload_trainer.optim.checksum import sum_with
+from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.rules import Hyper
+from offload_trainer.optim.state_files import EngineState
+from offload_trainer.plan.memory.activation_offload import BlockInputs
+from offload_trainer.plan.tiered.update_staging import routes_of
+from offload_trainer.storage.host_memory import return_now
+
+
+class OffloadedModel:
+    """A module with hooks that fetch its weights and collect its gradients, and the optimizer that updates it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        layout: Layout,
+        *,
+        device: Device,
+        drives: Drives,
+        kernels: tuple[Kernel, Kernel],
+        seed: int,
+    ) -> None:
+        """Allocate weights, gradients and state as `layout` says, and register the hooks.
+
+        Args:
+            module: the model.
+            parameters: the parameters of `module` by weight name, one for each use of a tied weight. Their memory is
+                replaced and their values are lost; `put` sets the values.
+            layout: tiers, dtypes and buffer sizes.
+            device: the device that computes. The caller closes it, and the drives, after this object.
+            drives: private directories on drives.
+            kernels: the update kernel of the CPU, and the one for pages on `device`.
+            seed: seed of the stochastic rounding of moments that are not fp32.
+        """
+        self.node = layout.node
+        self.units, self.parameters = layout.units, parameters
+        self._module, self._device, self._drives, self._seed = module, device, drives, seed
+        trainable = {place.weight.name: place.weight.trainable for unit in layout.units for place in unit.places}
+        self.trained = [name for name in parameters if trainable[name]]
+        self.fixed = [name for name in parameters if not trainable[name]]
+        self.steps = dict.fromkeys(self.trained, 0)  # number of updates of each weight
+        self._cleared = 0  # how often the gradient sums were dropped
+        self.last = True  # the current micro-batch is the step's last
+        self.taken = 0  # total number of collected gradients and of changes to gradient sums
+        self.before_sums: Callable[[], None] = lambda: None  # called before a gradient sum is read or changed
+        self.closed = False
+        self.adds_up = True  # gradients of several micro-batches may be accumulated
+        self._reads_ahead = False  # prefetch pages when the next backward begins
+        self.account: PageIndex | None = None
+        self.activations: Activations | None = None
+        with ExitStack() as stack:
+            page_sum = sum_with(kernels[0])
+            stores = homes_made(layout, device=device, drives=drives, order=self.trained, page_sum=page_sum)
+            self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
+            stack.callback(self.weights.close)
+            stack.callback(self.gradients.close)
+            every = routes_of(layout.homes, is_gpu=device.is_cuda)
+            routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]
+            self.update_progress = renewal_of(
+                layout, [route.page for route in routes], weights=self.weights, device=device
+            )
+            stack.callback(self.update_progress.close)
+            self.updater = Updater(
+                self.store,
+                self.weights,
+                self.gradients,
+                self.update_progress,
+                device=device,
+                kernels=kernels,
+                routes=routes,
+                slots=layout.page_buffers,
+                behind=layout.behind,
+                ahead=layout.ahead,
+            )
+            stack.callback(self.updater.close)
+            self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
+            self.places = self.state.places
+            give_memory(self.weights, parameters)
+            self.stream, self.resident_guard = self._attach(layout, stack)
+            self._watch_gradients(stack)
+            self._open = stack.pop_all()
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> list[tuple[nn.Module, nn.Parameter | None]]:
+        """Return each block with its first trainable weight, whose gradient arrives last in a backward."""
+        first = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
+        blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
+        return [(self._module.get_submodule(name), first.get(name)) for name in blocks]
+
+    def _attach(self, layout: Layout, stack: ExitStack) -> tuple[WeightPrefetcher | None, ResidentGuard | None]:
+        """Return the prefetcher of offloaded weights and the guard of resident ones; None if not needed."""
+        unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
+        names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
+        wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
+        held, stream, resident_guard = (self.weights, self.parameters, self.update_progress), None, None
+        if any(self.weights.resident(unit.index) is None for unit in self.units):
+            stream = WeightPrefetcher(*held, device=self._device, blocks=layout.unit_buffers)
+            stack.callback(stream.close)
+            stream.attach(wanted)
+            if any(unit.is_part for unit in self.units):
+                keep_weights(self._module, stream)
+        if layout.behind:
+            resident_guard = ResidentGuard(*held, place=self._device.place)
+            resident_guard.attach(wanted)
+        return stream, resident_guard
+
+    def _watch_gradients(self, stack: ExitStack) -> None:
+        """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
+        hooks = [
+            use.register_post_accumulate_grad_hook(self._hand_over(n))
+            for n in self.trained
+            for use in self.parameters[n]
+        ]
+        if not self._device.is_cuda:
+            hooks += trimmed(self._blocks())
+        for hook in hooks:
+            stack.callback(hook.remove)
+
+    def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: nn.Parameter) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if gradient.layout is not torch.strided:
+                raise UserError(
+                    f"{name} got a sparse gradient, which AdamW does not take: make its embedding with sparse=False"
+                )
+            self._begin_backward()
+            self._refuse_another(name)
+            self.taken += 1
+            self.gradients.add(name, gradient, last=self.last)
+
+        return hook
+
+    def _refuse_another(self, name: str) -> None:
+        """Raise UserError for a second micro-batch's gradient if gradients are kept in 16 bits."""
+        if not self.adds_up and self.gradients.has(name):
+            raise UserError(
+                f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums in "
+                "16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
+            )
+
+    def keep_inputs(self, inputs: BlockInputs, *, on_drives: bool) -> None:
+        """Offload the block inputs that activation checkpointing keeps, to host memory or to the drives."""
+        drives = self._drives.directories if on_drives else ()
+        homes = inputs.homes(len(drives))
+        name, sizes = f"activations-{self.node.rank}", [inputs.size] * inputs.count
+        files = self._drives.files(name, sizes, homes, shared=False) if drives else []
+        kept = Activations(
+            inputs, device=self._device, files=files, transfers=self._drives.transfers, otherwise=self.stream
+        )
+        self._open.callback(kept.close)
+        kept.attach(self._module)
+        self.activations = kept
+
+    def keep_account(self, *, model: Path) -> None:
+        """Keep an index of the page files next to them; `model` is the directory with the model's configuration."""
+        paths, its = self._drives.directories, self.store
+        self.account = PageIndex(
+            paths, self.units, its.pages, format=its.format, model=model, sums=its.sums, sync=its.sync
+        )
+        self._open.callback(self.account.close)
+
+    @torch.no_grad()
+    def put(self, values: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        """Set all weights from (name, weight in the run's dtype, initial master), one weight at a time.
+
+        All ranks call it; only the first rank of each node consumes `values`.
+        """
+
+        def put() -> None:
+            for name, weight, master in values:
+                unit, place = self.places[name]
+                self.weights.put(unit.index, place.start, weight.reshape(-1))
+                if place.weight.trainable:
+                    self.state.put_master(name, master.float().reshape(-1))
+            self.state.flush()
+
+        self.node.once(put)
+        self.weights.spread_all()
+
+    # -- reading weights outside their modules ------------------------------------------------------------------------
+
+    def guard_reads(self) -> None:
+        """Make each parameter fetch its values whenever it is read (`weights/parameter.py`)."""
+        for name, uses in self.parameters.items():
+            for parameter in uses:
+                offload_parameter(parameter, name, self)
+
+    def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a context in which these weights have their values.
+
+        Raises:
+            UserError: the model is closed.
+        """
+        if self.closed:
+            raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
+        if self.resident_guard is not None:
+            self.resident_guard.restore(self.places[name][0].index for name in names)
+        if self.stream is None:
+            return nullcontext()
+        places = {name: self.places[name] for name in names}
+        return self.stream.borrow_weights({name: (unit.index, place.start) for name, (unit, place) in places.items()})
+
+    # -- reading and changing gradients between the backward and the step ---------------------------------------------
+
+    def gradient(self, name: str) -> LazyWeight | None:
+        """Return a lazy tensor for a weight's gradient sum, or None without a gradient.
+
+        Each operation reads the sum, and an in-place operation writes it back.
+        """
+        if not self.gradients.has(name):
+            return None
+        like, place, of_step = self.parameters[name][0], self._device.place, self._cleared
+
+        def read() -> torch.Tensor:
+            if of_step != self._cleared or not self.gradients.has(name):
+                raise UserError(
+                    f"this gradient of {name} was used up by a step or dropped by zero_grad(): read .grad anew after "
+                    "the next backward; clone() keeps values"
+                )
+            return self._settled().sums(name).to(place, copy=True).view(like.shape)
+
+        def write(values: torch.Tensor) -> None:
+            self._change(lambda sums: sums.replace(name, values))
+
+        return LazyWeight.of(like, read, write=write, dtype=self.gradients.dtype, device=place)
+
+    def drop_gradient(self, name: str) -> None:
+        """Drop the gradient sum of one weight, as if it had no gradient in this step."""
+        if self.gradients.has(name):
+            self._change(lambda sums: sums.forget(name))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradient sums by `factor` in place."""
+        self.gradients.finish()
+        self._one_ranks().scale(factor)
+        self.taken += 1
+
+    def _settled(self) -> Gradients:
+        """Return the gradient sums once they are complete and `before_sums` has applied pending changes (clipping)."""
+        self.before_sums()
+        self.gradients.finish()
+        return self._one_ranks()
+
+    def _change(self, change: Callable[[Gradients], None]) -> None:
+        change(self._settled())
+        self.taken += 1
+
+    def _one_ranks(self) -> Gradients:
+        assert isinstance(self.gradients, Gradients)  # with several ranks the sums are sharded and cannot be read here
+        return self.gradients
+
+    def trains(self, name: str) -> bool:
+        """Return whether the weight is trainable."""
+        return name in self.steps
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a CPU copy of one weight in the run's dtype."""
+        self.update_progress.wait(self.places[name][0].index)
+        return self.state.weight(name)
+
+    def master(self, name: str) -> torch.Tensor:
+        """Return a CPU copy of one whole fp32 master. Call `state.flush` after the last one."""
+        self.synchronize()  # the update may write a weight before its master
+        return self.state.master(name)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, *, then: bool) -> Iterator[None]:
+        """Wrap each forward; `then`: a backward follows."""
+        keeping = self.activations.forward() if self.activations and then else nullcontext()
+        with self._passing(backward=False, then=then), keeping:
+            yield
+        if not then:
+            self.node.align()  # a backward has barriers that align the ranks
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Wrap each backward, after waiting for the previous update.
+
+        `last`: it is the step's last, so norms are computed and the update may begin.
+        """
+        self.synchronize()
+        self.last = last
+        with self._passing(backward=True, then=None if last else False):
+            if last:
+                self.updater.begin_ahead()
+            return_now()  # a forward leaves holes in the heap, and the first gradient, that of the head, is large
+            yield
+            self.gradients.end_of_backward(last=last)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Wrap a whole micro-batch of user code: forward, loss and backward, without separate notice of each.
+
+        `last`: it is the step's last micro-batch.
+        """
+        self._reads_ahead = last
+        if not self.update_progress.under_way:
+            self._begin_backward()
+        if self.stream is None:
+            yield
+            return
+        self.stream.then_after_backward = None if last else False
+        with self.stream.saving():
+            yield
+        self.stream.end_backward()
+
+    def _begin_backward(self) -> None:
+        """Wait for the previous update, because the backward overwrites the gradient sums that it reads."""
+        self.synchronize()
+        if self._reads_ahead:
+            self._reads_ahead = False
+            self.updater.moving.read_ahead()
+
+    def synchronize(self) -> None:
+        """Wait until no update is running; raise the error of the last one, if any."""
+        self.update_progress.finish()
+        if self.resident_guard is not None:
+            self.resident_guard.give_all_back()
+
+    def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
+        return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
+
+    def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
+        """Announce the expected `step`, so that pages on drives are updated during the step's last backward."""
+        steps = {name: count + 1 for name, count in self.steps.items()}
+        self.updater.expect(self._decision(rules, steps, scale=scale))
+
+    def norm(self) -> float:
+        """Return the global norm of the gradient sums, unscaled; infinite or NaN if any element is."""
+        self.gradients.finish()
+        return self.gradients.norm()
+
+    def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
+        """Return the norm of each gradient sum in the model's order (fp32, 0-dim, on the CPU).
+
+        Weights without a gradient are absent.
+        """
+        self.gradients.finish()
+        return self._one_ranks().norms(order)
+
+    def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
+        """Update the weights in `rules` that have a gradient, with `scale` times their gradient sums.
+
+        Call it after `norm`, and `clear` after it. The update may still run when this returns; later uses of a weight
+        wait for it.
+
+        Raises:
+            TrainerError: a drive failed, here or at a later wait. The state is then partly of the previous step.
+        """
+        assert not self.update_progress.under_way  # the backward has waited for the previous update
+        self.state.flush()
+        arrived = self.gradients.arrived & rules.keys()
+        self._note(updating=True)
+        for name in arrived:
+            self.steps[name] += 1
+        if self.stream:
+            self.stream.forget()
+        decision = self._decision({name: rules[name] for name in arrived}, self.steps, scale=scale)
+        self.node.barrier()  # rank 0 has recorded the update, and no rank still computes with the old weights
+        self.updater.start(decision, at_end=self._all_home)
+        if self.resident_guard is not None:
+            self.resident_guard.begin()
+
+    def _all_home(self) -> None:
+        """Make this rank's new pages the valid ones and record the step, after all ranks' new weights have arrived."""
+        self.store.flip()
+        self._note(updating=False)
+
+    def clear(self) -> None:
+        """Drop the gradient sums and begin the next step. Without a preceding `step`, undo speculative updates."""
+        if self.updater.skip():
+            if self.stream:
+                self.stream.forget()
+            self.node.barrier()  # all ranks have restored their weights and pages
+        self._cleared += 1
+        self.gradients.clear()
+
+    def drop(self) -> None:
+        """Drop the gradient sums at any time, after waiting for gradients in flight."""
+        self.gradients.finish()
+        self._cleared += 1
+        self.gradients.clear()
+
+    def begin(self) -> None:
+        """Start prefetching the weights that the next forward needs first."""
+        if self.stream:
+            self.stream.begin()
+        return_now()
+
+    @property
+    def steps_done(self) -> int:
+        """Return the number of optimizer steps, the largest over all weights."""
+        return max(self.steps.values(), default=0)
+
+    def _note(self, *, updating: bool) -> None:
+        if self.account:
+            self.account.note(self.steps_done, updating=updating)
+
+    def _decision(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
+        noise_of = self._seed if self.store.format.moments.stochastic else None
+        return decision_of(self.units, rules, steps, scale=scale, noise_of=noise_of)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole fp32 master on the CPU) one at a time; frozen weights come last, as fp32."""
+        for name in self.trained:
+            yield name, self.master(name)
+        for name in self.fixed:
+            yield name, self.weight(name).float()
+        self.state.flush()
+
+    def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
+        """Return a snapshot of the current state. The next update waits for pages that are not written yet."""
+        self.synchronize()
+        state = self.state.beside(self.steps, loss_scale=loss_scale, good_steps=good_steps)
+        return TieredSnapshot(self.state, state, self.updater.snapshot())
+
+    @torch.no_grad()
+    def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
+        """Resume from the page files of an earlier process, which must hold the whole state. All ranks call it.
+
+        Args:
+            state: step counts and scalars that belong to the pages.
+            newest: which of its two copies is valid, for each page.
+            sums: checksums of the valid copies, as `PageChecksums.of_newest` returns them.
+
+        Raises:
+            UserError: a page does not have its checksum.
+        """
+        self.store.sums.begin(newest, sums)
+        self.node.each(self._make_weights)
+        self.weights.broadcast()
+        self.steps = {name: state.steps_of(name) for name in self.trained}
+
+    def _make_weights(self) -> None:
+        """Round this rank's weights from the masters in the page files of an earlier process."""
+        try:
+            self.state.make_weights()
+        except DamagedPage as error:
+            raise UserError(str(error)) from error
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> EngineState:
+        """Load the state that a snapshot wrote, with this or another layout. All ranks call it."""
+        self.synchronize()
+        self.drop()
+        self.updater.moving.forget_ahead()
+        if self.stream:
+            self.stream.forget()  # before weights change, because a prefetch could read a mix of old and new ones
+        state = self.state.load(directory, self.node)
+        self.steps = {name: state.steps_of(name) for name in self.trained}
+        return state
+
+    def close(self) -> None:
+        """Wait for asynchronous work and close everything except the device and the drives."""
+        self.closed = True
+        self.updater.close()  # it uses everything that is closed below
+        self.weights.cancel()  # otherwise the prefetcher would wait for collective fetches that other ranks never join
+        self._open.close()

@@ -1,0 +1,394 @@
+"""Store optimizer state by page, and weights or gradient sums by unit, in RAM, on the device or in files on drives.
+
+    PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
+                 on a drive in one or two copies (`shadow_pages.py`): `read` returns the copy that the last `flip` chose
+                 on a drive with checksums (`checksums.py`), which are compared at each read
+    UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
+
+Training transfers whole aligned ranges. Initialisation, saving and loading access single weights at any offset (`get`,
+`put`) through a write-back cache of file ranges.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.pages.checksums import DamagedPage, PageChecksums
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, ELSEWHERE, RAM, Page, aligned
+from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, followed
+
+
+class WriteBackCache:
+    """A write-back cache of file ranges in host memory."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        *,
+        places: int = 1,
+        was_read: Callable[[DriveFile, int, torch.Tensor], None] = lambda *_: None,
+        was_written: Callable[[DriveFile, int, torch.Tensor], None] = lambda *_: None,
+    ) -> None:
+        """Keep at most `places` ranges open; the one opened first is evicted first.
+
+        `was_read` and `was_written` are called with the file, the offset and the bytes after each transfer.
+        """
+        self._transfers, self._was_read, self._was_written = transfers, was_read, was_written
+        self._places = places
+        self._open: dict[tuple[DriveFile, int], torch.Tensor] = {}
+        self._changed: set[tuple[DriveFile, int]] = set()
+
+    def open(self, file: DriveFile, offset: int, size: int, *, modify: bool) -> torch.Tensor:
+        """Return the `size` bytes at `offset` (uint8). With `modify`, changes to them are written to the file later."""
+        key = file, offset
+        if key not in self._open:
+            while len(self._open) >= self._places:
+                self._put_away(next(iter(self._open)))
+            buffer = host_buffer(size)
+            self._transfers.read(file, offset, buffer).wait()
+            self._was_read(file, offset, buffer)
+            self._open[key] = buffer
+        if modify:
+            self._changed.add(key)
+        return self._open[key]
+
+    def flush(self) -> None:
+        """Write all changes to the files and release the memory."""
+        for key in list(self._open):
+            self._put_away(key)
+
+    def _put_away(self, key: tuple[DriveFile, int]) -> None:
+        buffer = self._open.pop(key)
+        if key in self._changed:
+            self._transfers.write(*key, buffer).wait()
+            self._was_written(*key, buffer)
+            self._changed.remove(key)
+
+
+# A block's weights are on a few pages, and callers access them in another order than that of the pages.
+_PAGES_OPEN = 6
+
+
+class PageStore:
+    """The optimizer state of a node.
+
+    A page is the concatenation of its fields: masters, moments, and scales of 8-bit moments.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        *,
+        format: StateFormat,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        device: Device,
+        node: Node,
+        sums: PageChecksums,
+    ) -> None:
+        """Allocate memory for the pages in RAM and on the device. All ranks of a node call it.
+
+        Pages in RAM and in `files` exist once per node; the caller decides which rank updates which page. Pages of
+        other nodes (home ELSEWHERE) take no memory. `sums` holds these pages' checksums and their number of copies;
+        with two copies each file is twice as large.
+        """
+        self.pages = tuple(pages)
+        self.format = format
+        self._files, self._transfers, self._device = files, transfers, device
+        self._sizes = [format.page_bytes(page.elements) for page in pages]
+        homes = [page.home for page in pages]
+        self._offsets = offsets(self._sizes, homes)
+        self._apart = [size_of_home(self._sizes, homes, home) for home in range(len(files))]  # bytes from copy 0 to 1
+        self.sums, self.places = sums, sums.places
+        self._memory = node.memory(size_of_home(self._sizes, homes, RAM))
+        self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
+        if self._on_device.numel():
+            device.reached().wait()  # other streams may write there only after it has been set to zero
+        self._field_at: dict[tuple[DriveFile, int], tuple[int, int, str]] = {}  # page, copy and field
+        self._cache = WriteBackCache(
+            transfers, places=_PAGES_OPEN, was_read=self._compare_field, was_written=self._keep_field
+        )
+        self._of_unit: dict[int, list[int]] = {}
+        for number, page in enumerate(pages):
+            self._of_unit.setdefault(page.unit, []).append(number)
+
+    def bytes_of(self, number: int) -> int:
+        return self._sizes[number]
+
+    def in_memory(self, number: int) -> torch.Tensor | None:
+        """Return the bytes of a page in RAM (uint8), or None for another tier."""
+        if self.pages[number].home != RAM:
+            return None
+        return self._memory[self._offsets[number] :][: self._sizes[number]]
+
+    def on_device(self, number: int) -> torch.Tensor | None:
+        """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
+        if self.pages[number].home != DEVICE:
+            return None
+        return self._on_device[self._offsets[number] :][: self._sizes[number]]
+
+    def buffers(self, count: int) -> list[torch.Tensor]:
+        """Return at most `count` host buffers (uint8), each large enough for any page of this node outside RAM."""
+        away = [size for size, page in zip(self._sizes, self.pages, strict=True) if page.home not in (RAM, ELSEWHERE)]
+        copied = any(page.home == DEVICE for page in self.pages)
+        pinned = self._device.is_cuda and copied
+        return [host_buffer(max(away), pinned=pinned) for _ in range(min(count, len(away)))]
+
+    def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of the page's fields in `data`, the page's bytes."""
+        elements = self.pages[number].elements
+        found, start = {}, 0
+        for name, field in self.format.fields.items():
+            found[name] = data[start:][: field.bytes(elements)].view(DTYPES[field.dtype])
+            start += field.padded(elements)
+        return found
+
+    def read(self, number: int, buffer: torch.Tensor, *, place: int | None = None) -> Future:
+        """Fill `buffer` (uint8, the page's size) from the page's drive or from the device.
+
+        From a drive this reads the valid copy, or copy `place` if given. From the device it reads the content after the
+        work queued so far on the side stream. The future raises DamagedPage if the page differs from what was written.
+        """
+        resident = self.on_device(number)
+        if resident is not None:
+            return self._copy(resident, buffer)
+        place = self.places.holding(number) if place is None else place
+        read = self._transfers.read(*self._where(number, place), buffer)
+        return followed(read, partial(self._compare, number, place, buffer))
+
+    def write(self, number: int, buffer: torch.Tensor) -> Future:
+        """Write the page's new bytes. With two copies on a drive the valid copy stays until `flip`."""
+        resident = self.on_device(number)
+        if resident is not None:
+            return self._copy(buffer, resident)
+        place = self.places.free(number)
+        self.places.written(number)
+        write = self._transfers.write(*self._where(number, place), buffer)
+        return followed(write, partial(self.sums.keep, number, place, buffer))
+
+    def _compare(self, number: int, place: int, data: torch.Tensor, field: str | None = None) -> None:
+        """Raise DamagedPage if the checksums of `data` differ from those of what was written."""
+        wrong = self.sums.differing(number, place, data, field=field)
+        if wrong is not None:
+            (file, offset), size = self._where(number, place), self._sizes[number]
+            raise DamagedPage(
+                f"{file.path}: page {number}, {size} bytes at {offset}, is damaged, or of another step or run: its "
+                f"{wrong} does not have the CRC-32 that it was written with; dmesg may say more of the drive"
+            )
+
+    def _compare_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
+        number, place, field = self._field_at[file, offset]
+        self._compare(number, place, data, field)
+
+    def _keep_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
+        number, place, field = self._field_at[file, offset]
+        self.sums.keep(number, place, data, field=field)
+
+    def flip(self) -> None:
+        """Make the copies that this rank has written since the last call the valid ones, after all writes ended."""
+        self.places.flip()
+
+    def forget_written(self) -> None:
+        """Roll pages with two copies back to the last `flip`, after all writes have ended."""
+        self.places.forget()
+
+    def sync(self) -> None:
+        """Flush all files to stable storage, so that completed writes survive a power cut."""
+        for file in self._files:
+            file.sync()
+
+    def _where(self, number: int, place: int) -> tuple[DriveFile, int]:
+        home = self.pages[number].home
+        return self._files[home], self._offsets[number] + place * self._apart[home]
+
+    def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        """Copy to or from the device on the side stream, in order with the updates there."""
+        with self._device.beside(after=None):
+            into.copy_(values, non_blocking=True)
+            return self._device.reached()
+
+    def replaced(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield the number and the fields of each of these pages, set to zero, for the caller to fill.
+
+        The caller fills a page before it asks for the next one. At the end all pages are written and valid.
+        """
+        free = self.buffers(2)
+        leaving: deque[tuple[torch.Tensor, Future]] = deque()
+        for number in numbers:
+            inside = self.in_memory(number)
+            if inside is not None:
+                yield number, self.fields(number, inside.zero_())
+                continue
+            if not free:
+                buffer, future = leaving.popleft()
+                future.wait()
+                free.append(buffer)
+            buffer = free.pop()
+            data = buffer[: self._sizes[number]].zero_()
+            yield number, self.fields(number, data)
+            leaving.append((buffer, done() if self.pages[number].home == ELSEWHERE else self.write(number, data)))
+        for _, future in leaving:
+            future.wait()
+        self.flip()
+
+    # -- single weights -----------------------------------------------------------------------------------------------
+
+    def get(self, field: str, unit: int, start: int, count: int) -> torch.Tensor:
+        """Return a copy of one field for `count` elements of a unit from element `start` on, in its stored dtype.
+
+        Elements on another node's pages are uninitialised. `start` must be a multiple of 256, because each scale of
+        8-bit moments covers 256 elements and each weight starts with a new scale.
+        """
+        kind = self.format.fields[field]
+        out = torch.empty(kind.entries(count), dtype=DTYPES[kind.dtype])
+        for held, given in self._touched(field, unit, start, count, modify=False):
+            out[given].copy_(held)
+        return out
+
+    def put(self, field: str, unit: int, start: int, count: int, values: torch.Tensor) -> None:
+        """Set one field for those of `count` elements of a unit from `start` on that this node stores.
+
+        `values` has the shape and dtype that `get` returns. Call `flush` afterwards.
+        """
+        for held, given in self._touched(field, unit, start, count, modify=True):
+            held.copy_(values[given])
+
+    def flush(self) -> None:
+        """Write everything that `put` has set to the drives."""
+        self._cache.flush()
+
+    def _touched(
+        self, field: str, unit: int, start: int, count: int, *, modify: bool
+    ) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield the range of these elements in each page, with its position among the values."""
+        per = self.format.fields[field].per
+        for number in self._of_unit.get(unit, ()):
+            page = self.pages[number]
+            first, last = max(start, page.start), min(start + count, page.start + page.elements)
+            if first < last and page.home != ELSEWHERE:
+                whole = self._field(field, number, modify=modify)
+                held = whole[(first - page.start) // per : -(-(last - page.start) // per)]
+                yield held, slice((first - start) // per, -(-(last - start) // per))
+
+    def _field(self, field: str, number: int, *, modify: bool) -> torch.Tensor:
+        """Return one field of a page in RAM, on the device or in the cache."""
+        inside = self.in_memory(number)
+        if inside is None:
+            inside = self.on_device(number)
+        if inside is not None:
+            return self.fields(number, inside)[field]
+        page, place = self.pages[number], self.places.newest(number)
+        file, offset = self._where(number, place)
+        for name, kind in self.format.fields.items():
+            if name == field:
+                break
+            offset += kind.padded(page.elements)
+        self._field_at[file, offset] = number, place, field
+        data = self._cache.open(file, offset, kind.padded(page.elements), modify=modify)
+        return data[: kind.bytes(page.elements)].view(DTYPES[kind.dtype])
+
+
+class UnitStore:
+    """A flat tensor for each unit, in RAM or in a file on a drive (home 0, 1, ...)."""
+
+    def __init__(
+        self,
+        elements: Sequence[int],
+        homes: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        pinned: bool,
+        node: Node,
+    ) -> None:
+        """Allocate RAM for `elements` of each unit. RAM and `files` exist once per node, and all its ranks call it."""
+        self.homes = tuple(homes)
+        self.dtype = dtype
+        self._elements = tuple(elements)
+        self._files, self._transfers = files, transfers
+        sizes = [count * dtype.itemsize for count in elements]
+        self._offsets = offsets(sizes, homes)
+        self._memory = node.memory(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
+        self._cache = WriteBackCache(transfers)
+
+    def host(self, unit: int) -> torch.Tensor | None:
+        """Return the unit's elements if they are in RAM, else None."""
+        if self.homes[unit] != RAM:
+            return None
+        first = self._offsets[unit] // self.dtype.itemsize
+        return self._memory[first : first + self._elements[unit]]
+
+    def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
+        """Fill `buffer` (the store's dtype) from the drive; `start` and the size are aligned."""
+        return self._transfers.read(*self._place(unit, start), buffer)
+
+    def write(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
+        """Write `buffer` to the drive from element `start` on; `start` and the size are aligned."""
+        return self._transfers.write(*self._place(unit, start), buffer)
+
+    def _place(self, unit: int, start: int) -> tuple[DriveFile, int]:
+        return self._files[self.homes[unit]], self._offsets[unit] + start * self.dtype.itemsize
+
+    def get(self, unit: int, start: int, count: int) -> torch.Tensor:
+        """Return a copy of `count` elements from `start` on.
+
+        From a file this reads only the aligned range around them, because writes to other parts may be in flight.
+        """
+        inside = self.host(unit)
+        if inside is not None:
+            return inside[start : start + count].clone()
+        first = start // ALIGN * ALIGN
+        buffer = host_buffer((aligned(start + count) - first) * self.dtype.itemsize).view(self.dtype)
+        self.read(unit, first, buffer).wait()
+        return buffer[start - first :][:count]
+
+    def replace(self, unit: int, start: int, values: torch.Tensor) -> None:
+        """Set elements from `start` on; in a file this reads and writes only the aligned range around them."""
+        inside = self.host(unit)
+        if inside is not None:
+            inside[start : start + values.numel()].copy_(values)
+            return
+        first = start // ALIGN * ALIGN
+        buffer = host_buffer((aligned(start + values.numel()) - first) * self.dtype.itemsize).view(self.dtype)
+        self.read(unit, first, buffer).wait()
+        buffer[start - first :][: values.numel()].copy_(values)
+        self.write(unit, first, buffer).wait()
+
+    def put(self, unit: int, start: int, values: torch.Tensor) -> None:
+        """Set elements from `start` on to `values` (1-D, any dtype). Call `flush` afterwards."""
+        self._whole(unit)[start : start + values.numel()].copy_(values)
+
+    def flush(self) -> None:
+        self._cache.flush()
+
+    def _whole(self, unit: int) -> torch.Tensor:
+        inside = self.host(unit)
+        if inside is not None:
+            return inside
+        size = self._elements[unit] * self.dtype.itemsize
+        return self._cache.open(*self._place(unit, 0), size, modify=True).view(self.dtype)
+
+
+def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:
+    """Return the byte offset of each item in its tier, where items of one tier follow each other."""
+    ends = dict.fromkeys(homes, 0)
+    starts = []
+    for size, home in zip(sizes, homes, strict=True):
+        starts.append(ends[home])
+        ends[home] += size
+    return starts
+
+
+def size_of_home(sizes: Sequence[int], homes: Sequence[int], home: int) -> int:
+    """Return the total bytes of the items in one tier."""
+    return sum(size for size, its in zip(sizes, homes, strict=True) if its == home)

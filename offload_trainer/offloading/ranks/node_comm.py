@@ -1,0 +1,197 @@
+"""Provide shared memory and collective operations for the ranks of a run, on one node or several.
+
+    memory     host memory that all ranks of a node share; each rank writes its own part
+    barrier    what ranks wrote before it, all ranks read after it
+    broadcast  from one rank's device to all devices: NCCL between GPUs, sockets between CPUs
+    across     broadcast in host memory from one rank to the ranks with the same position on the other nodes
+    send_recv  point-to-point transfers in host memory between any ranks
+    joining    all-gather in place between the devices of a node's ranks
+
+Each node stores the optimizer state of its own ranks, and all weights. With a single rank every operation is local and
+does not wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from offload_trainer import ranks
+from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching, SideGroup, exchange_of
+from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
+
+T = TypeVar("T")
+Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)
+
+
+class Node:
+    """This rank's view of its node and of the other ranks; by default a single process without other ranks."""
+
+    def __init__(self, *, together: bool = False, by_parts: bool = False, stalled: float = ranks.STALLED) -> None:
+        """Connect to the other ranks if `together`; all ranks call it then.
+
+        Args:
+            together: this process is one of several ranks that were joined before.
+            by_parts: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
+            stalled: seconds after which a rank that does not reach a `barrier` ends the run.
+        """
+        self.rank, self.world = ranks.place_here() if together else (0, 1)
+        self.nodes = ranks.nodes() if together else (range(1),)
+        self.number = next(number for number, its in enumerate(self.nodes) if self.rank in its)
+        self.by_parts = by_parts and len(self.here) > 1
+        self._stalled = stalled
+        self._between_gpus: Any = None
+        self._rounds: FetchMatching | None = None
+        self._trading: Any = ranks.group_of() if self.world > 1 else None
+        several = len(self.nodes) > 1
+        self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
+        self._across = ranks.group_of(self.all_alike) if several else None
+
+    @property
+    def here(self) -> range:
+        """Return the ranks of this node."""
+        return self.nodes[self.number]
+
+    @property
+    def elsewhere(self) -> list[int]:
+        """Return the ranks of other nodes."""
+        return [rank for rank in range(self.world) if rank not in self.here]
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the first rank of its node, which does work that is done once per node."""
+        return self.rank == self.here.start
+
+    def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
+        """Return `size` zeroed bytes (uint8) that all ranks of the node share. They call it in the same order."""
+        if len(self.here) == 1 or size == 0:
+            return host_buffer(size, pinned=pinned)
+        descriptor = memory_file(size) if self.is_first else -1
+        pid, number = ranks.share((os.getpid(), descriptor), source=self.here.start, group=self._inside)
+        if not self.is_first:
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mapped(descriptor, size, pinned=pinned)
+            ranks.wait_for_all(group=self._inside)
+        finally:
+            os.close(descriptor)
+        return memory
+
+    def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
+        """Return `size` shared bytes for each rank of the node, by rank. All ranks of the node can read them.
+
+        With `pinned` only this rank's own bytes are pinned. Other ranks' devices do not copy into them, and pinning all
+        of them in every rank would multiply the size of the driver's tables.
+        """
+        if size == 0:
+            return {}
+        if len(self.here) == 1:
+            return {self.rank: self.memory(size, pinned=pinned)}
+        each = -(-size // PAGE) * PAGE  # CUDA pins whole pages of memory
+        parts = [part[:size] for part in self.memory(len(self.here) * each).split(each)]
+        found = dict(zip(self.here, parts, strict=True))
+        if pinned:
+            pin(found[self.rank])
+        return found
+
+    def barrier(self) -> None:
+        """Wait until every rank has reached the barrier.
+
+        Raises:
+            TrainerError: a rank did not come in time.
+            Elsewhere: another rank has ended.
+        """
+        if self._rounds is not None:
+            self._rounds.barrier()
+        elif self.world > 1:
+            ranks.barrier(stalled=self._stalled)
+
+    def rounds(self) -> FetchMatching:
+        """Return the node's `FetchMatching`, which from now on carries out `barrier` as well. All ranks call it."""
+        if self._rounds is None:
+            self._rounds = FetchMatching(self.exchange())
+        return self._rounds
+
+    def exchange(self) -> Exchange:
+        """Return a function that exchanges a number between one thread of each rank; see `barrier`. Collective."""
+        return exchange_of(stalled=self._stalled)
+
+    def align(self) -> None:
+        """Wait until all announced rounds are done, before ranks communicate in another way."""
+        if self._rounds is not None:
+            self._rounds.barrier()
+
+    def close(self) -> None:
+        if self._rounds is not None:
+            self._rounds.close()
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Run `work` on the first rank of each node while the others wait; an error is raised on every rank."""
+        if self.world == 1:
+            work()
+        else:
+            ranks.on_some(work, mine=self.is_first)
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return this rank's result; an error of one rank is raised on every rank."""
+        if self.world == 1:
+            return work()
+        found: list[T] = []
+        ranks.everybody().each(lambda: found.append(work()))
+        return found[0]
+
+    def broadcast(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
+        """Broadcast `values` (1-D, contiguous, on the device) in place from rank `source`. All ranks call it.
+
+        `beside` holds the connections of the calling thread if it is not the training thread. GPUs have one group of
+        connections, which only one thread may use at a time.
+        """
+        if self.world == 1:
+            return
+        if values.is_cuda and self._between_gpus is None:
+            self._between_gpus = ranks.group_of(in_step=False, gpus=True)
+        between = self._between_gpus if values.is_cuda else beside.group if beside else None
+        ranks.broadcast(values, source=source, group=between)
+
+    def joining(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
+        """Return a function that all-gathers in place: (1-D device tensor with this rank's part filled, its number).
+
+        It works between the ranks of a node over separate connections, for one thread of each rank. All ranks of all
+        nodes call this.
+        """
+        group = ranks.group_of(self.nodes, gpus=gpus)
+        return lambda values, number: ranks.join_parts(values, number, group=group)
+
+    @property
+    def all_alike(self) -> list[tuple[int, ...]]:
+        """Return the groups of ranks with the same position on their nodes; empty with one node."""
+        return list(zip(*self.nodes, strict=True)) if len(self.nodes) > 1 else []
+
+    @property
+    def alike(self) -> list[int]:
+        """Return the ranks with this rank's position on each node, in the order of the nodes."""
+        return [its[self.rank - self.here.start] for its in self.nodes]
+
+    def across(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
+        """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to the ranks in `alike`.
+
+        All ranks in `alike` call it. `beside`: see `broadcast`.
+        """
+        if len(self.nodes) > 1:
+            ranks.broadcast(values, source=source, group=beside.across if beside else self._across)
+
+    def complete(self, values: torch.Tensor, begins: Sequence[int]) -> None:
+        """Fill `values` from all nodes. Node i provides the elements from `begins[i]` up to the next node's start."""
+        for source, first, end in zip(self.alike, begins, [*begins[1:], values.numel()], strict=True):
+            self.across(values[first:end], source=source)
+
+    def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
+        """Start sending each of `out` to its rank and filling each of `into` from its rank; return the wait."""
+        return ranks.send_recv(out, into, group=self._trading)
+
+    def add_up(self, values: torch.Tensor) -> None:
+        """All-reduce `values` in place to their sum; for each element at most one rank has a value other than 0."""
+        ranks.add_up(values, group=self._trading)

@@ -1,0 +1,206 @@
+"""Store the weights that the model computes with, by unit, on the device, in RAM or on drives.
+
+The update writes new weights here (in place with `direct`, or from a buffer with `commit`). The model reads them from
+here (in place with `resident`, or through a `WeightPrefetcher`, which fetches from `source`). With several ranks this
+module also broadcasts updated weights between devices and nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from offload_trainer.offloading.device.base import Device, Read
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.fetch_matching import SideGroup
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.shared_reads import SharedReads
+from offload_trainer.offloading.ranks.weight_all_gather import WeightAllGather
+from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, begin_in, stretch_of
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+
+
+class PlacedWeights:
+    """The weights of a model: one flat tensor in `dtype` for each unit."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        homes: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: Device,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        node: Node,
+    ) -> None:
+        """Allocate the weights. All ranks call it with the same arguments.
+
+        Weights on the device exist once per rank, and `broadcast` synchronises them. Others exist once per node.
+        """
+        self._node = node
+        self.homes, self.dtype, self.units = tuple(homes), dtype, tuple(units)
+        self._device = device
+        away = [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes, strict=True)]
+        places = [RAM if home == DEVICE else home for home in homes]
+        pinned = device.is_cuda
+        self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
+        self._reads: SharedReads | None = None
+        if node.world > 1 and any(home >= 0 for home in places):
+            self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), barrier=SideGroup().barrier)
+        self._gathers: WeightAllGather | None = None
+        if node.by_parts and any(away):
+            self._gathers = WeightAllGather(node, rounds=node.rounds(), join=node.joining(gpus=device.is_cuda))
+        self._starts: dict[int, int] = {}
+        end = 0
+        for unit, home in zip(units, homes, strict=True):
+            if home == DEVICE:
+                self._starts[unit.index] = end
+                end += unit.elements
+        if device.is_cuda:
+            self._resident = torch.zeros(end, dtype=dtype, device=device.place)
+        else:
+            self._resident = host_buffer(end * dtype.itemsize).view(dtype)
+
+    def resident(self, unit: int) -> torch.Tensor | None:
+        """Return the unit's elements if they are on the device, else None."""
+        if self.homes[unit] != DEVICE:
+            return None
+        return self._resident[self._starts[unit] :][: self.units[unit].elements]
+
+    def direct(self, unit: int) -> torch.Tensor | None:
+        """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
+        if self.homes[unit] == DEVICE:
+            return None if self._device.is_cuda else self.resident(unit)
+        return self.store.host(unit)
+
+    def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
+        """Write new weights from a host buffer to the unit's tier, from element `start` on.
+
+        The buffer must not change until the future completes. `after` is the event on the device after which the old
+        weights are no longer used.
+        """
+        resident = self.resident(unit)
+        if resident is not None:
+            return self._device.upload(values, resident[start : start + values.numel()], after=after)
+        return self.store.write(unit, start, values)
+
+    def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
+        """Fill `buffer` (host memory) with the current weights from element `start` on.
+
+        `after` is the event on the device after which weights there are complete.
+        """
+        resident = self.resident(unit)
+        if resident is not None:
+            return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
+        return self.store.read(unit, start, buffer)
+
+    def source(self, unit: int) -> torch.Tensor | Read:
+        """Return the source of an offloaded unit's weights: host memory, or a function that fills a buffer.
+
+        With several ranks this already announces the fetch, so that ranks that need the same unit next share it: they
+        read it from the drive together, or all-gather shards of it from host memory.
+        """
+        host = self.store.host(unit)
+        if host is not None:
+            return self._gathers.want(unit, host) if self._gathers else host
+        return self._reads.want(unit) if self._reads else lambda buffer: self.store.read(unit, 0, buffer)
+
+    def cancel(self) -> None:
+        """Fail the collective fetches that have not begun, because other ranks may never join them."""
+        for together in (self._reads, self._gathers):
+            if together is not None:
+                together.cancel()
+
+    def close(self) -> None:
+        self.cancel()
+        for together in (self._reads, self._gathers):
+            if together is not None:
+                together.close()
+        self._node.close()  # only these fetches use the node's rounds
+
+    # -- with several ranks -------------------------------------------------------------------------------------------
+
+    def broadcast(self) -> None:
+        """Broadcast the weights that each rank has updated to all devices and nodes, after all `commit`s completed."""
+        node = self._node
+        for unit in self.units:
+            self.spread_unit(unit)
+        if len(node.nodes) > 1:
+            node.barrier()  # all ranks of this node have received their parts from other nodes
+
+    def spread_unit(self, unit: Unit, *, beside: SideGroup | None = None) -> None:
+        """Broadcast one unit's updated weights; `beside` holds the connections of a calling side thread."""
+        resident, node = self.resident(unit.index), self._node
+        if resident is None:
+            self._spread_over_nodes(unit, beside=beside)
+            return
+        for rank in range(node.world):
+            first, end = stretch_of(unit, rank, ranks=node.world)
+            node.broadcast(resident[first:end], source=rank, beside=beside)
+
+    def _spread_over_nodes(self, unit: Unit, *, beside: SideGroup | None) -> None:
+        """Send new weights in RAM or on drives from the rank that updated them to its counterpart on other nodes."""
+        node = self._node
+        if len(node.nodes) == 1:
+            return
+        host = self.store.host(unit.index)
+        for rank in node.alike:
+            first, end = stretch_of(unit, rank, ranks=node.world)
+            if host is not None:
+                node.across(host[first:end], source=rank, beside=beside)
+            elif first < end:
+                through = host_buffer((end - first) * self.dtype.itemsize).view(self.dtype)
+                if rank == node.rank:
+                    self.store.read(unit.index, first, through).wait()
+                node.across(through, source=rank, beside=beside)
+                if rank != node.rank:
+                    self.store.write(unit.index, first, through).wait()
+
+    def complete(self, masters: torch.Tensor, unit: Unit, place: Place) -> None:
+        """Fill in the parts of a weight's masters that other nodes update. All ranks call it."""
+        node = self._node
+        node.complete(masters, [begin_in(place, unit, its.start, ranks=node.world) for its in node.nodes])
+
+    def spread_all(self) -> None:
+        """Broadcast rank 0's weights on the device to all ranks."""
+        self._node.broadcast(self._resident, source=0)
+
+    def spread_fixed(self) -> None:
+        """Broadcast rank 0's frozen weights on the device to all ranks."""
+        for unit in self.units:
+            resident = self.resident(unit.index)
+            if resident is not None:
+                self._node.broadcast(resident[unit.trained :], source=0)
+
+    # -- single weights -----------------------------------------------------------------------------------------------
+
+    def get(self, unit: int, start: int, count: int) -> torch.Tensor:
+        """Return a CPU copy of `count` elements from `start` on."""
+        resident = self.resident(unit)
+        if resident is not None:
+            return resident[start : start + count].to("cpu", copy=True)
+        return self.store.get(unit, start, count)
+
+    def put(self, unit: int, start: int, values: torch.Tensor) -> None:
+        """Set elements from `start` on. Call `flush` afterwards."""
+        resident = self.resident(unit)
+        if resident is not None:
+            resident[start : start + values.numel()].copy_(values)
+        else:
+            self.store.put(unit, start, values)
+
+    def put_page(self, unit: int, start: int, masters: torch.Tensor) -> None:
+        """Round a page's masters (fp32, on the CPU) to its weights; in a file no bytes outside the page are written."""
+        if self.homes[unit] in (DEVICE, RAM):
+            self.put(unit, start, masters)
+            return
+        buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)
+        self.store.write(unit, start, buffer.copy_(masters)).wait()
+
+    def flush(self) -> None:
+        """Write everything that `put` has set to the drives."""
+        self.store.flush()

@@ -4,9 +4,10 @@
     keep_weights   weights that a block saves are replaced by references (unit, offset) to offloaded weights
 
 `checkpoint` has its own saved-tensor hooks, which would save a recomputed block's weights as plain views until its
-backward ends. Weights that are fetched and evicted are saved as references instead, already in the forward, and are not
-recomputed. Autograd unpacks a weight and other saved tensors of an operation in any order. So the block is recomputed
-before the first weight is returned; otherwise the recomputation would fetch other weights into the same buffer.
+backward ends. Weights that are fetched and evicted are saved as references instead, already in the forward, without
+passing through torch's hooks. Autograd unpacks a weight and other saved tensors of an operation in any order. So the
+block is recomputed before the first weight is returned; otherwise the recomputation would fetch other weights into the
+same buffer.
 """
 
 from __future__ import annotations

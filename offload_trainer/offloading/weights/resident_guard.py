@@ -65,6 +65,7 @@ class ResidentGuard:
             self._resident_guard.discard(unit)
 
     def give_all_back(self) -> None:
+        """Wait for all new weights, and restore all parameters' memory."""
         self.restore(self._parts)
 
 

@@ -42,7 +42,7 @@ class EngineParts:
     layout: Layout
     device: Device
     drives: Drives
-    kernels: tuple[Kernel, Kernel]  # for the CPU, and for pages on the device
+    kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
 
 
 def opened(
@@ -60,7 +60,7 @@ def opened(
     Args:
         work: the workload. Its ranks are those of this process's group.
         placement: tiers of weights and optimizer state.
-        sizes: shares and buffer sizes.
+        sizes: buffer sizes, and each tier's share of the state.
         directories: private directories on drives, the same ones for all ranks of a node.
         stack: closes everything that is opened here.
         say: receives a sentence about the chosen kernel.

@@ -1,7 +1,7 @@
-"""Apply the heap settings of `plan/memory/malloc_threshold.py` before an engine is built, and return freed memory
-afterwards.
+"""Set malloc's mmap threshold before an engine is built, and return freed memory to the system afterwards.
 
-keep_heap ── an engine is built ── built ── steps (the tiered engine's blocks: offloading/device/heap_trim.py)
+The settings are in `plan/memory/malloc_threshold.py`. Call `keep_heap`, build an engine, and then call `built`. During
+training the tiered engine trims the heap itself (`offloading/device/heap_trim.py`).
 """
 
 from __future__ import annotations

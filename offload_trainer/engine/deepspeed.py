@@ -1,9 +1,9 @@
-"""Stock DeepSpeed behind the `Engine` protocol: ZeRO-1, ZeRO-Offload (stage 2) and ZeRO-Infinity (stage 3).
+"""Implement the `Engine` protocol with stock DeepSpeed: ZeRO-1, ZeRO-Offload (stage 2) and ZeRO-Infinity (stage 3).
 
     build under zero.Init  ->  deepspeed.initialize  ->  write masters and weights one by one  ->  train_step ...
 
-What is ours here is what DeepSpeed gets wrong or leaves out: initial weights, rotary buffers (the bf16 engine
-rounds them), Adam's bias correction after a resume, and a state on disk that knows neither ranks nor flat buffers.
+Most of the code works around what DeepSpeed gets wrong or lacks: initial weights, rotary buffers (the bf16 engine
+rounds them), Adam's bias correction after a resume, and checkpoints that are independent of ranks and flat buffers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 
 def start_processes() -> tuple[int, int]:
-    """Set up torch.distributed, with a store of this run's own, and DeepSpeed over it; returns (rank, world)."""
+    """Set up torch.distributed with a store private to this run, and DeepSpeed on top; return (rank, world)."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -51,7 +51,7 @@ def start_processes() -> tuple[int, int]:
         from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    # A kernel for inference between processes of one machine; training never calls it and it takes 40 s to build.
+    # This is a kernel for inference on several processes; training never calls it, and it takes 40 s to build.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -61,7 +61,7 @@ def start_processes() -> tuple[int, int]:
 
 
 class DeepSpeedEngine:
-    """Trains `source` in the homes of `placement`, as `words` (DeepSpeed's configuration) say."""
+    """An engine that trains `source` with DeepSpeed; `words` is DeepSpeed's configuration for `placement`."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class DeepSpeedEngine:
 
         self._rank, self._world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         tensor = words.get("tensor_parallel", {}).get("autotp_size", 1)
-        self.rank, self.world = self._rank // tensor, self._world // tensor  # of those with rows of their own
+        self.rank, self.world = self._rank // tensor, self._world // tensor  # data-parallel ranks
         self._placement = placement
         self._dtype = DTYPES[model.dtype]
         load_kernels(placement)
         module = source.build(
             dtype=self._dtype,
             context=_zero_init(words, placement),
-            # The other variant gives wrong gradients there: DeepSpeed reuses a weight's buffer that the recomputation
-            # still needs (0.19.8; docs/log.md).
+            # Non-reentrant checkpointing gives wrong gradients with weights on NVMe: DeepSpeed reuses a weight's buffer
+            # that the recomputation still needs (seen in 0.19.8).
             reentrant=placement.params == "nvme",
             offload=bool(model.offload_activations) and not partition_activations,
         )
@@ -112,17 +112,18 @@ class DeepSpeedEngine:
         if partition_activations:
             away = bool(model.offload_activations) and torch.cuda.is_available()
             keep_inputs(module, self._parts.partitioned(away=away))
-        if load_weights:  # only now: before, DeepSpeed would make masters from what was rounded
+        if load_weights:  # after initialize, because DeepSpeed would create masters from the rounded weights
             self._begin(source.weights())
         _restore_buffers(module.model, source.buffers())
         self._module = module
         self._betas = optim.betas
         self._behind: dict[str, int] = {}  # steps that a weight had missed when it was loaded
-        self._arrived: set[str] = set()  # weights that got a gradient in this micro-batch
+        self._arrived: set[str] = set()  # weights with a gradient in this micro-batch
         for name in self._trained:
             self._parameters[name].register_hook(lambda _, name=name: self._arrived.add(name))
 
     def _begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write the initial masters and frozen weights, one at a time."""
         trained = set(self._trained)
         for name, value in weights:
             if name in trained:
@@ -148,7 +149,7 @@ class DeepSpeedEngine:
                 self._engine.backward(loss)
                 self._refuse_without_gradient()
             with clock.phase("update"):
-                self._engine.step()  # does something after the last micro-batch only
+                self._engine.step()  # updates only after the last micro-batch
         skipped = self._engine.skipped_steps > skipped_before
         norm = None if skipped else float(self._engine.get_global_grad_norm())
         return StepResult(
@@ -156,9 +157,9 @@ class DeepSpeedEngine:
         )
 
     def _refuse_without_gradient(self) -> None:
-        """TrainerError, before anything is changed, where a weight got no gradient in this micro-batch.
+        """Raise TrainerError if a weight has no gradient in this micro-batch, before anything changes.
 
-        DeepSpeed would take what its buffers hold of an earlier one, in the sum over micro-batches and in the update.
+        DeepSpeed would use an older gradient from its buffers, both in the sum over micro-batches and in the update.
         """
         without = [name for name in self._trained if name not in self._arrived]
         self._arrived.clear()
@@ -170,7 +171,7 @@ class DeepSpeedEngine:
             )
 
     def synchronize(self) -> None:
-        """A step is over when `train_step` returns."""
+        """Return immediately, because a step has finished when `train_step` returns."""
 
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
@@ -183,8 +184,8 @@ class DeepSpeedEngine:
         return self._module.next_logits(tokens.to(_device())).float().cpu()
 
     def _weights(self, counts: Sequence[int]) -> list[float]:
-        """Of this rank's micro-batches in the mean over all targets that all ranks count in the step."""
-        own = len(counts) * self._rank  # ranks that share rows count them alike, and so weigh them as one would
+        """Return the weight of each of this rank's micro-batches in the mean over the step's targets on all ranks."""
+        own = len(counts) * self._rank  # ranks that share rows have equal counts, so their weights are right as well
         return weights_in_step([n for each in all_gather_object(list(counts)) for n in each])[own : own + len(counts)]
 
     def _mean(self, value: torch.Tensor) -> float:
@@ -225,7 +226,7 @@ class DeepSpeedEngine:
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
         shapes = {name: self._parts.shape(name) for name in self._trained}
-        # It corrects all biases by one count of steps; each weight's own is kept for who goes on from here.
+        # DeepSpeed uses one step count for all bias corrections; each weight's count is kept for later checkpoints.
         self._behind = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
         for kind in ADAMW.kinds if state.optimizer_steps else ADAMW.kinds[:1]:
@@ -274,7 +275,10 @@ class DeepSpeedEngine:
         return max((int(state["step"]) for state in self._base_states().values() if "step" in state), default=0)
 
     def _make_moments(self, steps: int) -> None:
-        """Zero moments at `steps`, which DeepSpeed would only make in its first update, and Adam's powers of beta."""
+        """Create zero moments at step `steps`, which DeepSpeed would only create in its first update.
+
+        For DeepSpeedCPUAdam this also sets the powers of beta.
+        """
         if steps == 0:
             return
         zero = self._optimizer
@@ -292,10 +296,10 @@ class DeepSpeedEngine:
             _replay_bias_correction(zero.optimizer, steps=steps, betas=self._betas)
 
     def _link_moments(self) -> None:
-        """Let DeepSpeed find each weight's moments in its flat buffers.
+        """Make DeepSpeed link each weight to its moments in the flat buffers.
 
-        ZeRO-1 and 2 do so after the first update of the first parameter group and then never again, so that those of
-        the other groups cannot be read (seen in 0.19.8).
+        ZeRO-1 and 2 do this only once, after the first update of the first parameter group, so the moments of the
+        other groups could not be read (seen in 0.19.8).
         """
         if self._placement.stage < 3 and self._base_states():
             self._optimizer._hp_optimizer_states_linked = False
@@ -303,7 +307,7 @@ class DeepSpeedEngine:
 
     def _restore_scaler(self, state: EngineState) -> None:
         scaler = self._optimizer.loss_scaler
-        if getattr(scaler, "dynamic", False) and state.loss_scale is not None:  # None: the run before was not in fp16
+        if getattr(scaler, "dynamic", False) and state.loss_scale is not None:  # None: the earlier run was not in fp16
             scaler.cur_scale = state.loss_scale
             scaler.cur_iter = state.good_steps
             scaler.last_overflow_iter = -1
@@ -319,7 +323,7 @@ def _device() -> torch.device:
 
 
 def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextManager[Any]:
-    """Partition each module as it is made, where ZeRO-3 will want it partitioned."""
+    """Return a context that partitions each module when it is created, for ZeRO-3; else an empty context."""
     if placement.stage < 3:
         return nullcontext()
     import deepspeed
@@ -328,7 +332,7 @@ def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextMa
 
 
 def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torch.optim.Optimizer:
-    """The update where the optimizer lives on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit one."""
+    """Return the optimizer for state on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit AdamW."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.moment_dtype == "8bit":
         with importing("bitsandbytes", wish="optim.moment_dtype=8bit with --engine deepspeed"):
@@ -339,10 +343,10 @@ def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torc
 
 
 def _await_swap_out(zero: Any) -> None:
-    """Until the sub-group of the weight that was set last is on the drive.
+    """Wait until the sub-group of the weight that was set last has been written to the drive.
 
-    With `pipeline_write` setting one leaves the sub-group's write behind, and setting the next one reads it from the
-    drive again: what had not arrived there would be lost, and what was there before trained on (seen in 0.19.8).
+    With `pipeline_write`, setting a weight writes its sub-group asynchronously, and setting the next one reads the
+    sub-group from the drive again. Without this wait the first change could be lost (seen in 0.19.8).
     """
     swapper: Any = getattr(zero, "optimizer_swapper", None)
     if getattr(swapper, "swap_ops", {}).get("async_swap_out"):
@@ -350,7 +354,7 @@ def _await_swap_out(zero: Any) -> None:
 
 
 def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Give buffers their values back: the 16-bit engine has rounded them with the weights, and zero.Init may have."""
+    """Restore the buffers' values, because the 16-bit engine (and zero.Init) may have rounded them."""
     for name, value in buffers.items():
         owner, _, leaf = name.rpartition(".")
         holder = model.get_submodule(owner)
@@ -359,10 +363,10 @@ def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None
 
 
 def _replay_bias_correction(adam: Any, *, steps: int, betas: tuple[float, float]) -> None:
-    """Bring DeepSpeedCPUAdam's powers of beta to where an uninterrupted run has them.
+    """Set DeepSpeedCPUAdam's powers of beta to the values of an uninterrupted run.
 
-    It multiplies them up step by step in fp32, and after a jump takes pow() instead, which differs in the last bits:
-    a resumed run would drift. So the steps are counted again, on one element.
+    It multiplies them step by step in fp32. After a jump in the step count it uses pow() instead, which differs in the
+    last bits, so a resumed run would drift. This replays all steps on one element.
     """
     scratch = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):

@@ -38,7 +38,7 @@ def deepspeed_config(
         "steps_per_print": 1_000_000_000,  # our own loop reports
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW
-        "zero_force_ds_cpu_optimizer": False,  # plain torch AdamW where the optimizer is on the accelerator
+        "zero_force_ds_cpu_optimizer": False,  # allow torch's AdamW if the optimizer is on the accelerator
         **_precision(optim, dtype=work.dtype),
         "zero_optimization": _zero(section, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
     }
@@ -46,7 +46,7 @@ def deepspeed_config(
         words["data_types"] = {"grad_accum_dtype": "fp32"}
     if placement.optimizer != "gpu":
         words["optimizer"] = {
-            "type": "AdamW",  # with the optimizer offloaded: DeepSpeedCPUAdam
+            "type": "AdamW",  # DeepSpeed uses DeepSpeedCPUAdam if the optimizer is offloaded
             "params": {
                 "lr": optim.lr,
                 "betas": list(optim.betas),
@@ -130,7 +130,7 @@ def _zero(
             "fast_init": False,
         }
     if placement.stage < 3:
-        zero["use_multi_rank_bucket_allreduce"] = False  # each rank gets its part, not all of it
+        zero["use_multi_rank_bucket_allreduce"] = False  # each rank receives only its shard
     if placement.stage == 3:
         zero |= {
             "sub_group_size": sizes.sub_group,

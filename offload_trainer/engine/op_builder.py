@@ -1,8 +1,8 @@
-"""DeepSpeed's compiled kernels: built on first use, loaded afterwards, and never waited for in vain.
+"""Build and load DeepSpeed's compiled kernels, and remove stale build locks.
 
-torch guards a build with a file named `lock` that stays when its process is killed; every later run then waits
-without a word, forever. Here builds of our own take turns by a lock that the kernel lets go of, and a `lock` that
-nobody builds behind is removed.
+torch guards a build with a file named `lock`. If the building process is killed, the file stays, and every later run
+waits forever without a message. Here builds take turns with a lock that the kernel releases when a process ends, and a
+`lock` file without a running build is removed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from offload_trainer.storage.owned_dirs import reason
 
 logger = logging.getLogger(__name__)
 
-_BUILDS = {"cpu_adam": ("cpu_adam",), "async_io": ("async_io", "pin_memory")}  # what loading each of them builds
+_BUILDS = {"cpu_adam": ("cpu_adam",), "async_io": ("async_io", "pin_memory")}  # the extensions that each kernel builds
 _LONGEST = 1800.0  # seconds that a build by another process may take
-PATIENCE = 5.0  # seconds in which a living build must show itself; loading a finished one holds the lock for less
+PATIENCE = 5.0  # seconds after which a lock without a build is stale; loading a built extension takes less
 
 
 def load_kernels(placement: Placement) -> None:
-    """Build or load what the placement needs; by the CPU's builders, which do not look for a CUDA toolkit.
+    """Build or load the kernels that the placement needs, with builders that need no CUDA toolkit.
 
-    Raises TrainerError with the compiler's words.
+    Raises:
+        TrainerError: a build failed; the message contains the compiler's output.
     """
     if placement.optimizer != "gpu":
         load_cpu_adam()
@@ -42,7 +43,7 @@ def load_kernels(placement: Placement) -> None:
 
 
 def load_cpu_adam() -> Any:
-    """DeepSpeedCPUAdam's kernel, built or loaded."""
+    """Build or load DeepSpeedCPUAdam's kernel, and return its module."""
     with importing("deepspeed", wish="its kernel cpu_adam"):
         from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
@@ -50,7 +51,7 @@ def load_cpu_adam() -> Any:
 
 
 def load_async_io() -> Any:
-    """DeepSpeed's libaio kernel, built or loaded."""
+    """Build or load DeepSpeed's libaio kernel, and return its module."""
     with importing("deepspeed", wish="its kernel async_io"):
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -59,9 +60,9 @@ def load_async_io() -> Any:
 
 @contextmanager
 def importing(package: str, *, wish: str) -> Iterator[None]:
-    """TrainerError with what to do where one of the packages that are not part of every installation fails inside.
+    """Turn errors of importing an optional package into TrainerError with advice; `wish` names the feature.
 
-    They raise more than ImportError: for a toolkit of CUDA that is not there, a library that does not load.
+    Such packages raise more than ImportError, for example if a CUDA toolkit or a shared library is missing.
     """
     try:
         yield
@@ -76,10 +77,10 @@ def importing(package: str, *, wish: str) -> Iterator[None]:
 
 
 def is_built(name: str) -> bool:
-    """Whether one of DeepSpeed's kernels lies compiled in torch's cache of extensions, loadable; builds nothing."""
+    """Return whether a DeepSpeed kernel is compiled in torch's extension cache, without building it."""
     try:
         return is_installed("deepspeed") and (_build_directory(name) / f"{name}.so").exists()
-    except OSError:  # torch makes the directory in order to name it
+    except OSError:  # torch creates the directory when it returns its name
         return False
 
 
@@ -90,7 +91,7 @@ def _build_directory(name: str) -> Path:
 
 
 def _load(builder: Any) -> Any:
-    # ninja lies beside this interpreter, which need not be on the path when the program is called by its own.
+    # ninja is next to this interpreter, whose directory may be missing in PATH if the program is called by its path.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     try:
         directory = _build_directory(builder.name)
@@ -113,7 +114,7 @@ def _load(builder: Any) -> Any:
 
 @contextmanager
 def _a_turn(path: Path) -> Iterator[bool]:
-    """Inside, no other process of ours builds; False where there are no locks, and nobody knows."""
+    """Exclude other builds of this program inside the context; yield False if the filesystem has no locks."""
     with ExitStack() as stack:
         try:
             stack.enter_context(turn(path, say=write_now, patience=_LONGEST))
@@ -124,10 +125,10 @@ def _a_turn(path: Path) -> Iterator[bool]:
 
 
 def stale_locks() -> list[Path]:
-    """Locks that nobody builds behind."""
+    """Return the lock files without a running build."""
     try:
         locks = [_build_directory(name) / "lock" for names in _BUILDS.values() for name in names]
-    except OSError:  # nothing was ever built there
+    except OSError:  # the cache cannot be created, so there are no builds
         return []
     return [lock for lock in locks if lock.exists() and not _someone_works_in(lock.parent)]
 
@@ -146,7 +147,7 @@ def remove_stale_lock(directory: Path, *, patience: float = PATIENCE) -> None:
 
 
 def _someone_works_in(directory: Path) -> bool:
-    """Whether a compiler runs there: ninja and what it starts have the build's directory as their own."""
+    """Return whether a build runs in `directory`: ninja and its compilers use it as their working directory."""
     place = str(directory.resolve())
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""The plain engine: torch alone on one device and in one process. It is the reference for parity tests.
+"""Implement the `Engine` protocol with torch alone, on one device in one process: the reference for parity tests.
 
 Weights are in the run's dtype with fp32 masters, torch's AdamW updates the masters, gradients are summed in fp32, and
 fp16 uses the loss scaling of torch's GradScaler: halve after an overflow, double after a window of good steps.
@@ -35,7 +35,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 
 class PlainEngine:
-    """Train `source` on one device with torch alone."""
+    """An engine that trains `source` on one device with torch alone."""
 
     rank, world = 0, 1
 

@@ -27,7 +27,7 @@ class StepResult:
     loss_scale: float
     skipped: bool
     hidden: float = 0.0  # seconds of the previous update that overlapped with this step
-    goes_on: bool = False  # this step's update may still be running
+    goes_on: bool = False  # the step's update may still be running
 
 
 class Snapshot(Protocol):
@@ -48,6 +48,8 @@ class Snapshot(Protocol):
 
 
 class Engine(Protocol):
+    """An engine as the training loop uses it; `rank` of `world` counts data-parallel ranks."""
+
     rank: int
     world: int
 
@@ -73,7 +75,7 @@ class Engine(Protocol):
         """Return a snapshot of the current state. All ranks call it."""
 
     def load(self, directory: Path) -> None:
-        """Continue from a directory that a snapshot wrote, of this or another engine."""
+        """Load the state from a directory that a snapshot of this or another engine wrote. All ranks call it."""
 
     def close(self) -> None:
         """Release memory, files and processes."""

@@ -1,6 +1,6 @@
-"""The tiered engine behind the `Engine` protocol: the run's configuration, loss and loss scale around `OffloadedModel`.
+"""Implement the `Engine` protocol with `OffloadedModel`: the training step, gradient clipping and loss scaling.
 
-What it is made of is in `offload/`; what is put where, and how large buffers are, in `plan/`.
+The offloading itself is in `offloading/`; `plan/` decides the placement and the sizes of buffers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 
 class TieredEngine:
-    """Trains `source`, its state in RAM and in the private directories `drives`, with all ranks that were joined.
+    """An engine that trains `source` with its state on the device, in RAM and in the private directories `drives`.
 
-    `rank`, of `world`, is that of its rows: ranks that share rows (`work.sequence`) are one of those.
+    `rank` and `world` count data-parallel ranks: ranks that share rows (sequence parallelism, `work.sequence`) have
+    the same `rank`.
     """
 
     def __init__(
@@ -58,7 +59,19 @@ class TieredEngine:
         say: Say = lambda line: None,
         device: Device | None = None,
     ) -> None:
-        """`device` is for tests; without it CUDA where there is a GPU, else the CPU."""
+        """Build the model and allocate its state. All ranks call it.
+
+        Args:
+            source: the model and its weights.
+            work: the workload.
+            optim: the `optim` section of the configuration.
+            placement: tiers of weights and optimizer state.
+            sizes: buffer sizes, and each tier's share of the state.
+            drives: private directories on drives.
+            load_weights: set the weights from `source`; false if a checkpoint is loaded afterwards.
+            say: receives a sentence about the chosen update kernel.
+            device: the device to use, for tests; by default the GPU if there is one, else the CPU.
+        """
         self._optim = optim
         self._dtype = DTYPES[work.dtype]
         self._scale = LossScale.of(optim, dtype=work.dtype)
@@ -92,19 +105,19 @@ class TieredEngine:
         self._decays = {weight.name: weight.decays for weight in source.shape.weights if weight.trainable}
 
     def _keep_inputs(self, work: Workload) -> None:
-        """Where what gradient checkpointing keeps goes, if it does not stay on the device."""
+        """Offload block inputs of activation checkpointing if the workload says so."""
         if home := work.inputs_away:
             self.offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
 
     def _share_rows(self) -> DividedAttention:
-        """Neighbours have a piece each of the same rows. All ranks call it."""
+        """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
         groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
         group = group_of(groups, gpus=self._place.type == "cuda")
         send = partial(all_to_all, group=group)
         return share_rows(self._module.model, send=send, count=self._together)
 
     def _piece(self, batch: Batch) -> Batch:
-        """This rank's part of what its group has."""
+        """Return this rank's piece of a batch that its group shares."""
         return batch.piece(self._node.rank % self._together, of=self._together)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -143,7 +156,7 @@ class TieredEngine:
 
     @contextmanager
     def _phase(self, clock: PhaseClock, name: str) -> Iterator[None]:
-        """A phase of the clock; what waits for the update in it is one of its own."""
+        """Time a phase, and count waits for the update in it as the separate phase `wait`."""
         before = self.offloaded.update_progress.waited
         with clock.phase(name):
             yield
@@ -154,17 +167,17 @@ class TieredEngine:
         self.offloaded.synchronize()
 
     def _of_all(self, mine: list[Any]) -> list[Any]:
-        """One value of each of this rank's micro-batches -> those of all ranks, in the order of one rank's."""
+        """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order."""
         if self._node.world == 1:
             return mine
-        self._node.barrier()  # who stalls is named
+        self._node.barrier()  # its error names a rank that stalls
         told = all_gather_object([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
         like = [one.dtype if isinstance(one, torch.Tensor) else None for one in mine]
         every = [(its[number], like[number]) for number in range(len(mine)) for its in told]
         return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
-        """What each weight's update is computed from in this step."""
+        """Return each trainable weight's hyperparameters in this step."""
         optim, rule = self._optim, self.offloaded.store.format.rule
         decayed, plain = (
             hyper_of(rule, lr=lr, betas=optim.betas, eps=optim.eps, decay=decay) for decay in (optim.weight_decay, 0.0)
@@ -172,7 +185,7 @@ class TieredEngine:
         return {name: decayed if decays else plain for name, decays in self._decays.items()}
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:
-        """The rule on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
+        """Clip and update; return the gradient norm, or None without a change if it is not finite."""
         norm = self.offloaded.norm() / self._scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
@@ -216,7 +229,10 @@ class TieredEngine:
         self._scale.load_state(state.loss_scale, state.good_steps)
 
     def commit(self, train: Mapping[str, int]) -> None:
-        """After each step: the page files are of this state of the loop once the update under way is home."""
+        """Record the training loop's state with the page files, after each step.
+
+        The record is written when the running update has ended.
+        """
         ours, scale = self.offloaded, self._scale
         assert ours.account is not None
         state = ours.state.beside(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
@@ -232,9 +248,9 @@ class TieredEngine:
 
 
 def _one_for_each_use(model: nn.Module, *, dtype: torch.dtype, place: torch.device) -> dict[str, list[nn.Parameter]]:
-    """Parameters of no memory in place of the model's: a tied weight is one for each module that holds it.
+    """Replace the model's parameters by parameters without memory, and return them by weight name.
 
-    Its gradients are then handed over one by one.
+    A tied weight gets a separate parameter in each module that uses it, so that its gradients arrive one by one.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     made: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}

@@ -1,6 +1,6 @@
-"""AdamW as each engine does it, ready to be timed: from a 16-bit gradient to a 16-bit weight.
+"""Provide each engine's AdamW update for benchmarks, from a 16-bit gradient to a 16-bit weight.
 
-Each takes a number of parameters and returns what carries out one step on them; the buffers are made before.
+Each factory takes a number of parameters, allocates the buffers and returns a function that runs one step on them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from offload_trainer.storage.host_memory import host_buffer
 
 _ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 _SCALE = 0.7
-_PATTERN = 1 << 18  # elements whose ordinary values are repeated
+_PATTERN = 1 << 18  # elements of typical values, which are repeated
 
 Step = Callable[[int], None]  # called with the step's number, from 1
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """A page as the tiered engine has it: its fields, a bf16 gradient and the new bf16 weights."""
+    """The buffers of one page in the tiered engine: state fields, bf16 gradient and new bf16 weights."""
 
     fields: dict[str, torch.Tensor]
     grad: torch.Tensor
@@ -44,12 +44,12 @@ ADAMW_FP32 = state_format("adamw", "fp32")
 
 
 def update_bytes(format: StateFormat) -> float:
-    """Of memory traffic for each parameter: gradient, state both ways, new weight."""
+    """Return the bytes of memory traffic per parameter: gradient, state read and written, new weight."""
     return 2 + 2 * format.bytes_each + 2
 
 
 def make_buffers(elements: int, *, page: int | None = None, format: StateFormat = ADAMW_FP32) -> list[Buffers]:
-    """Ordinary values in memory as the trainer has it, in pages of at most `page` elements (None: one page)."""
+    """Return buffers with typical values for `elements` parameters, in pages of at most `page` (None: one page)."""
     sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
     whole = [format.page_bytes(size) for size in sizes]
     memory = iter(host_buffer(sum(whole)).split(whole))
@@ -68,7 +68,7 @@ def make_buffers(elements: int, *, page: int | None = None, format: StateFormat 
 
 
 def _ordinary(format: StateFormat) -> dict[str, torch.Tensor]:
-    """A gradient and the fields of a page, as they are stored."""
+    """Return typical values of a page's fields and gradient, in their stored dtypes."""
     random = torch.Generator().manual_seed(0)
     master, first, grad = 0.02 * torch.randn(3, _PATTERN, generator=random)
     found = empty_fields(format, _PATTERN)
@@ -84,7 +84,7 @@ def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateFormat = ADAMW_FP32) -> Step:
-    """One of the tiered engine's kernels, page by page."""
+    """Return a step of the tiered engine's update with `kernel`, page by page."""
     sizes = [page.grad.numel() for page in pages]
 
     def update(step: int) -> None:
@@ -105,10 +105,10 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateForm
 
 
 def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable[[int, int], Step]]]:
-    """Names (`update_key`), and what makes each update of so many parameters in pages of so many.
+    """Return the updates that can run here: names (`update_key`) and factories (parameters, page elements) -> step.
 
-    Our kernels, the fastest that is there with each form of moments; DeepSpeed's step where its kernel is built; and
-    "cuda", the kernel for state that lives on the GPU.
+    These are this package's kernels, the fastest of them with each format of moments; DeepSpeed's step, if its kernel
+    is built; and "cuda", the kernel for state on the GPU. `say` receives the reason for each one left out.
     """
     found: list[tuple[str, Callable[[int, int], Step]]] = []
     for name in ("native", "torch"):
@@ -154,9 +154,10 @@ def _with_buffers(kernel: Kernel, elements: int, page: int, *, format: StateForm
 
 
 def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
-    """What DeepSpeed's ZeRO-Offload does between a 16-bit gradient and a 16-bit weight, operation by operation.
+    """Return a step with the operations of DeepSpeed's ZeRO-Offload from a 16-bit gradient to a 16-bit weight.
 
-    Without `gradient` what is left for its step, since its hooks make the fp32 gradients before: the norm as well.
+    Without `gradient`, the step starts from an fp32 gradient, which DeepSpeed's hooks convert earlier, and includes
+    the norm and clipping.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

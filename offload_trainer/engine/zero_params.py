@@ -12,6 +12,7 @@ from offload_trainer.errors import TrainerError
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Return whether ZeRO-3 manages the parameter."""
     return hasattr(parameter, "ds_id")
 
 

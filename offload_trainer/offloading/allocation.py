@@ -1,4 +1,4 @@
-"""From a layout to the memory and the files in which state, weights and gradients live."""
+"""Allocate memory and files for optimizer state, weights and gradients as a layout places them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from offload_trainer.plan.tiered.state_formats import StateFormat
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies, and in what form."""
+    """The placement of state, weights and gradients, their formats, and the sizes of the buffers between tiers."""
 
     units: tuple[Unit, ...]
     homes: TierMap
-    dtype: torch.dtype  # of the weights that the model computes with
-    gradient_dtype: torch.dtype  # of a step's sums
-    format: StateFormat  # of the optimizer state
-    page_buffers: int  # pages in memory on their way to or from a drive
-    unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
-    behind: bool  # whether the update runs behind what follows it
-    ahead: bool  # whether it begins behind the backward, on pages on drives
-    ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
-    places: int  # of each page on a drive
-    node: Node = field(default_factory=Node)  # the ranks that have all of it together
+    dtype: torch.dtype  # dtype of the model's weights
+    gradient_dtype: torch.dtype  # dtype of the accumulated gradients
+    format: StateFormat  # format of the optimizer state
+    page_buffers: int  # host buffers for pages that are read from or written to a drive
+    unit_buffers: int  # device buffers for blocks whose weights are offloaded
+    behind: bool  # the update runs on a thread and overlaps the next forward
+    ahead: bool  # the update of pages on drives may start during the backward
+    ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
+    places: int  # copies of each page on a drive, 1 or 2
+    node: Node = field(default_factory=Node)  # the ranks that share this placement
 
 
 @dataclass(frozen=True)
 class Stores:
-    """The homes of what a layout lays out."""
+    """The allocated storage for optimizer state, weights and gradients."""
 
     state: PageStore
     weights: PlacedWeights
@@ -53,7 +53,11 @@ class Stores:
 def homes_made(
     layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], page_sum: Sum = zlib_sum
 ) -> Stores:
-    """Make homes in memory, and in files on the drives. `order`: of the trained weights, as the norm adds them up."""
+    """Allocate memory on the device and in RAM, and files on the drives.
+
+    `order` lists the trainable weights in the order in which their norms are summed. `page_sum` computes page
+    checksums. All ranks call it.
+    """
     units, homes, transfers = layout.units, layout.homes, drives.transfers
     pages = [layout.places * layout.format.page_bytes(page.elements) for page in homes.pages]
     places = ShadowPages(homes.pages, count=layout.places, node=layout.node)
@@ -81,14 +85,14 @@ def homes_made(
 
 
 def _write_first(state: PageStore, homes: TierMap, node: Node) -> None:
-    """Each of several ranks writes its pages in RAM before others do: near its CPUs the system then places them."""
+    """Touch this rank's pages in RAM first, so that the system allocates them on the rank's NUMA node."""
     if len(node.here) == 1:
         return
     for number in range(len(homes.pages)):
         memory = state.in_memory(number) if homes.of_rank(number, node.rank) else None
         if memory is not None:
             memory.zero_()
-    ranks.wait_for_all()  # then they are filled
+    ranks.wait_for_all()  # no page may be filled before its rank has touched it
 
 
 def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> AnyGradients:

@@ -1,4 +1,7 @@
-"""What is asked of torch's autograd that it has no public name for."""
+"""Wrap the private torch functions (autograd, dispatch modes, dynamo) that offloading needs.
+
+Edit this module when a new torch version renames one of them.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a part of a backward."""
+    """Return whether this thread is running a node of a backward."""
     return current_backward() != -1
 
 
 def current_backward() -> int:
-    """The number of the backward that this thread runs a part of, -1 where it runs none."""
+    """Return the id of the backward that this thread is running, or -1."""
     return int(torch._C._current_graph_task_id())
 
 
 def unprotected() -> bool:
-    """Return whether autograd would save weights as they lie in memory now, with no hooks in between."""
+    """Return whether autograd would save tensors directly: gradients are enabled and no saved-tensor hooks are set."""
     return torch.is_grad_enabled() and hooks_of_autograd() is None
 
 
 def recording() -> str | None:
-    """Return what records operations instead of running them, or runs them on stand-ins; None where nothing does."""
+    """Return the name of an active tracer, functional transform or fake-tensor mode, or None."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -44,49 +47,51 @@ _RECORDING = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDis
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function; torch.compile runs it as it is, instead of tracing it."""
+    """Return the function in a wrapper that torch.compile calls without tracing it."""
 
-    def offloaded_weights_cannot_be_traced(*args: Any, **words: Any) -> Any:  # torch's errors have this name
+    def offloaded_weights_cannot_be_traced(*args: Any, **words: Any) -> Any:  # this name appears in torch's errors
         return function(*args, **words)
 
     as_it_is = _disable_dynamo(offloaded_weights_cannot_be_traced)
 
     def run(*args: Any, **words: Any) -> Any:
-        return (as_it_is if is_compiling() else function)(*args, **words)  # the first takes 6 us longer
+        return (as_it_is if is_compiling() else function)(*args, **words)  # `as_it_is` costs 6 us more
 
     return run
 
 
 def keep_by(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """Use these saved-tensor hooks for what the backward node that runs now saves for a second backward.
+    """Push saved-tensor hooks for the tensors that the running backward node saves for a double backward.
 
-    torch restores the thread's state, these hooks too, as each node ends.
+    torch restores the thread's hooks when the node ends.
     """
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def version_of(parameter: nn.Parameter) -> int:
-    """Return the counter that torch increments whenever the parameter, or a view of it, is written to."""
+    """Return the version counter, which torch increments at each write to the parameter or a view of it."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
 
 
 def hooks_of_autograd() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Those that a tensor saved now would go through."""
+    """Return the innermost saved-tensor hooks (pack, unpack) of this thread, or None."""
     found: tuple[Callable[..., Any], Callable[..., Any]] | None
     found = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
 
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the saved tensor unchanged: an unpack hook that does nothing."""
     return tensor
 
 
 def set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    """Set `parameter.data` without calling `__torch_function__`, which refuses that for offloaded parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = memory
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Return a context in which modes that watch or replace operations, selective checkpointing's, do not see any."""
+    """Return a context without dispatch modes (such as selective checkpointing's), so that none of them sees copies."""
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()

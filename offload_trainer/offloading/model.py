@@ -1,11 +1,16 @@
-"""A model whose weights, gradients and optimizer state have homes of their own: on the device, in RAM, on drives.
+"""Offload a model: place its weights, gradients and optimizer state on the device, in RAM or on drives, and train it.
 
-    forward, backward   Stream brings the weights that are away; each gradient goes to Gradients as autograd makes it
-    norm, step          the norm of the sums, then Updater walks the pages, and new weights go to their homes
-    snapshot, load      the state by the weight's name
+    forward, backward   `WeightPrefetcher` fetches offloaded weights; `Gradients` collects each gradient from autograd
+    norm, step          compute the gradient norm; `Updater` updates all pages and writes the new weights to their tiers
+    snapshot, load      save and restore the state by weight name
 
-Where something lives never changes a bit of the result. No configuration, data or loss is known here: a module, where
-each of its weights goes, and what updates them.
+`OffloadedModel` connects the other modules of `offloading/`; engines and sessions train through it. It takes a module,
+a layout and update kernels, and does not depend on the configuration, the data or the loss. The placement never changes
+a bit of the result.
+
+Terms: a unit is a group of weights that is fetched together (a block, or a module outside the blocks). A page is a
+range of a unit's trainable weights whose optimizer state is read, updated and written together. A tier, or home, is the
+device, RAM or one of the drives. A master is the fp32 copy of a weight in the optimizer state.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ from offload_trainer.storage.host_memory import return_now
 
 
 class OffloadedModel:
-    """Hooks on `module` that bring its weights and take its gradients, and the update over what they have taken."""
+    """A module with hooks that fetch its weights and collect its gradients, and the optimizer that updates it."""
 
     def __init__(
         self,
@@ -59,10 +64,17 @@ class OffloadedModel:
         kernels: tuple[Kernel, Kernel],
         seed: int,
     ) -> None:
-        """`parameters` of `module` by the name of their weight, one for each use; their memory is replaced.
+        """Allocate weights, gradients and state as `layout` says, and register the hooks.
 
-        What they hold is lost: `put` sets it. `kernels`: the CPU's, and the one for pages that live on `device`. `seed`
-        is of the rounding of moments that are not fp32. Device and drives are closed by whoever made them, after this.
+        Args:
+            module: the model.
+            parameters: the parameters of `module` by weight name, one for each use of a tied weight. Their memory is
+                replaced and their values are lost; `put` sets the values.
+            layout: tiers, dtypes and buffer sizes.
+            device: the device that computes. The caller closes it, and the drives, after this object.
+            drives: private directories on drives.
+            kernels: the update kernel of the CPU, and the one for pages on `device`.
+            seed: seed of the stochastic rounding of moments that are not fp32.
         """
         self.node = layout.node
         self.units, self.parameters = layout.units, parameters
@@ -70,14 +82,14 @@ class OffloadedModel:
         trainable = {place.weight.name: place.weight.trainable for unit in layout.units for place in unit.places}
         self.trained = [name for name in parameters if trainable[name]]
         self.fixed = [name for name in parameters if not trainable[name]]
-        self.steps = dict.fromkeys(self.trained, 0)  # of each weight, that changed it
-        self._cleared = 0  # how often the sums were dropped
-        self.last = True  # whether gradients that come now are of the step's last micro-batch
-        self.taken = 0  # gradients, and changes of their sums, ever
-        self.before_sums: Callable[[], None] = lambda: None  # called before somebody reads or changes a sum
+        self.steps = dict.fromkeys(self.trained, 0)  # number of updates of each weight
+        self._cleared = 0  # how often the gradient sums were dropped
+        self.last = True  # the current micro-batch is the step's last
+        self.taken = 0  # total number of collected gradients and of changes to gradient sums
+        self.before_sums: Callable[[], None] = lambda: None  # called before a gradient sum is read or changed
         self.closed = False
-        self.adds_up = True  # whether several micro-batches may be added up
-        self._reads_ahead = False  # when the backward begins
+        self.adds_up = True  # gradients of several micro-batches may be accumulated
+        self._reads_ahead = False  # prefetch pages when the next backward begins
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
@@ -112,16 +124,16 @@ class OffloadedModel:
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
-    # -- putting together ---------------------------------------------------------------------------------------------
+    # -- construction -------------------------------------------------------------------------------------------------
 
     def _blocks(self) -> list[tuple[nn.Module, nn.Parameter | None]]:
-        """Each block with its first weight that is trained, whose gradient is its last."""
+        """Return each block with its first trainable weight, whose gradient arrives last in a backward."""
         first = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
         blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
         return [(self._module.get_submodule(name), first.get(name)) for name in blocks]
 
     def _attach(self, layout: Layout, stack: ExitStack) -> tuple[WeightPrefetcher | None, ResidentGuard | None]:
-        """What brings the weights that are away, and what withholds the others; None where it has nothing to do."""
+        """Return the prefetcher of offloaded weights and the guard of resident ones; None if not needed."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
         names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
         wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
@@ -138,7 +150,7 @@ class OffloadedModel:
         return stream, resident_guard
 
     def _watch_gradients(self, stack: ExitStack) -> None:
-        """Each is taken as it comes; on a CPU what blocks have freed goes back to the system now and then."""
+        """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
         hooks = [
             use.register_post_accumulate_grad_hook(self._hand_over(n))
             for n in self.trained
@@ -166,7 +178,7 @@ class OffloadedModel:
         return hook
 
     def _refuse_another(self, name: str) -> None:
-        """UserError for a second micro-batch's gradient where sums have the 16 bits of one."""
+        """Raise UserError for a second micro-batch's gradient if gradients are kept in 16 bits."""
         if not self.adds_up and self.gradients.has(name):
             raise UserError(
                 f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums in "
@@ -174,7 +186,7 @@ class OffloadedModel:
             )
 
     def keep_inputs(self, inputs: BlockInputs, *, on_drives: bool) -> None:
-        """Keep away from the device what gradient checkpointing keeps: in host memory, or on the drives."""
+        """Offload the block inputs that activation checkpointing keeps, to host memory or to the drives."""
         drives = self._drives.directories if on_drives else ()
         homes = inputs.homes(len(drives))
         name, sizes = f"activations-{self.node.rank}", [inputs.size] * inputs.count
@@ -187,7 +199,7 @@ class OffloadedModel:
         self.activations = kept
 
     def keep_account(self, *, model: Path) -> None:
-        """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
+        """Keep an index of the page files next to them; `model` is the directory with the model's configuration."""
         paths, its = self._drives.directories, self.store
         self.account = PageIndex(
             paths, self.units, its.pages, format=its.format, model=model, sums=its.sums, sync=its.sync
@@ -196,9 +208,9 @@ class OffloadedModel:
 
     @torch.no_grad()
     def put(self, values: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        """Weights to their homes, one at a time: (name, as the model computes with it, as its master begins).
+        """Set all weights from (name, weight in the run's dtype, initial master), one weight at a time.
 
-        All ranks call it, and the first of each node asks for the values.
+        All ranks call it; only the first rank of each node consumes `values`.
         """
 
         def put() -> None:
@@ -212,15 +224,20 @@ class OffloadedModel:
         self.node.once(put)
         self.weights.spread_all()
 
-    # -- weights that are read outside their modules ------------------------------------------------------------------
+    # -- reading weights outside their modules ------------------------------------------------------------------------
 
     def guard_reads(self) -> None:
-        """From now on whoever reads a parameter gets its values, wherever they are (`parameter.py`)."""
+        """Make each parameter fetch its values whenever it is read (`weights/parameter.py`)."""
         for name, uses in self.parameters.items():
             for parameter in uses:
                 offload_parameter(parameter, name, self)
 
     def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a context in which these weights have their values.
+
+        Raises:
+            UserError: the model is closed.
+        """
         if self.closed:
             raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
         if self.resident_guard is not None:
@@ -230,10 +247,13 @@ class OffloadedModel:
         places = {name: self.places[name] for name in names}
         return self.stream.borrow_weights({name: (unit.index, place.start) for name, (unit, place) in places.items()})
 
-    # -- gradients that are read or changed between the backward and the step ----------------------------------------
+    # -- reading and changing gradients between the backward and the step ---------------------------------------------
 
     def gradient(self, name: str) -> LazyWeight | None:
-        """Return a stand-in for the sum of one weight: each operation reads it, and one in place writes it back."""
+        """Return a lazy tensor for a weight's gradient sum, or None without a gradient.
+
+        Each operation reads the sum, and an in-place operation writes it back.
+        """
         if not self.gradients.has(name):
             return None
         like, place, of_step = self.parameters[name][0], self._device.place, self._cleared
@@ -252,18 +272,18 @@ class OffloadedModel:
         return LazyWeight.of(like, read, write=write, dtype=self.gradients.dtype, device=place)
 
     def drop_gradient(self, name: str) -> None:
-        """Forget the sum of one weight, as if no backward had made it."""
+        """Drop the gradient sum of one weight, as if it had no gradient in this step."""
         if self.gradients.has(name):
             self._change(lambda sums: sums.forget(name))
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all sums by `factor`, wherever they are."""
+        """Multiply all gradient sums by `factor` in place."""
         self.gradients.finish()
         self._one_ranks().scale(factor)
         self.taken += 1
 
     def _settled(self) -> Gradients:
-        """The sums as torch would have them now: complete, and times the factor of a clip before."""
+        """Return the gradient sums once they are complete and `before_sums` has applied pending changes (clipping)."""
         self.before_sums()
         self.gradients.finish()
         return self._one_ranks()
@@ -273,50 +293,57 @@ class OffloadedModel:
         self.taken += 1
 
     def _one_ranks(self) -> Gradients:
-        assert isinstance(self.gradients, Gradients)  # several ranks exchange theirs, and nobody reads them there
+        assert isinstance(self.gradients, Gradients)  # with several ranks the sums are sharded and cannot be read here
         return self.gradients
 
     def trains(self, name: str) -> bool:
+        """Return whether the weight is trainable."""
         return name in self.steps
 
     def weight(self, name: str) -> torch.Tensor:
-        """A copy of one weight as the model computes with it, on the CPU."""
+        """Return a CPU copy of one weight in the run's dtype."""
         self.update_progress.wait(self.places[name][0].index)
         return self.state.weight(name)
 
     def master(self, name: str) -> torch.Tensor:
-        """A copy of one master: fp32, whole, on the CPU. `state.flush` follows the last one."""
-        self.synchronize()  # its weight may be home before it is
+        """Return a CPU copy of one whole fp32 master. Call `state.flush` after the last one."""
+        self.synchronize()  # the update may write a weight before its master
         return self.state.master(name)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def forward(self, *, then: bool) -> Iterator[None]:
-        """Around each forward; `then`: whether a backward follows."""
+        """Wrap each forward; `then`: a backward follows."""
         keeping = self.activations.forward() if self.activations and then else nullcontext()
         if self.resident_guard is not None:
             self.resident_guard.begin_forward()
         with self._passing(backward=False, then=then), keeping:
             yield
         if not then:
-            self.node.align()  # in a backward ranks meet anyway
+            self.node.align()  # a backward has barriers that align the ranks
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """Around each backward; `last`: it is the step's last, so the norms of its sums count."""
+        """Wrap each backward, after waiting for the previous update.
+
+        `last`: it is the step's last, so norms are computed and the update may begin.
+        """
         self.synchronize()
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
                 self.updater.begin_ahead()
-            return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
+            return_now()  # a forward leaves holes in the heap, and the first gradient, that of the head, is large
             yield
             self.gradients.end_of_backward(last=last)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Around a forward, whatever makes a loss of it, and the backward, where nobody says which of them it is."""
+        """Wrap a whole micro-batch of user code: forward, loss and backward, without separate notice of each.
+
+        `last`: it is the step's last micro-batch.
+        """
         self._reads_ahead = last
         if not self.update_progress.under_way:
             self._begin_backward()
@@ -329,14 +356,14 @@ class OffloadedModel:
         self.stream.end_backward()
 
     def _begin_backward(self) -> None:
-        """From here on the sums of the last step are overwritten."""
+        """Wait for the previous update, because the backward overwrites the gradient sums that it reads."""
         self.synchronize()
         if self._reads_ahead:
             self._reads_ahead = False
             self.updater.moving.read_ahead()
 
     def synchronize(self) -> None:
-        """No update is under way when this returns. Raises what went wrong with the last one."""
+        """Wait until no update is running; raise the error of the last one, if any."""
         self.update_progress.finish()
         if self.resident_guard is not None:
             self.resident_guard.give_all_back()
@@ -345,27 +372,33 @@ class OffloadedModel:
         return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
 
     def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
-        """Pages on drives are updated in the last backward that follows, as if the step were to be this one."""
+        """Announce the expected `step`, so that pages on drives are updated during the step's last backward."""
         steps = {name: count + 1 for name, count in self.steps.items()}
         self.updater.expect(self._decision(rules, steps, scale=scale))
 
     def norm(self) -> float:
-        """Global norm of the sums as they are; infinite or NaN if one of them is."""
+        """Return the global norm of the gradient sums, unscaled; infinite or NaN if any element is."""
         self.gradients.finish()
         return self.gradients.norm()
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
-        """The norm of each weight's sum, where it got a gradient, in the model's order, 0-dim on the CPU."""
+        """Return the norm of each gradient sum in the model's order (fp32, 0-dim, on the CPU).
+
+        Weights without a gradient are absent.
+        """
         self.gradients.finish()
         return self._one_ranks().norms(order)
 
     def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
-        """The update of the weights in `rules` that got a gradient, with `scale` times their sums; after `norm`.
+        """Update the weights in `rules` that have a gradient, with `scale` times their gradient sums.
 
-        `clear` follows. It may go on after this has returned: who needs what is new waits for it. Raises TrainerError,
-        here or from whoever waits next, where a drive fails; the state is then partly of the step before.
+        Call it after `norm`, and `clear` after it. The update may still run when this returns; later uses of a weight
+        wait for it.
+
+        Raises:
+            TrainerError: a drive failed, here or at a later wait. The state is then partly of the previous step.
         """
-        assert not self.update_progress.under_way  # the backward has waited for it
+        assert not self.update_progress.under_way  # the backward has waited for the previous update
         self.state.flush()
         arrived = self.gradients.arrived & rules.keys()
         self._note(updating=True)
@@ -374,39 +407,40 @@ class OffloadedModel:
         if self.stream:
             self.stream.forget()
         decision = self._decision({name: rules[name] for name in arrived}, self.steps, scale=scale)
-        self.node.barrier()  # rank 0 has noted it, and no rank computes with the weights of before
+        self.node.barrier()  # rank 0 has recorded the update, and no rank still computes with the old weights
         self.updater.start(decision, at_end=self._all_home)
         if self.resident_guard is not None:
             self.resident_guard.begin()
 
     def _all_home(self) -> None:
-        """An update is over: on this rank its pages hold, and of all ranks the new weights are here."""
+        """Make this rank's new pages the valid ones and record the step, after all ranks' new weights have arrived."""
         self.store.flip()
         self._note(updating=False)
 
     def clear(self) -> None:
-        """Let go of the sums: the next step begins. What was done of one that was not taken never was."""
+        """Drop the gradient sums and begin the next step. Without a preceding `step`, undo speculative updates."""
         if self.updater.skip():
             if self.stream:
                 self.stream.forget()
-            self.node.barrier()  # on all ranks the weights are those of before, and the places
+            self.node.barrier()  # all ranks have restored their weights and pages
         self._cleared += 1
         self.gradients.clear()
 
     def drop(self) -> None:
-        """`clear` at any time: what is on its way arrives first."""
+        """Drop the gradient sums at any time, after waiting for gradients in flight."""
         self.gradients.finish()
         self._cleared += 1
         self.gradients.clear()
 
     def begin(self) -> None:
-        """A forward follows: what it needs first is started."""
+        """Start prefetching the weights that the next forward needs first."""
         if self.stream:
             self.stream.begin()
         return_now()
 
     @property
     def steps_done(self) -> int:
+        """Return the number of optimizer steps, the largest over all weights."""
         return max(self.steps.values(), default=0)
 
     def _note(self, *, updating: bool) -> None:
@@ -420,7 +454,7 @@ class OffloadedModel:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole fp32 master on the CPU) one at a time; weights that are fixed last, as fp32."""
+        """Yield (name, whole fp32 master on the CPU) one at a time; frozen weights come last, as fp32."""
         for name in self.trained:
             yield name, self.master(name)
         for name in self.fixed:
@@ -428,16 +462,22 @@ class OffloadedModel:
         self.state.flush()
 
     def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
-        """The state of now, to be written once; the update waits for pages that are not written yet."""
+        """Return a snapshot of the current state. The next update waits for pages that are not written yet."""
         self.synchronize()
         state = self.state.beside(self.steps, loss_scale=loss_scale, good_steps=good_steps)
         return TieredSnapshot(self.state, state, self.updater.snapshot())
 
     @torch.no_grad()
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
-        """Resume from the page files, which hold all of the state. All ranks call it.
+        """Resume from the page files of an earlier process, which must hold the whole state. All ranks call it.
 
-        Each page is where `newest` says, and has its part of `sums` (`PageSums.of_newest`). UserError where it has not.
+        Args:
+            state: step counts and scalars that belong to the pages.
+            newest: which of its two copies is valid, for each page.
+            sums: checksums of the valid copies, as `PageChecksums.of_newest` returns them.
+
+        Raises:
+            UserError: a page does not have its checksum.
         """
         self.store.sums.begin(newest, sums)
         self.node.each(self._make_weights)
@@ -445,7 +485,7 @@ class OffloadedModel:
         self.steps = {name: state.steps_of(name) for name in self.trained}
 
     def _make_weights(self) -> None:
-        """Make this rank's 16-bit weights from the masters in the page files of another process."""
+        """Round this rank's weights from the masters in the page files of an earlier process."""
         try:
             self.state.make_weights()
         except DamagedPage as error:
@@ -453,19 +493,19 @@ class OffloadedModel:
 
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:
-        """Go on from what a snapshot has written, of this or another layout. All ranks call it."""
+        """Load the state that a snapshot wrote, with this or another layout. All ranks call it."""
         self.synchronize()
         self.drop()
         self.updater.moving.forget_ahead()
         if self.stream:
-            self.stream.forget()  # before weights change: a prefetch would read some of the old and some of the new
+            self.stream.forget()  # before weights change, because a prefetch could read a mix of old and new ones
         state = self.state.load(directory, self.node)
         self.steps = {name: state.steps_of(name) for name in self.trained}
         return state
 
     def close(self) -> None:
-        """Wait for what is under way; what was taken from the device and the drives stays theirs."""
+        """Wait for asynchronous work and close everything except the device and the drives."""
         self.closed = True
-        self.updater.close()  # it uses all that follows
-        self.weights.cancel()  # or the stream would wait for what other ranks need not come to
+        self.updater.close()  # it uses everything that is closed below
+        self.weights.cancel()  # otherwise the prefetcher would wait for collective fetches that other ranks never join
         self._open.close()

@@ -71,7 +71,7 @@ class _Buffer:
 
 
 class Activations:
-    """Stores the block inputs of one forward until its backward has used them."""
+    """A store that keeps the block inputs of one forward in host memory or on drives until its backward uses them."""
 
     def __init__(
         self,
@@ -130,6 +130,7 @@ class Activations:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
+        """Start copying a block input to its host buffer, and from there to its drive; return its handle."""
         kept = _Kept(self._forward, len(self._kept), tensor.shape, tensor.dtype)
         self._kept.append(kept)
         buffer = self._buffer(kept)
@@ -144,6 +145,7 @@ class Activations:
         return kept
 
     def leave(self, tensor: torch.Tensor) -> Any:
+        """Save any other tensor with the `otherwise` hooks, or on the device."""
         return self._otherwise.pack(tensor) if self._otherwise else tensor.detach()
 
     def _buffer(self, kept: _Kept) -> _Buffer:
@@ -169,6 +171,11 @@ class Activations:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def give(self, kept: Any) -> torch.Tensor:
+        """Return a saved tensor on the device, and prefetch the input of the previous block.
+
+        Raises:
+            UserError: another forward has replaced the input.
+        """
         if not isinstance(kept, _Kept):
             saved: torch.Tensor = self._otherwise.unpack(kept) if self._otherwise else kept
             return saved

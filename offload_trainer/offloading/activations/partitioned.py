@@ -23,7 +23,7 @@ class _Piece:
 
 
 class Partitioned:
-    """Stores one piece of each input on each of `count` ranks; this rank is number `place` in `group`."""
+    """A store that keeps one piece of each input on each of `count` ranks; this rank is number `place` in `group`."""
 
     def __init__(self, *, place: int, count: int, group: Any, away: bool = False) -> None:
         """Prepare the partition; `away`: move pieces to pinned host memory, on the computing stream."""
@@ -31,9 +31,10 @@ class Partitioned:
         self._host = torch.autograd.graph.save_on_cpu(pin_memory=True) if away else None
 
     def begin(self) -> None:
-        """Do nothing: a block needs no preparation."""
+        """Do nothing, because a block needs no preparation."""
 
     def keep(self, tensor: torch.Tensor) -> Any:
+        """Copy this rank's piece of a block input; return its handle."""
         piece = piece_of(tensor, self._place, count=self._count)
         return _Piece(self._host.pack_hook(piece) if self._host else piece, tensor.shape)
 
@@ -41,6 +42,7 @@ class Partitioned:
         return tensor.detach()
 
     def give(self, kept: Any) -> torch.Tensor:
+        """Return the whole tensor of a handle; an input is all-gathered, so all ranks of the group call it."""
         if not isinstance(kept, _Piece):
             left: torch.Tensor = kept
             return left

@@ -1,10 +1,13 @@
-"""What torch's `checkpoint` keeps of a block: its input, handed to a keeper, and its weights, which it need not hold.
+"""Hook into torch's activation checkpointing: store block inputs elsewhere, and save weights as references.
 
-A block that is computed again saves what its backward needs through hooks of torch's own, weights too, as bare views
-until that backward is through. Weights that come and go by themselves are kept by place instead, in the forward
-already, and are none of what is computed again. An operation's backward asks for a weight and for what else it saved in
-an order that is autograd's; the block is computed again before the first of them is given, or its parts would pass
-through the memory that a weight was given in.
+    keep_inputs    the input that `checkpoint` saves for a block goes to a `BlockInputStore` (host memory, drives)
+    keep_weights   weights that a block saves are replaced by references (unit, offset) to offloaded weights
+
+`checkpoint` has its own saved-tensor hooks, which would save a recomputed block's weights as plain views until its
+backward ends. Weights that are fetched and evicted are saved as references instead, already in the forward, without
+passing through torch's hooks. Autograd unpacks a weight and other saved tensors of an operation in any order. So the
+block is recomputed before the first weight is returned; otherwise the recomputation would fetch other weights into the
+same buffer.
 """
 
 from __future__ import annotations
@@ -23,23 +26,26 @@ from offload_trainer.offloading.autograd import current_backward, hooks_of_autog
 
 
 class BlockInputStore(Protocol):
-    """Keeps blocks' inputs in a way of its own."""
+    """A store for the inputs of checkpointed blocks."""
 
     def begin(self) -> None:
-        """A block begins that a backward will compute again."""
+        """Prepare for a block that a backward will recompute."""
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """In the place of a block's input, contiguous and not empty."""
+        """Store a block's input, which is contiguous and not empty; return a handle that autograd saves instead."""
 
     def leave(self, tensor: torch.Tensor) -> Any:
-        """In the place of whatever else is saved of a block's arguments."""
+        """Return a handle for any other tensor that `checkpoint` saves of a block's arguments."""
 
     def give(self, kept: Any) -> torch.Tensor:
-        """What was kept or left, as it was."""
+        """Return the tensor of a handle from `keep` or `leave`."""
 
 
 def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
-    """Let `model`'s checkpointed blocks keep their inputs so, those too for which it is turned on anew."""
+    """Make `model`'s checkpointed blocks store their inputs in `keeper`.
+
+    Call it again after checkpointing was enabled again; blocks that already use `keeper` stay unchanged.
+    """
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not keeper:
@@ -47,17 +53,17 @@ def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
 
 
 class WeightReferences(Protocol):
-    """Keeps weights that come and go."""
+    """The references to offloaded weights (`WeightPrefetcher`)."""
 
     def place_of(self, tensor: torch.Tensor) -> Any:
-        """What to keep of a weight; None of any other tensor."""
+        """Return the reference of a tensor that views an offloaded weight, or None for any other tensor."""
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The weight of such a place, for what is computed next."""
+        """Return the weight of a reference, on the device."""
 
 
 def keep_weights(model: nn.Module, places: WeightReferences) -> None:
-    """Let `model`'s checkpointed blocks keep weights so, and all else as torch does."""
+    """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None:
@@ -76,13 +82,13 @@ def _without_weights(checkpoint: Callable[..., Any], places: WeightReferences) -
 
 
 class BlockSavedTensors:
-    """What a block saves in a forward, or as it is computed again: weights by place, the rest as torch's hooks do."""
+    """Saved-tensor hooks inside a checkpointed block: weights as references, other tensors through torch's hooks."""
 
     def __init__(self, places: WeightReferences) -> None:
         self._places, self._others = places, hooks_of_autograd()
-        self._computed = -1  # the backward in which the block has been computed again
+        self._computed = -1  # id of the backward in which the block was recomputed
         if self._others is not None:
-            self._first = self._others[0](torch.empty(0))  # before all that the block saves
+            self._first = self._others[0](torch.empty(0))  # unpacking this first tensor triggers the recomputation
 
     def hooks(self) -> AbstractContextManager[Any]:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
@@ -101,7 +107,7 @@ class BlockSavedTensors:
         return found
 
     def _compute_again(self) -> None:
-        """If that is still to come in this backward."""
+        """Make torch recompute the block, unless it was recomputed in this backward."""
         now = current_backward()
         if self._others is not None and self._computed != now:
             self._computed = now
@@ -109,7 +115,7 @@ class BlockSavedTensors:
 
 
 def recompute_views(places: WeightReferences) -> None:
-    """Let selective checkpointing compute views of weights again, whose memory gets other values, and save none."""
+    """Make active selective checkpointing recompute views of weights, because their memory will be reused."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _CachingTorchDispatchMode) and not hasattr(mode.policy_fn, "without_views_of"):
             mode.policy_fn = _without_views(mode.policy_fn, places)
@@ -128,16 +134,18 @@ def _without_views(policy: Callable[..., Any], places: WeightReferences) -> Call
 
 @dataclass(frozen=True)
 class _Place:
+    """A saved reference to a weight."""
+
     place: Any
 
 
 def _keeping(checkpoint: Callable[..., Any], keeper: BlockInputStore) -> Callable[..., Any]:
-    """torch's `checkpoint`, what it keeps of its arguments kept by `keeper`."""
+    """Return torch's `checkpoint` function with the saved block inputs in `keeper`."""
 
     def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
         if not torch.is_grad_enabled():
             return checkpoint(function, *args, **words)
-        # Masks and positions need no gradient; blocks share them, and they stay.
+        # Masks and positions need no gradient; all blocks share them, so they stay on the device.
         wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -154,5 +162,5 @@ def _keeping(checkpoint: Callable[..., Any], keeper: BlockInputStore) -> Callabl
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Autograd saves an alias: the same memory in the same shape."""
+    """Return a key for a tensor's memory, shape and dtype, because autograd saves an alias, not the same object."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -28,7 +28,7 @@ Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 
 
 class DeviceCopy(Protocol):
-    """A copy to the device. Whatever is computed after `wait` sees the copied data."""
+    """A copy to the device. Computations that are queued after `wait` see the copied data."""
 
     def wait(self) -> None: ...
 
@@ -42,6 +42,8 @@ class ReturnCopy:
 
 
 class Device(Protocol):
+    """The device that computes forward and backward, with asynchronous copies to and from host memory."""
+
     place: torch.device
     is_cuda: bool
 

@@ -1,4 +1,4 @@
-"""A CUDA device: streams for the copies each way and for the update of its pages, ordered by events."""
+"""Implement `Device` for CUDA: side streams for copies in each direction and for the update, ordered by events."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from offload_trainer.storage.transfer import Future, Workers, ending
 
 
 class _Staging:
-    """Pinned memory between a drive and the device."""
+    """A pinned host buffer between a drive and the device."""
 
     def __init__(self, size: int) -> None:
         self.buffer = host_buffer(size, pinned=True)
-        self.last: _CudaArrival | None = None  # what it was last used for
+        self.last: _CudaArrival | None = None  # the buffer's last copy to the device
 
 
 class CudaDevice:
-    """Copies in on one stream, out on another. Reads from a drive go through pinned memory of their own.
+    """A CUDA device with one stream for copies to the device and one for copies to the host.
 
-    Activations kept elsewhere have two streams more, so that they wait for no weights.
+    Reads from a drive pass through pinned staging buffers. Offloaded activations use two more streams, so that they do
+    not wait for weights. The update of pages on the device uses another one.
     """
 
     is_cuda = True
 
     def __init__(self, device: torch.device, *, staging_bytes: int, stagings: int) -> None:
-        """`stagings` pinned buffers of `staging_bytes`, for units that come from a drive; 0 where none does."""
+        """Create streams and threads, and `stagings` pinned buffers of `staging_bytes` for units on drives.
+
+        `staging_bytes` is 0 if no weights are on a drive.
+        """
         self.place = device
         self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._keeping, self._returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -43,7 +47,7 @@ class CudaDevice:
         )
 
     def _worker(self, name: str) -> Workers:
-        """A thread for this device: a new one has device 0, and what it asks CUDA may open a context there."""
+        """Start a thread that uses this device. A new thread uses device 0 and could create a CUDA context there."""
         return Workers(1, name, prepare=lambda: torch.cuda.set_device(self.place))
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,8 +64,8 @@ class CudaDevice:
             return self._arrive(self._inward, None, source, into, after=after)
         if isinstance(source, PendingGather):
             return self._gathered(source, into, after=after)
-        with self._lock:  # who computes fetches, and whoever saw new weights come home
-            staging = self._stagings.pop(0)  # the one used longest ago is first
+        with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
+            staging = self._stagings.pop(0)  # the least recently used buffer is first
             self._stagings.append(staging)
             part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
             before, read = staging.last, Future()
@@ -70,7 +74,7 @@ class CudaDevice:
         def fill() -> None:
             try:
                 if before is not None:
-                    before.finish()  # the drive must not overwrite what is still to be copied
+                    before.finish()  # the read must not overwrite bytes that are still being copied
                 source(part).then(read.finish_part)
             except BaseException as error:
                 read.finish_part(error)
@@ -82,7 +86,7 @@ class CudaDevice:
         return arrival
 
     def _gathered(self, gather: PendingGather, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
-        """Queued at this rank's turn, by the thread that gathers: its part's copy, and NCCL's all-gather behind it."""
+        """Queue the copy of this rank's shard and NCCL's all-gather, on the gathering thread at this rank's turn."""
 
         def queue() -> torch.cuda.Event:
             with self._in_order(self._inward, after=after) as event:
@@ -95,8 +99,8 @@ class CudaDevice:
 
     @contextmanager
     def _in_order(self, stream: torch.cuda.Stream, *, after: torch.cuda.Event | None) -> Iterator[torch.cuda.Event]:
-        """What is told in here goes on `stream`, once the device has passed `after`; the event is passed behind it."""
-        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        """Queue the work inside the context on `stream` after the event `after`; yield an event recorded at its end."""
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
@@ -112,7 +116,7 @@ class CudaDevice:
         *,
         after: torch.cuda.Event | None,
     ) -> _CudaArrival:
-        """A copy that is queued now, or as soon as `ready`, by the thread that saw it."""
+        """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
         arrival = _CudaArrival(lambda: self._copy_in(source, into, after=after, stream=stream), self.place)
         if ready is None:
             arrival.queue(None)
@@ -148,9 +152,9 @@ class CudaDevice:
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
             stream.wait_event(after)
             into.copy_(values, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
             event.record(stream)
-        values.record_stream(stream)  # its memory is not given to others before the copy is through
+        values.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
         future = Future()
         waiter.put(ending(future, event.synchronize))
         return future
@@ -162,7 +166,7 @@ class CudaDevice:
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
     ) -> ReturnCopy:
         arrival, left = self._arrive(self._returning, ready, source, into, after=after), Future()
-        into.record_stream(self._returning)  # where it is dropped before it was waited for
+        into.record_stream(self._returning)  # `into` may be dropped without a wait for the copy
         arrival.queued.then(lambda _: self._waiter.put(ending(left, arrival.finish)))
         return ReturnCopy(arrival, left)
 
@@ -174,7 +178,7 @@ class CudaDevice:
             yield
 
     def reached(self) -> Future:
-        event, future = torch.cuda.Event(blocking=True), Future()  # who waits for it sleeps
+        event, future = torch.cuda.Event(blocking=True), Future()  # a waiting thread sleeps
         with torch.cuda.device(self.place):
             event.record(torch.cuda.current_stream(self.place))
         self._passed.put(ending(future, event.synchronize))
@@ -183,20 +187,20 @@ class CudaDevice:
     def close(self) -> None:
         for workers in (self._stager, self._waiter, self._downloaded, self._passed):
             workers.close()
-        self._stagings.clear()  # with the last view of it CUDA lets go of pinned memory
+        self._stagings.clear()  # pinned memory is released with its last view
 
 
 class _CudaArrival:
-    """A copy to the device. It is queued once its bytes are in host memory."""
+    """A copy to the device that is queued on a stream once its source bytes are in host memory."""
 
     def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device) -> None:
-        """`copy` queues it on the device at `place`; any thread may then ask for it."""
+        """Prepare a copy; any thread may call `copy`, which queues it on the device `place` and returns its event."""
         self._copy, self._place = copy, place
         self._event: torch.cuda.Event | None = None
-        self.queued = Future()  # with what went wrong before
+        self.queued = Future()  # completes when the copy is queued, or with an earlier error
 
     def queue(self, error: BaseException | None) -> None:
-        """Its bytes are in host memory, or could not be brought there."""
+        """Queue the copy, because its bytes are in host memory, or fail it with the `error` of reading them."""
         if error is None:
             try:
                 self._event = self._copy()
@@ -206,18 +210,19 @@ class _CudaArrival:
 
     @property
     def over(self) -> bool:
-        """Whether the bytes are on the device."""
+        """Return whether the copy has completed on the device."""
         with torch.cuda.device(self._place):
             return self._event is not None and self._event.query()
 
     def wait(self) -> None:
+        """Make the current stream wait for the copy, after it has been queued."""
         self.queued.wait()
         assert self._event is not None
         with torch.cuda.device(self._place):
             torch.cuda.current_stream(self._place).wait_event(self._event)
 
     def finish(self) -> None:
-        """The bytes are on the device when this returns."""
+        """Block until the bytes are on the device."""
         self.queued.wait()
         assert self._event is not None
         with torch.cuda.device(self._place):

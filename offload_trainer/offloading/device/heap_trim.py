@@ -1,8 +1,8 @@
-"""What a CPU's heap keeps of the activations that are freed, given back to the system between blocks.
+"""Return freed activation memory from the CPU's heap to the system between blocks, when training on a CPU.
 
-glibc up to 2.37 cuts each aligned block out of a larger one and does not fill the holes again: with blocks of up to
-10 MiB that come and go, 24 blocks of GPT-2 leave 570 MB in a forward. The loss or the embeddings' gradients, which are
-the largest, then come on top of it.
+glibc up to 2.37 cuts each aligned allocation out of a larger one and does not reuse the holes. With allocations of up
+to 10 MiB, a forward through 24 blocks of GPT-2 leaves 570 MB of holes, in addition to the largest tensors: the loss and
+the embeddings' gradients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_trainer.storage.host_memory import return_now
 
-_EVERY = 8  # blocks; 10 ms each time, and 20 MB that a block of 1024 x 1024 elements leaves
+_EVERY = 8  # blocks between trims; a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
 
 
 def trimmed(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]]) -> list[RemovableHandle]:
-    """Hooks on a model's blocks, each with the parameter whose gradient is its last, if it trains any."""
+    """Register hooks that trim the heap after every 8th block, in forward and backward; return them.
+
+    Each block comes with the parameter whose gradient is its last, or None if the block is frozen.
+    """
     hooks = []
     for number, (module, parameter) in enumerate(blocks):
         if (number + 1) % _EVERY == 0 or module is blocks[-1][0]:

@@ -1,12 +1,13 @@
-"""A step's gradients on their way from autograd to the update: the sums of each weight's, and their norm.
+"""Collect gradients from autograd, accumulate them over a step's micro-batches, and compute their norm.
 
-    autograd ──add──> sums on the device                                              one operation of its stream
-             ──copy─────────────────────> sums in host memory                         the first gradient of a weight
-             ──copy──> ring ──a thread──> sums in host memory, or on drives    the others (host_accumulator.py)
+    autograd ──add──> sums on the device                               one operation on the device's stream
+             ──copy─────────────────────> sums in host memory          the first gradient of a weight in a step
+             ──copy──> ring ──thread────> sums in RAM or on drives     all other gradients (host_accumulator.py)
 
-Autograd's thread waits for none of this, but when more than its share is on its way (offloading/device/d2h_limits).
-What a tied weight gets from its several uses is added up on the device first, as autograd would. Norms are taken on the
-way; `norm` adds them up in the model's order, so that neither the homes nor the order of arrival changes a bit of it.
+Autograd's thread waits only if too many bytes are in flight (`offloading/device/d2h_limits.py`). Gradients from
+several uses of a tied weight are added on the device first, as autograd does. Norms are computed as gradients arrive.
+`norm` sums them in the model's order, so that neither the placement nor the order of arrival changes a bit of it.
+`Gradients` serves one rank; with several ranks `offloading/ranks/sharded_gradients.py` takes its place.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from offload_trainer.plan.tiered.layout import DEVICE, Place, Unit
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, together
 
-# Told of a unit whose sums are complete and in their home: the device's mark at which they are made, or what went wrong
+# Callback for a unit whose sums are complete and stored: (unit, event after which they are complete, error or None)
 Complete = Callable[[int, Any, BaseException | None], None]
 
 
 class TiedGradients:
-    """What a tied weight gets in a micro-batch from its several uses, until it is complete."""
+    """The partial gradients of tied weights in a micro-batch, until all uses have contributed."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = counts
-        self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # from so many of their uses
+        self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # number of uses so far, and their sum
 
     def add(self, name: str, flat: torch.Tensor) -> torch.Tensor | None:
-        """The sum over all uses, once there is one of each; None before."""
+        """Add a gradient from one use; return the sum once all uses have one, else None."""
         if self._counts[name] == 1:
             return flat
         seen, before = self._partial.pop(name, (0, None))
@@ -49,14 +50,14 @@ class TiedGradients:
         return None
 
     def rest(self) -> list[tuple[str, torch.Tensor]]:
-        """What there is of weights of which the micro-batch used a part."""
+        """Return and drop the partial sums of weights of which the micro-batch did not reach all uses."""
         rest = [(name, flat) for name, (_, flat) in self._partial.items()]
         self._partial.clear()
         return rest
 
 
 class Gradients:
-    """Sums of one step. `dtype` is what they are kept and added in."""
+    """The gradient sums of one step on one rank, stored and accumulated in `dtype`."""
 
     def __init__(
         self,
@@ -72,10 +73,20 @@ class Gradients:
         in_flight_bytes: int,
         order: Sequence[str],
     ) -> None:
-        """`order`: the weights' names as the norm adds them up. `stagings`: see `HostAccumulator`.
+        """Allocate the sums of each unit in the tier that `homes` names.
 
-        `ring_bytes` are needed where sums in host memory get a second gradient or one of another dtype, or are on a
-        drive; `in_flight_bytes` may wait on the device for their copies, beside the largest gradient.
+        Args:
+            units: the model's units.
+            homes: tier of each unit's gradient sums.
+            dtype: dtype of the sums.
+            device: the device that computes the gradients.
+            files: one file on each drive.
+            transfers: transfers to and from the files.
+            stagings: host buffers in front of drives, see `StagedSums`.
+            ring_bytes: size of the host ring buffer. It is used for sums on drives, and for gradients in RAM that are
+                not a weight's first or have another dtype.
+            in_flight_bytes: limit of gradients on the device that wait for their copy, without the largest one.
+            order: weight names in the order in which their norms are summed.
         """
         self.dtype = dtype
         self._device = device
@@ -92,32 +103,33 @@ class Gradients:
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._place)
         self._norms: dict[str, torch.Tensor] = {}
-        self._arrived: set[str] = set()  # in this step
+        self._arrived: set[str] = set()  # weights with a gradient in this step
         self._uses = TiedGradients({name: place.weight.uses for name, (_, place) in self._place.items()})
-        self._landing: dict[str, Future] = {}  # gradients that are copied to where they stay
+        self._landing: dict[str, Future] = {}  # direct copies to host memory in flight
         self._complete: Complete | None = None
-        self._lacking: dict[int, set[str]] = {}  # of each unit, what the last micro-batch has given nothing yet
+        self._lacking: dict[int, set[str]] = {}  # by unit: weights without a gradient in the last micro-batch so far
 
     def watch(self, complete: Complete) -> None:
-        """Tell of each unit, in the step's last backward, once all of its weights have got their gradients there.
+        """Call `complete` for each unit when all its weights have their gradients of the step's last backward.
 
-        On any thread, autograd's too. A unit of which one weight gets none in that backward is not told of.
+        The call comes from any thread, including autograd's. Units with a weight that has no gradient in that backward
+        are not reported.
         """
         self._complete = complete
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
-        """Add a gradient of this micro-batch from one use of a weight, and keep it as long as that takes.
+        """Add a gradient of this micro-batch from one use of a weight, asynchronously.
 
-        `last`: it is the step's last micro-batch, so the norm of the sum counts.
+        `last`: this is the step's last micro-batch, so the norm of the sum is computed.
         """
         flat = self._uses.add(name, gradient.detach().reshape(-1))
         if flat is not None:
             self._add(name, flat, last=last)
 
     def end_of_backward(self, *, last: bool) -> None:
-        """A micro-batch is through: tied weights of which it used a part get what there is."""
+        """End a micro-batch: add the partial gradients of tied weights of which not all uses were reached."""
         for name, flat in self._uses.rest():
             self._add(name, flat, last=last)
 
@@ -143,7 +155,7 @@ class Gradients:
             self._got(name, unit, self._complete)
 
     def _got(self, name: str, unit: Unit, complete: Complete) -> None:
-        """A weight has got its last gradient; with the last one of its unit, whoever watches is told when all lie."""
+        """Note a weight's last gradient; when its unit has all of them, report the unit once the sums are stored."""
         lacking = self._lacking.setdefault(unit.index, _trained(unit))
         lacking.discard(name)
         if not lacking:
@@ -153,7 +165,7 @@ class Gradients:
             home.then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:
-        """Through the ring, a piece at a time; the thread of the sums does the rest."""
+        """Copy a gradient through the ring buffer in pieces, which the accumulator's thread adds to the sums."""
         unit, place = self._place[name]
         pieces = flat.split(self._ring.largest_piece // flat.itemsize)
         gone = Future(parts=len(pieces))
@@ -187,25 +199,25 @@ class Gradients:
         self._norms[name] = self._norm_of_sum(sums[place.start : place.start + place.weight.numel])
 
     def _norm_of_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Of several micro-batches' gradients; `values` may lie on the device or not."""
+        """Return the norm of a sum over micro-batches; `values` may be on the device or in host memory."""
         return norm_of(values) if self._device.place.type == "cpu" else ordered_norm(values)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """All sums are in their homes when this returns. Raises what went wrong on the way."""
+        """Wait until all sums are stored in their tier; raise errors of copies, additions and drives."""
         self._in_flight.synchronize()
         self._host.finish()
 
     def norm(self) -> float:
-        """Global norm of the sums, as they are scaled: infinite or NaN if one of them is. After `finish`."""
+        """Return the global norm of the sums, unscaled; infinite or NaN if any element is. Call `finish` before."""
         norms = self.norms()
         return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
-        """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`.
+        """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before.
 
-        An `order` other than 2 reads every sum.
+        An `order` other than 2 reads every sum again.
         """
         arrived = [name for name in self._order if name in self._arrived]
         if order != 2.0:
@@ -219,13 +231,13 @@ class Gradients:
         return norms
 
     def _norm_of(self, name: str) -> torch.Tensor:
-        """What was taken on the way, or, for a weight that the last micro-batch did not use, the norm of its sums."""
+        """Return a weight's norm; compute it now if the last micro-batch did not use the weight."""
         if name not in self._norms:
             self._norms[name] = self._norm_of_sum(self.sums(name))
         return self._norms[name]
 
     def sums(self, name: str) -> torch.Tensor:
-        """The sum of one weight, 1-D: the memory itself where it is on the device, else a copy. After `finish`."""
+        """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""
         unit, place = self._place[name]
         resident = self.on_device(unit.index)
         if resident is None:
@@ -233,7 +245,7 @@ class Gradients:
         return resident[place.start : place.start + place.weight.numel]
 
     def replace(self, name: str, values: torch.Tensor) -> None:
-        """Set the sum of one weight that got a gradient. After `finish`."""
+        """Set the sum of one weight that has a gradient. Call `finish` before."""
         unit, place = self._place[name]
         resident, flat = self.on_device(unit.index), values.reshape(-1)
         if resident is None:
@@ -243,24 +255,24 @@ class Gradients:
         self._norms.pop(name, None)
 
     def scale(self, factor: float) -> None:
-        """Multiply all sums by `factor`, as torch multiplies gradients: rounded to their dtype. After `finish`."""
+        """Multiply all sums by `factor`, rounded to their dtype as in torch. Call `finish` before."""
         for name in self._arrived:
             self.replace(name, self.sums(name).mul_(factor))
 
     def forget(self, name: str) -> None:
-        """Drop the sum of one weight, as if it had got no gradient in this step. After `finish`."""
+        """Drop the sum of one weight, as if it had no gradient in this step. Call `finish` before."""
         self._arrived.discard(name)
         self._norms.pop(name, None)
         self._landing.pop(name, None)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
-        """A unit's sums, `trained` of them, where they live on the device: an update there reads them in place."""
+        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
         return self._on_device.get(unit)
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
         """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
 
-        `after`: the device's mark at which they are made.
+        `after` is the event on the device after which the sums are complete.
         """
         resident = self.on_device(unit)
         if resident is not None:
@@ -268,16 +280,16 @@ class Gradients:
         return self.store.read(unit, start, buffer)
 
     def has(self, name: str) -> bool:
-        """Whether the weight got a gradient in this step."""
+        """Return whether the weight has a gradient in this step."""
         return name in self._arrived
 
     @property
     def arrived(self) -> frozenset[str]:
-        """Names of the weights that got a gradient in this step."""
+        """Return the names of the weights that have a gradient in this step."""
         return frozenset(self._arrived)
 
     def clear(self) -> None:
-        """Begin the next step; what is in the homes is overwritten."""
+        """Begin the next step, whose gradients overwrite the stored sums."""
         self._norms.clear()
         self._arrived.clear()
         self._landing.clear()
@@ -285,7 +297,7 @@ class Gradients:
         self._host.clear()
 
     def close(self) -> None:
-        """What was begun is done or has failed when this returns."""
+        """Wait for the accumulator's queued work, successful or not, and end its thread."""
         self._host.close()
 
 
@@ -296,7 +308,7 @@ def _trained(unit: Unit) -> set[str]:
 def _resident(
     units: Sequence[Unit], homes: Sequence[int], *, device: Device, dtype: torch.dtype
 ) -> dict[int, torch.Tensor]:
-    """Sums that stay on the device: one flat tensor, a part of it for each unit whose home it is."""
+    """Allocate the sums on the device as one flat tensor; return each unit's part."""
     held = [unit for unit in units if homes[unit.index] == DEVICE]
     sizes = [unit.trained for unit in held]
     parts = device.buffer(sum(sizes), dtype).split(sizes)

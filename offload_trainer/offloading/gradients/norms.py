@@ -1,10 +1,10 @@
-"""Norms of gradients, for clipping and the record.
+"""Compute gradient norms, for clipping and logging, with the same bits wherever the gradients are placed.
 
-    one gradient                    `norm_of`, on the device that made it
-    a sum over micro-batches        on the CPU `norm_of` too; for a GPU's `ordered_norm`, wherever the sum lies
+    one gradient                    `norm_of`, on the device that computed it
+    a sum over micro-batches        `norm_of` if a CPU trains; `ordered_norm` if a GPU trains, wherever the sum is
 
-The homes must not change a bit, and a sum may lie on the GPU, in host memory or on a drive. A library's own norm adds
-up in another order on each, so there it is made of single additions whose order is written down here.
+With a GPU a sum may be on the GPU, in host memory or on a drive, and torch's norm adds in a different order on each.
+`ordered_norm` therefore consists of single additions in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from offload_trainer.plan.tiered.norm_shards import piece_width
 
-_CHUNKS_ON_GPU = 8  # at a time; 32 MiB of squares
+_CHUNKS_ON_GPU = 8  # chunks that are squared at a time; 32 MiB
 
 
 def clip_factor(norm: float, *, limit: float) -> float:
-    """What gradients of this norm are multiplied by so that it is at most `limit`; 0: no limit, 1.
+    """Return the factor that clips gradients of this norm to `limit`; 1 if `limit` is 0 (no clipping).
 
-    In fp32 and operation by operation as torch.nn.utils.clip_grad_norm_ takes it, for the same bits.
+    The operations are those of torch.nn.utils.clip_grad_norm_, in fp32, for the same bits.
     """
     if not limit:
         return 1.0
@@ -29,10 +29,11 @@ def clip_factor(norm: float, *, limit: float) -> float:
 
 
 def norm_of(flat: torch.Tensor) -> torch.Tensor:
-    """fp32 norm of one 1-D gradient, on its device.
+    """Return the fp32 norm (0-dim) of one 1-D gradient, on its device.
 
-    On the CPU a piece at a time: torch makes an fp32 copy first, and adds up without a tree, 1 % off for 9e7 elements.
-    Copy and results have memory of their own: small blocks between freed copies would leave a heap of holes.
+    On the CPU it is computed in pieces. torch would make an fp32 copy of the whole gradient and sum it sequentially,
+    with an error of 1 % at 9e7 elements. The pieces' copy and norms use two preallocated tensors, because small
+    allocations between freed copies would fragment the heap.
     """
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
@@ -49,11 +50,12 @@ def _norms_of(pieces: Iterable[torch.Tensor], *, count: int, largest: int) -> to
 
 
 def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
-    """fp32 norm of 1-D values, the same bits wherever they lie.
+    """Return the fp32 norm (0-dim) of 1-D values, with the same bits on every device.
 
-    Squares of 2^20 elements at a time are added up by halves, element i to element i + half, and what the chunks give
-    in the same way. Each step is one fp32 operation an element, rounded once, which every device does alike; filling
-    up with zeros changes none of them. `chunks` are taken at a time: one in the CPU's cache, several on a GPU.
+    The squares of each chunk of 2^20 elements are summed by halving: element i + half is added to element i, until one
+    is left. The chunks' sums are added in the same way. Each step is one fp32 operation per element, rounded once,
+    which every device computes identically, and padding with zeros changes nothing. `chunks` are processed at a time:
+    by default one on the CPU, which fits its cache, and several on a GPU.
     """
     width = piece_width(flat.numel(), ordered=True)
     at_a_time = chunks or (1 if flat.device.type == "cpu" else _CHUNKS_ON_GPU)
@@ -68,19 +70,19 @@ def _root_of_sum(sums: torch.Tensor) -> torch.Tensor:
 
 
 class PiecewiseNorm:
-    """The norm of one weight's sum that lies in parts on several ranks: the bits of `norm_of` or `ordered_norm`.
+    """The norm of one weight's sum that is sharded over ranks, with the bits of `norm_of` or `ordered_norm`.
 
-    Either is put together from what each `width` elements give, counted from the weight's start.
+    Both combine partial results of pieces of `width` elements, counted from the weight's start.
     """
 
     def __init__(self, numel: int, *, ordered: bool) -> None:
-        """`ordered`: as `ordered_norm`, else as `norm_of` on the CPU."""
+        """Prepare for a weight of `numel` elements; `ordered`: as `ordered_norm`, else as `norm_of` on the CPU."""
         self._ordered = ordered
         self.width = piece_width(numel, ordered=ordered)
         self.pieces, self._largest = -(-numel // self.width), min(numel, self.width)
 
     def of(self, pieces: Iterable[torch.Tensor], *, count: int) -> torch.Tensor:
-        """fp32, one number for each of `count` pieces on the CPU: `width` elements, the weight's last perhaps fewer."""
+        """Return the partial results (fp32) of `count` pieces on the CPU, of `width` elements each except the last."""
         if not self._ordered:
             return _norms_of(pieces, count=count, largest=self._largest)
         numbers = torch.empty(count)
@@ -89,12 +91,12 @@ class PiecewiseNorm:
         return numbers
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The norm (fp32, 0-dim) from the numbers of all pieces."""
+        """Return the norm (fp32, 0-dim) from the partial results of all pieces."""
         return _root_of_sum(numbers) if self._ordered else torch.linalg.vector_norm(numbers)
 
 
 def _sums_of_squares(part: torch.Tensor, width: int) -> torch.Tensor:
-    """One number for each `width` elements."""
+    """Return the sum of squares (fp32) of each `width` elements."""
     rows = -(-part.numel() // width)
     squares = torch.zeros(rows * width, dtype=torch.float32, device=part.device)
     values = squares[: part.numel()].copy_(part)
@@ -103,7 +105,7 @@ def _sums_of_squares(part: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _by_halves(rows: torch.Tensor) -> torch.Tensor:
-    """Each row's sum, in place; their length is a power of two."""
+    """Return each row's sum, computed in place by halving; the row length is a power of two."""
     length = rows.shape[1]
     while length > 1:
         length //= 2
@@ -112,5 +114,5 @@ def _by_halves(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _power_of_two(count: int) -> int:
-    """The least that is not below."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << max(0, count - 1).bit_length()

@@ -1,11 +1,10 @@
-"""The checksum of each field of each page on a drive, in each of its places.
+"""Keep a checksum (CRC-32) for each field of each page on a drive, and for each of the page's copies.
 
-    write    the sums are computed from memory once the bytes have left, and kept
-    read     the sums are computed again, and compared before anybody uses the bytes
+    write    the checksums are computed from the buffer after it has been written, and stored
+    read     the checksums are computed again and compared before the page is used
 
-The sums are in memory that the ranks of a node share. With two places the record of a step holds those of its pages
-(`page_index`). So another process can check what it reads: a page that was damaged, that is of another step or of
-another run, does not have the sums that the record names for it.
+The ranks of a node share the checksums in memory. With two copies of each page, the record of a step stores them too
+(`pages/index.py`), so that a later process can detect a page that is damaged or belongs to another step or run.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ SUM_BYTES = 4
 
 
 class DamagedPage(TrainerError):
-    """A page on a drive is not what was written there."""
+    """Raised when a page that was read from a drive differs from what was written there."""
 
 
 class PageChecksums:
-    """The sums of all pages of a node. Each rank sets those of its own pages, and all ranks read them.
+    """The checksums of all pages of a node. Each rank sets those of its own pages; all ranks read them.
 
-    They begin as 0, the sum of zeros: new files hold zeros, as new memory does.
+    They start as 0, the checksum of zeros, because new files contain zeros.
     """
 
     def __init__(
         self, pages: Sequence[Page], *, format: StateFormat, places: ShadowPages, node: Node, compute: Sum
     ) -> None:
-        """All ranks call it alike. `places`: of these pages."""
+        """Allocate the checksums; all ranks call it with the same arguments. `compute` returns a buffer's CRC-32."""
         self.places, self._compute = places, compute
         self._fields = list(format.fields)
         self._sizes = [[field.padded(page.elements) for field in format.fields.values()] for page in pages]
-        self._each = places.count * len(self._fields)  # sums of a page
+        self._each = places.count * len(self._fields)  # checksums per page
         memory = node.memory(SUM_BYTES * self._each * len(pages))
         self._sums = memory.numpy().data.cast("I")
 
     def keep(self, number: int, place: int, data: torch.Tensor, *, field: str | None = None) -> None:
-        """Set the sums of a page in one of its places to those of `data`: all its bytes, or those of one `field`."""
+        """Store the checksums of one copy of a page. `data` is the whole page, or only `field` (uint8)."""
         for _, at, computed in self._computed(number, place, data, field):
             self._sums[at] = computed
 
     def differing(self, number: int, place: int, data: torch.Tensor, *, field: str | None = None) -> str | None:
-        """Return the first field of `data` that does not have its sum, or None. `data` is as `keep` takes it."""
+        """Return the first field of `data` whose checksum differs, or None. `data` is the same as for `keep`."""
         for name, at, computed in self._computed(number, place, data, field):
             if computed != self._sums[at]:
                 return name
@@ -60,7 +59,7 @@ class PageChecksums:
     def _computed(
         self, number: int, place: int, data: torch.Tensor, field: str | None
     ) -> Iterator[tuple[str, int, int]]:
-        """Yield each field's name, the index of its sum, and the sum of its bytes in `data`."""
+        """Yield each field's name, the index of its checksum, and the checksum of its bytes in `data`."""
         first, start = self._first(number, place), 0
         for index, (name, size) in enumerate(zip(self._fields, self._sizes[number], strict=True)):
             if field in (None, name):
@@ -72,13 +71,13 @@ class PageChecksums:
         return number * self._each + place * len(self._fields)
 
     def of_newest(self) -> bytes:
-        """Return the sums of each page as it was written last, page by page."""
+        """Return the checksums of each page's newest copy, page by page, 4 bytes for each field."""
         count = len(self._fields)
         firsts = [self._first(number, self.places.newest(number)) for number in range(len(self._sizes))]
         return b"".join(self._sums[first : first + count].tobytes() for first in firsts)
 
     def begin(self, newest: Sequence[int], sums: bytes) -> None:
-        """Take over the files of another process: where each page is, and its sums there, as `of_newest` gives them."""
+        """Take over an earlier process's files: the valid copy of each page, and `sums` as `of_newest` returns them."""
         self.places.begin(newest)
         given, count = memoryview(sums).cast("I"), len(self._fields)
         for number, place in enumerate(newest):

@@ -1,4 +1,4 @@
-"""A run's private directories on drives, as homes."""
+"""Create the files of a run in its private directories on drives."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transf
 
 
 class Drives:
-    """Private directories on drives, and what moves bytes to and from the files in them."""
+    """A run's private directories on drives, the files in them, and the transfers to and from these files."""
 
     def __init__(self, directories: Sequence[Path], transfers: Transfers) -> None:
         self.directories, self.transfers = tuple(directories), transfers
-        # Pages of state have sums of their own.
+        # Pages of optimizer state do not need checked transfers, because they have checksums in `PageChecksums`.
         self.unchecked = transfers.inner if isinstance(transfers, CheckedTransfers) else transfers
         self._files = ExitStack()
 
     def files(self, name: str, sizes: Sequence[int], homes: Sequence[int], *, shared: bool = True) -> list[DriveFile]:
-        """Return a file on each drive for those of several things, of `sizes` bytes, that have their home there.
+        """Create one file `name` on each drive, large enough for the items that `homes` places there; return them.
 
-        `shared`: whether `transfers` compare what all ranks write there; they then call alike.
+        `sizes` are the items' bytes. `shared`: checked transfers verify what any rank writes there, so all ranks call
+        this in the same order.
         """
         made = []
         for home, directory in enumerate(self.directories):
@@ -33,5 +34,5 @@ class Drives:
         return made
 
     def close(self) -> None:
-        self.transfers.close()  # it may still move bytes in the files
+        self.transfers.close()  # before the files, because transfers may still be in flight
         self._files.close()

@@ -1,12 +1,14 @@
-"""What lies in a run's files on drives, written beside them, so that masters can be read after the run has died.
+"""Keep an index of a run's page files on drives, and read master weights from these files after the run has died.
 
-A killed process loses nothing that it has written there: the kernel has it. Pages in memory are gone with it. With two
-places the files always hold one whole step: its pages are written beside those of the step before, then the record.
+A killed process loses no completed write, because the kernel still has it; pages in RAM are lost. With two copies of
+each page the files always contain one whole step. An update writes the copies that are not valid, and then a record
+that names the new ones:
 
-    pages home ── synced ──┐
-    `commit` of the rest ──┴── record ── synced ── the next update may write
+    pages written ── synced ───────────────────┐
+    `commit` (step counts, training position) ─┴── record ── synced ── the next update may write
 
-After a power cut too: pages last before the record that names them, and it lasts before they are overwritten.
+The same holds after a power cut: pages are durable before the record that names them, and the record is durable before
+the old copies are overwritten. `pages/manifest.py` defines the index files.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _MASTER = 4  # bytes; masters are a page's first field
 
 
 class PageIndex:
-    """Keeps the index of one run's page files in each of `drives`, its private directories."""
+    """The index of one run's page files, in each of the run's private directories `drives`."""
 
     def __init__(
         self,
@@ -67,13 +69,14 @@ class PageIndex:
         sums: PageChecksums | None = None,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
-        """`sums`: of the pages, in one place on drives or two. `sync` makes what was written there last.
+        """Write store.json to each directory, and open the record or the progress files.
 
-        Files that were taken over from an earlier process of the run stay that run's.
+        `sums` holds the pages' checksums and their number of copies; `sync` makes written pages durable. Files that
+        were taken over from an earlier process keep that run's id.
         """
         self._sums = sums if sums is not None and sums.places.count > 1 and drives else None
         self._sync, self._lasting = sync, all(page.home >= 0 for page in pages)
-        self.commits = False  # whether an update is recorded only together with what `commit` says of it
+        self.commits = False  # an update is recorded only together with the content that `commit` adds
         self._record: Record | None = None
         self._descriptors: list[int] = []
         self._run = _run_of(drives) or secrets.token_hex(16)
@@ -83,15 +86,15 @@ class PageIndex:
             write_text(drive / DESCRIPTION, json.dumps(told))
         self._lock = threading.Lock()
         self._step, self._under_way = 0, False
-        self._told: Mapping[str, Any] | None = None  # by `commit`, while the update is under way
+        self._told: Mapping[str, Any] | None = None  # content from `commit`, kept while the update is running
         if self._sums is not None:
-            for drive in drives:  # what was made for it lasts too
+            for drive in drives:  # the directory entries must be durable, too
                 sync_directory(drive.parent)
                 sync_directory(drive.parent.parent)
             names = [weight["name"] for weight in told["weights"]]
             most = most_of_record(len(pages), names, fields=len(format.fields))
             self._record = Record(drives[0] / RECORD, most=most)
-            if self._record.is_new:  # so a file without a record is a damaged one
+            if self._record.is_new:  # from now on a file without a record is a damaged one
                 first = {"step": 0, "newest": "", "run": self._run}
                 self._record.write(json.dumps(first).encode(), lasting=True)
         else:
@@ -99,9 +102,10 @@ class PageIndex:
             self._descriptors = [os.open(drive / PROGRESS, flags, 0o666) for drive in drives]
 
     def note(self, step: int, *, updating: bool) -> None:
-        """The files hold the state after `step` updates; with `updating`, parts of them that after the next.
+        """Record that the files contain the state after `step` updates.
 
-        Where pages have two places an update that is under way changes nothing that the record names.
+        With `updating`, an update is running, and some pages may already have the next state. With two copies of each
+        page that is not written to the record, because the update does not change the copies that the record names.
         """
         if self._record is None:
             note = json.dumps({"step": step, "updating": updating}).ljust(OF_PROGRESS).encode()
@@ -116,9 +120,9 @@ class PageIndex:
                 self._write()
 
     def commit(self, step: int, told: Mapping[str, Any]) -> None:
-        """What else belongs to the state after `step` updates: recorded now, or once the one under way is home.
+        """Add content to the record of the state after `step` updates, and write the record.
 
-        The next update begins only after this.
+        If the update is still running, the record is written when it ends. The next update may begin only after this.
         """
         with self._lock:
             self._told = told
@@ -142,7 +146,7 @@ class PageIndex:
 
 
 def _run_of(drives: Sequence[Path]) -> str:
-    """Return the run whose files are in these directories already, if any are."""
+    """Return the id of the run whose files are in these directories, or an empty string."""
     if not drives or not (drives[0] / DESCRIPTION).exists():
         return ""
     return read_description(drives[0]).run
@@ -150,7 +154,7 @@ def _run_of(drives: Sequence[Path]) -> str:
 
 @dataclass(frozen=True)
 class _Summed:
-    """The masters of a page, with what pads them, and their checksum."""
+    """The byte range of a page's masters, including padding, and their checksum."""
 
     offset: int
     bytes: int
@@ -159,27 +163,31 @@ class _Summed:
 
 @dataclass(frozen=True)
 class _MasterRange:
-    """Consecutive masters in a file."""
+    """A range of consecutive masters in a file."""
 
     file: Path
     offset: int
     elements: int
-    page: _Summed | None = None  # all masters of their page, where their checksum is known
+    page: _Summed | None = None  # all masters of the page, if their checksum is known
 
 
 @dataclass(frozen=True)
 class StoredMasters:
-    """The masters in a dead run's page files."""
+    """The master weights in the page files of a dead run."""
 
-    step: int  # updates that all of them have
-    updating: bool  # whether some of them have one more
+    step: int  # updates that all masters have
+    updating: bool  # some masters may have one more
     shapes: dict[str, tuple[int, ...]]
     model: Path
     places: dict[str, list[_MasterRange]]
-    _whole: set[tuple[Path, _Summed]] = field(default_factory=set)  # that had their checksum
+    _whole: set[tuple[Path, _Summed]] = field(default_factory=set)  # ranges whose checksum was verified
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one of them, fp32, whole. TrainerError where a file is short, or a page is not what was written."""
+        """Return one whole fp32 master.
+
+        Raises:
+            TrainerError: a file is too short or cannot be read, or a page does not have its checksum.
+        """
         out = torch.empty(self.shapes[name])
         view, done = out.view(-1).view(torch.uint8).numpy().data, 0
         for stretch in self.places[name]:
@@ -190,7 +198,7 @@ class StoredMasters:
         return out
 
     def _check(self, stretch: _MasterRange) -> None:
-        """DamagedPage unless the masters of the stretch's page have their checksum, if that is known."""
+        """Raise DamagedPage if the checksum of the page's masters is known and differs."""
         if stretch.page is None or (stretch.file, stretch.page) in self._whole:
             return
         data = torch.empty(stretch.page.bytes, dtype=torch.uint8)
@@ -203,12 +211,13 @@ class StoredMasters:
         self._whole.add((stretch.file, stretch.page))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole fp32 master), one at a time; see `read` for errors."""
         for name in self.shapes:
             yield name, self.read(name)
 
 
 def _fill(view: memoryview, path: Path, offset: int) -> None:
-    """Fill `view` from the file. TrainerError where it cannot be read or is too short."""
+    """Fill `view` from the file; raise TrainerError if it cannot be read or is too short."""
     try:
         with open(open_file(path), "rb") as file:
             file.seek(offset)
@@ -220,7 +229,11 @@ def _fill(view: memoryview, path: Path, offset: int) -> None:
 
 
 def read_store(directory: Path) -> StoredMasters:
-    """The masters in a private directory that a dead run left. UserError where they are not all in files."""
+    """Return the masters in a private directory that a dead run left.
+
+    Raises:
+        UserError: not all weights are in the files, or the index is missing or damaged.
+    """
     told = read_description(directory)
     step, updating, newest, sums = _read_step(directory, told)
     lost = sum(page.elements for page in told.pages if page.home < 0)
@@ -241,19 +254,19 @@ def read_store(directory: Path) -> StoredMasters:
 
 
 def _read_step(directory: Path, told: StoreManifest) -> tuple[int, bool, list[int], Sequence[int]]:
-    """Return the update that the files are of, whether one was under way, and each page's place, of two, and sums."""
+    """Return the step of the files, whether an update was running, and, with two copies, valid copies and checksums."""
     if told.places > 1:
         newest = read_newest(told)
         if newest is None:
             raise nothing_yet(directory)
         return newest.step, False, newest.places(len(told.pages)), memoryview(bytes.fromhex(newest.sums)).cast("I")
     progress = read_progress(directory)
-    # After a power cut the note may be older than the pages, which pass the cache by.
+    # After a power cut the progress file may be older than the pages, because page writes bypass the page cache.
     return progress.step, progress.updating or told.boot != boot(), [], []
 
 
 def files_of(told: StoreManifest) -> list[Path]:
-    """The pages' file on each drive. ValueError where one is not there, or does not hold all of its pages."""
+    """Return the page file on each drive; raise ValueError if one is missing or too short for its pages."""
     files = [Path(drive) / "state" for drive in told.drives]
     sizes, homes = _sizes_and_homes(told)
     if max(homes, default=0) >= len(files):
@@ -271,9 +284,10 @@ def _sizes_and_homes(told: StoreManifest) -> tuple[list[int], list[int]]:
 
 
 def _places(told: StoreManifest, *, newest: Sequence[int], sums: Sequence[int]) -> dict[str, list[_MasterRange]]:
-    """Return where each weight's master is. ValueError where pages do not hold all of it, or a file not all of a page.
+    """Return the file ranges of each weight's master.
 
-    `newest`, `sums`: the place of each page and the checksums of its fields, where pages have two places.
+    `newest` and `sums` are the valid copy of each page and the checksums of its fields, if pages have two copies.
+    Raises ValueError if the pages do not cover a weight or a file is too short.
     """
     files, (sizes, homes) = files_of(told), _sizes_and_homes(told)
     apart = [size_of_home(sizes, homes, home) for home in range(len(files))]

@@ -1,9 +1,11 @@
-"""What a run says of its page files, written beside them, and how that is read back.
+"""Define the index files that a run writes next to its page files, and read and validate them.
 
-<lease>/store.json   where each weight's master is, in which file; the model's directory
-<lease>/progress     the update that the files are of, and whether one was under way
-<lease>/record       instead of it where pages have two places: the update, which place of each page is of it, the
-                     page's checksums, and what else the run was then; in the first of the directories
+    store.json   in each private directory: the page layout, the position of each weight's master, the model's directory
+    progress     with one copy of each page: the step of the files, and whether an update was running
+    record       with two copies, in the first directory only: the step, the valid copy and checksums of each page,
+                 and the engine's and the training loop's state at that step
+
+`pages/index.py` writes these files during training.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ def description(
     places: int,
     run: str,
 ) -> dict[str, Any]:
-    """Return what store.json holds: the pages in files of these directories, `places` of each, and what is on them.
+    """Return the content of store.json: the pages in the files of `drives`, their copies, and the weights on them.
 
-    `run` identifies the run whose files they are; its record has it, too.
+    `places` is the number of copies of each page. `run` is the run's id, which its record contains as well.
     """
     return {
         "run": run,
@@ -62,7 +64,7 @@ def description(
         ],
         "fixed": [place.weight.name for unit in units for place in unit.places if not place.weight.trainable],
         "model": str(model.absolute()),
-        "boot": boot() if places == 1 else "",  # two places hold one step whatever has ended the run
+        "boot": boot() if places == 1 else "",  # two copies are consistent after a power cut, too
         "places": places,
     }
 
@@ -70,6 +72,8 @@ def description(
 @with_config(EXACT)
 @dataclass(frozen=True)
 class ManifestWeight:
+    """A trainable weight: its unit, and its first element in the unit."""
+
     name: Line
     shape: tuple[Count, ...]
     unit: Count
@@ -83,6 +87,8 @@ class ManifestWeight:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class ManifestPage:
+    """A page of optimizer state; see `plan.tiered.layout.Page`."""
+
     unit: Count
     start: Count
     elements: _PageElements
@@ -92,7 +98,7 @@ class ManifestPage:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class StoreManifest:
-    """What a store.json says."""
+    """The content of store.json."""
 
     drives: list[str]
     states: MomentsName
@@ -102,7 +108,7 @@ class StoreManifest:
     model: str
     boot: str
     rule: RuleName = "adamw"  # earlier versions had no other
-    places: Annotated[int, Strict(), Field(ge=1, le=2)] = 1  # of each page on a drive
+    places: Annotated[int, Strict(), Field(ge=1, le=2)] = 1  # copies of each page on a drive
     run: Line = ""  # earlier versions had none
 
     @property
@@ -114,6 +120,8 @@ class StoreManifest:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Progress:
+    """The content of the progress file."""
+
     step: Steps
     updating: Flag
 
@@ -121,35 +129,35 @@ class Progress:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Newest:
-    """What a record says: the update that the files are of, and with it, where the run goes on from them, the rest.
+    """The content of a record: the step of the files, the valid pages, and other state that a resumed run needs.
 
     The first record of a run, before any update, has no pages.
     """
 
     step: Steps
-    newest: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]  # eight places to a byte
-    sums: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")] = ""  # of each page's fields; earlier versions had none
+    newest: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]  # bit map, see `ShadowPages.bits`
+    sums: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")] = ""  # checksums by page and field; in early versions empty
     run: Line = ""
     engine: EngineState | None = None
-    train: dict[Line, Count] | None = None  # where the loop stood
+    train: dict[Line, Count] | None = None  # position of the training loop
 
     def places(self, count: int) -> list[int]:
-        """Of each of `count` pages. ValueError where it is of another number."""
+        """Return the valid copy of each of `count` pages; raise ValueError if the record has another number."""
         return places_of(bytes.fromhex(self.newest), count)
 
 
 def most_of_record(pages: int, names: Sequence[str], *, fields: int) -> int:
-    """Return the bytes that a record of so many pages, with so many fields, and of these weights takes at most."""
+    """Return the maximum size in bytes of a record for `pages` pages of `fields` fields and the weights `names`."""
     return 1024 + (2 * -(-pages // 8) + 8 * fields * pages) + sum(len(json.dumps(name)) + 14 for name in names)
 
 
 def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
-    """Return what a run says of its page files. UserError, with what to do, where it cannot be read."""
+    """Read store.json; raise UserError, with the advice `fix`, if it cannot be read."""
     return read_back(directory / DESCRIPTION, StoreManifest, fix=fix)
 
 
 def read_progress(directory: Path) -> Progress:
-    """Of pages with one place."""
+    """Read the progress file of pages with one copy; raise UserError if it is damaged or there was no update yet."""
     try:
         record = file_bytes(directory / PROGRESS, most=OF_PROGRESS)
         if record:
@@ -160,7 +168,11 @@ def read_progress(directory: Path) -> Progress:
 
 
 def read_newest(told: StoreManifest, *, fix: str = FIX) -> Newest | None:
-    """Return the record of pages with two places, or None before the first update. UserError where it is damaged."""
+    """Read the record of pages with two copies; return None before the first update.
+
+    Raises:
+        UserError: the record is missing, damaged, or of another run or version.
+    """
     path, most = _record_of(told)
     if not told.run:
         raise UserError(f"{path} is of an earlier version, which kept no checksums of pages: use that version for it")
@@ -182,24 +194,25 @@ def read_newest(told: StoreManifest, *, fix: str = FIX) -> Newest | None:
 
 
 def torn_record(told: StoreManifest) -> bool:
-    """Return whether one of the record's two slots is damaged, so that the other one may be of the step before."""
+    """Return whether one of the record's two slots is damaged, so that the other may be of the previous step."""
     path, most = _record_of(told)
     return torn_slot(path, most=most)
 
 
 def _record_of(told: StoreManifest) -> tuple[Path, int]:
-    """Return the record's file and the most bytes that it holds."""
+    """Return the record's path and its maximum size in bytes."""
     directory = Path(told.drives[0]) if told.drives else Path()
     names = [weight.name for weight in told.weights]
     return directory / RECORD, most_of_record(len(told.pages), names, fields=len(told.fields))
 
 
 def nothing_yet(directory: Path) -> UserError:
+    """Return the error for a run that died before its first update."""
     return UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
 
 
 def refuse_outside(directory: Path, told: StoreManifest) -> None:
-    """ValueError where files or the model would be taken from a directory that is not this run's."""
+    """Raise ValueError unless every directory that store.json names contains the same store.json, and one is this."""
     ours = file_bytes(directory / DESCRIPTION)
     for drive in map(Path, told.drives):
         account = drive / DESCRIPTION
@@ -210,5 +223,5 @@ def refuse_outside(directory: Path, told: StoreManifest) -> None:
 
 
 def boot() -> str:
-    """What tells this start of the system from every other."""
+    """Return the kernel's id of the current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,10 +1,10 @@
-"""The tiered engine's state by the weight's name: out to files while training goes on, and back from them.
+"""Access the tiered engine's state by weight name, save it to files while training continues, and load it.
 
-    PageSnapshot ── page by page ──> master, exp_avg, exp_avg_sq (and scales), each page at its place in the file
-    files ── page by page ──> pages, and the 16-bit weights made from the masters
+    PageSnapshot ── page by page ──> files for master, exp_avg, exp_avg_sq (and scales), each page at its file offset
+    files ── page by page ──> pages, and the 16-bit weights rounded from the masters
 
-A page is a stretch of a unit, so walking pages in order walks each file in order. Each rank walks the pages that it
-updates, so several make the files together; their headers, and what is not on pages, are rank 0's.
+A page is a range of a unit, so writing pages in order writes each file in order. Each rank writes the pages that it
+updates, and all ranks write the same files. Rank 0 writes the headers and everything that is not on pages.
 """
 
 from __future__ import annotations
@@ -43,26 +43,27 @@ from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry,
 
 
 class TieredState:
-    """Masters and moments in `store`, 16-bit weights in `weights`, both laid out as `units`."""
+    """The state by weight name: masters and moments in `store`, 16-bit weights in `weights`, both laid out by unit."""
 
     def __init__(
         self, units: Sequence[Unit], store: PageStore, weights: PlacedWeights, *, numbers: Sequence[int]
     ) -> None:
-        """`numbers`: of the pages that this rank updates, in order."""
+        """Index the weights of `units`; `numbers` are the pages that this rank updates, in order."""
         self.units, self.store, self.weights, self._numbers = units, store, weights, numbers
         self.places: dict[str, tuple[Unit, Place]] = {
             place.weight.name: (unit, place) for unit in units for place in unit.places
         }
 
     def names(self, *, trainable: bool) -> list[str]:
-        """In the order of the pages."""
+        """Return the names of the trainable or of the frozen weights, in the order of the units."""
         return [name for name, (_, place) in self.places.items() if place.weight.trainable == trainable]
 
     def shapes(self, *, trainable: bool) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the trainable or of the frozen weights by name."""
         return {name: self.places[name][1].weight.shape for name in self.names(trainable=trainable)}
 
     def beside(self, steps: Mapping[str, int], *, loss_scale: float | None, good_steps: int) -> EngineState:
-        """What belongs to the state beside its tensors, once each weight has been changed in so many `steps`."""
+        """Return the part of the state that is not tensors; `steps` counts each weight's updates."""
         most = max(steps.values(), default=0)
         return EngineState(
             optimizer_steps=most,
@@ -74,14 +75,14 @@ class TieredState:
         )
 
     def entry(self, field: str, name: str) -> TensorEntry:
-        """How one field of a weight is stored."""
+        """Return the name, dtype and shape of one field of a weight in its file."""
         weight = self.places[name][1].weight
         kind = self.store.format.whole.fields[field]
         shape = weight.shape if kind.per == 1 else (kind.entries(weight.numel),)
         return TensorEntry(name, DTYPES[kind.dtype], shape)
 
     def master(self, name: str) -> torch.Tensor:
-        """A copy of one master: fp32, whole. With several nodes all ranks ask."""
+        """Return a CPU copy of one whole fp32 master. With several nodes all ranks call it."""
         unit, place = self.places[name]
         here = unit.index, place.start, place.weight.numel
         masters = [field for field in ("master", "remainder", "ties") if field in self.store.format.fields]
@@ -91,7 +92,7 @@ class TieredState:
         return values.view(place.weight.shape)
 
     def put_master(self, name: str, master: torch.Tensor) -> None:
-        """Set one master (fp32, 1-D). Beside remainders its weight, too, is what is rounded of it. Then `flush`."""
+        """Set one master (fp32, 1-D), and with split masters its weight as well. Call `flush` afterwards."""
         unit, place = self.places[name]
         fields = {"master": master}
         if self.store.format.remainders:
@@ -101,16 +102,17 @@ class TieredState:
             self.store.put(field, unit.index, place.start, place.weight.numel, values)
 
     def weight(self, name: str) -> torch.Tensor:
-        """A copy of one weight, in the run's dtype."""
+        """Return a CPU copy of one weight in the run's dtype."""
         unit, place = self.places[name]
         return self.weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
 
     def fixed_files(self) -> list[StateFile]:
+        """Return the file for the frozen weights, if there are any."""
         shapes = {name: (shape, self.weights.dtype) for name, shape in self.shapes(trainable=False).items()}
         return fixed_file(shapes, self.weight)
 
     def pieces(self, number: int) -> Iterator[tuple[str, slice]]:
-        """The weights on a page, each with its stretch of the page's elements."""
+        """Yield the trainable weights on a page, each with its range of the page's elements."""
         page = self.store.pages[number]
         for place in self.units[page.unit].places:
             first = max(place.start, page.start)
@@ -118,12 +120,12 @@ class TieredState:
             if place.weight.trainable and first < last:
                 yield place.weight.name, slice(first - page.start, last - page.start)
 
-    # -- back from files ----------------------------------------------------------------------------------------------
+    # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, directory: Path, node: Node) -> EngineState:
-        """Set everything to what `directory` holds, whichever engine wrote it and however it stored moments.
+        """Load the state in `directory`, from any engine and with any format of moments.
 
-        All ranks call it, and each reads what belongs to its own pages; what is not trained is read once.
+        All ranks call it. Each rank reads its own pages; one rank of each node reads the frozen weights.
         """
         node.once(lambda: self._load_fixed(directory))
         self.weights.spread_fixed()
@@ -132,7 +134,7 @@ class TieredState:
         return state
 
     def _load_pages(self, directory: Path) -> EngineState:
-        """This rank's pages, and the weights made from them."""
+        """Load this rank's pages and round the weights from them."""
         ours = self.store.format.whole
         state = read_engine_state(directory, rule=ours.rule)
         shapes, theirs = self.shapes(trainable=True), state.format
@@ -147,7 +149,7 @@ class TieredState:
         return state
 
     def _load_fixed(self, directory: Path) -> None:
-        """The weights that are not trained."""
+        """Load the frozen weights."""
         fixed = self.shapes(trainable=False)
         if fixed and self.names(trainable=True):
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
@@ -158,9 +160,9 @@ class TieredState:
     def _fill_page(
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
     ) -> None:
-        """Set a page, which is all zero, and the 16-bit weights made from its masters."""
+        """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: moment formats differ."""
         moments = self.store.format.rule.moments
-        for moment in moments:  # what pads a weight shares its last scale
+        for moment in moments:  # the padding after a weight shares the weight's last scale
             stored_moment(moment, fields).start_at_zero()
         page, halves = self.store.pages[number], self.store.format.remainders
         master = torch.zeros(page.elements) if halves else fields["master"]
@@ -182,21 +184,24 @@ class TieredState:
         self.weights.put_page(page.unit, page.start, master)
 
     def make_weights(self) -> None:
-        """The 16-bit weights of all that this rank updates, rounded from the masters on its pages as they are."""
+        """Round the 16-bit weights of this rank's pages from their current masters."""
         for number, fields in PageSnapshot(self.store, self._numbers).pages():
             page = self.store.pages[number]
             self.weights.put_page(page.unit, page.start, fields["master"])
         self.flush()
 
     def flush(self) -> None:
-        """What was put has reached its home, and no memory is held for it."""
+        """Write everything that was put to its tier, and release the cache."""
         self.store.flush()
         self.weights.flush()
 
 
 @dataclass(frozen=True)
 class TieredSnapshot:
-    """The state of one moment. The engine's update waits for the pages that are not written yet, nothing else does."""
+    """A snapshot of the state, to be written to files once.
+
+    Updates wait for the pages that are not written yet; forward and backward do not wait.
+    """
 
     held: TieredState
     state: EngineState
@@ -204,7 +209,11 @@ class TieredSnapshot:
     behind: bool = True
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
-        """One file a field, by all ranks of `group` at once. TrainerError where the disk or a drive refuses."""
+        """Write one file per field with all ranks of `group`; return the manifest's entries on rank 0, else {}.
+
+        Raises:
+            TrainerError: the disk or a drive failed.
+        """
         names = self.held.names(trainable=True)
         fields = self.held.store.format.whole.fields
         entries = {field: [self.held.entry(field, name) for name in names] for field in fields}
@@ -216,7 +225,7 @@ class TieredSnapshot:
                 headers[field] = PlacedWriter.make(directory / f"{field}.safetensors", its)
 
         def end() -> None:
-            if names:  # where nothing is trained the weights are as they were loaded, and are not written again
+            if names:  # without trainable weights the frozen ones need not be written
                 written.update(write_files(directory, self.held.fixed_files(), writes=True))
             self.held.weights.flush()
             write_engine_state(directory, self.state)
@@ -230,7 +239,7 @@ class TieredSnapshot:
         return {f"{field}.safetensors": asdict(file_of(its)) for field, its in of.items()} | written
 
     def _write_pages(self, directory: Path, entries: Mapping[str, list[TensorEntry]]) -> dict[str, list[Piece]]:
-        """This rank's pages to their places, all files at once; what was written of each."""
+        """Write this rank's pages at their offsets, to all files concurrently; return the written pieces by field."""
         writers = {field: PlacedWriter(directory / f"{field}.safetensors", its) for field, its in entries.items()}
         with ThreadPoolExecutor(len(writers)) as threads:
             for number, fields in self.pages.pages():

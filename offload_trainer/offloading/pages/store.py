@@ -1,12 +1,12 @@
-"""Homes of what a run keeps: optimizer state by page, 16-bit weights and gradients by unit, in memory or in files.
+"""Store optimizer state by page, and weights or gradient sums by unit, in RAM, on the device or in files on drives.
 
     PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
-                 on drives in one place or two (`page_places`): `read` gives what held at the last `flip`
-                 on drives each has sums (`page_sums`), which are compared whenever it is read
-    UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a stretch
+                 on a drive in one or two copies (`shadow_pages.py`): `read` returns the copy that the last `flip` chose
+                 on a drive with checksums (`checksums.py`), which are compared at each read
+    UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
 
-Training moves whole aligned stretches. Whoever builds, saves or loads reads and writes single weights at any place
-(`get`, `put`), through a write-back cache that holds one stretch of one file at a time.
+Training transfers whole aligned ranges. Initialisation, saving and loading access single weights at any offset (`get`,
+`put`) through a write-back cache of file ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done,
 
 
 class WriteBackCache:
-    """Stretches of files in memory, for reading and writing at any place in them."""
+    """A write-back cache of file ranges in host memory."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class WriteBackCache:
         was_read: Callable[[DriveFile, int, torch.Tensor], None] = lambda *_: None,
         was_written: Callable[[DriveFile, int, torch.Tensor], None] = lambda *_: None,
     ) -> None:
-        """At most `places` stretches are open at a time; the one opened longest ago is put away first.
+        """Keep at most `places` ranges open; the one opened first is evicted first.
 
         `was_read` and `was_written` are called with the file, the offset and the bytes after each transfer.
         """
@@ -48,7 +48,7 @@ class WriteBackCache:
         self._changed: set[tuple[DriveFile, int]] = set()
 
     def open(self, file: DriveFile, offset: int, size: int, *, modify: bool) -> torch.Tensor:
-        """The `size` bytes at `offset` as uint8; what is written there under `modify` reaches the file later."""
+        """Return the `size` bytes at `offset` (uint8). With `modify`, changes to them are written to the file later."""
         key = file, offset
         if key not in self._open:
             while len(self._open) >= self._places:
@@ -62,7 +62,7 @@ class WriteBackCache:
         return self._open[key]
 
     def flush(self) -> None:
-        """Bring changes to the files and let go of the memory."""
+        """Write all changes to the files and release the memory."""
         for key in list(self._open):
             self._put_away(key)
 
@@ -74,12 +74,15 @@ class WriteBackCache:
             self._changed.remove(key)
 
 
-# A block's weights lie on a few pages, and are given in another order than they lie in.
+# A block's weights are on a few pages, and callers access them in another order than that of the pages.
 _PAGES_OPEN = 6
 
 
 class PageStore:
-    """The optimizer state. A page is its fields, one after the other: masters, moments, scales of 8-bit moments."""
+    """The optimizer state of a node.
+
+    A page is the concatenation of its fields: masters, moments, and scales of 8-bit moments.
+    """
 
     def __init__(
         self,
@@ -92,10 +95,11 @@ class PageStore:
         node: Node,
         sums: PageChecksums,
     ) -> None:
-        """Pages in RAM and in `files` are there once a node; which rank changes which of them is the caller's.
+        """Allocate memory for the pages in RAM and on the device. All ranks of a node call it.
 
-        Of those that another node has nothing is kept here. `sums`: of these pages, in one place or two on a drive,
-        whose file is so many times as large.
+        Pages in RAM and in `files` exist once per node; the caller decides which rank updates which page. Pages of
+        other nodes (home ELSEWHERE) take no memory. `sums` holds these pages' checksums and their number of copies;
+        with two copies each file is twice as large.
         """
         self.pages = tuple(pages)
         self.format = format
@@ -103,13 +107,13 @@ class PageStore:
         self._sizes = [format.page_bytes(page.elements) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
-        self._apart = [size_of_home(self._sizes, homes, home) for home in range(len(files))]  # a page's two places
+        self._apart = [size_of_home(self._sizes, homes, home) for home in range(len(files))]  # bytes from copy 0 to 1
         self.sums, self.places = sums, sums.places
         self._memory = node.memory(size_of_home(self._sizes, homes, RAM))
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
         if self._on_device.numel():
-            device.reached().wait()  # its memory is zero before anybody else writes there
-        self._field_at: dict[tuple[DriveFile, int], tuple[int, int, str]] = {}  # page, place and field
+            device.reached().wait()  # other streams may write there only after it has been set to zero
+        self._field_at: dict[tuple[DriveFile, int], tuple[int, int, str]] = {}  # page, copy and field
         self._cache = WriteBackCache(
             transfers, places=_PAGES_OPEN, was_read=self._compare_field, was_written=self._keep_field
         )
@@ -121,26 +125,26 @@ class PageStore:
         return self._sizes[number]
 
     def in_memory(self, number: int) -> torch.Tensor | None:
-        """The bytes of a page that lives in RAM."""
+        """Return the bytes of a page in RAM (uint8), or None for another tier."""
         if self.pages[number].home != RAM:
             return None
         return self._memory[self._offsets[number] :][: self._sizes[number]]
 
     def on_device(self, number: int) -> torch.Tensor | None:
-        """The bytes of a page that lives on the device. They change `beside` what else the device computes."""
+        """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
         if self.pages[number].home != DEVICE:
             return None
         return self._on_device[self._offsets[number] :][: self._sizes[number]]
 
     def buffers(self, count: int) -> list[torch.Tensor]:
-        """At most `count` of them, each for any page that is not in RAM."""
+        """Return at most `count` host buffers (uint8), each large enough for any page of this node outside RAM."""
         away = [size for size, page in zip(self._sizes, self.pages, strict=True) if page.home not in (RAM, ELSEWHERE)]
         copied = any(page.home == DEVICE for page in self.pages)
         pinned = self._device.is_cuda and copied
         return [host_buffer(max(away), pinned=pinned) for _ in range(min(count, len(away)))]
 
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The page's fields within `data`, its bytes wherever they are."""
+        """Return views of the page's fields in `data`, the page's bytes."""
         elements = self.pages[number].elements
         found, start = {}, 0
         for name, field in self.format.fields.items():
@@ -149,10 +153,10 @@ class PageStore:
         return found
 
     def read(self, number: int, buffer: torch.Tensor, *, place: int | None = None) -> Future:
-        """Fill `buffer` (uint8, the page's bytes) from the page's drive, or from the device as it is by then.
+        """Fill `buffer` (uint8, the page's size) from the page's drive or from the device.
 
-        From a drive as it was at the last `flip`, or from the `place` that held at another moment. DamagedPage, from
-        the future, where the drive gives back something else than was written.
+        From a drive this reads the valid copy, or copy `place` if given. From the device it reads the content after the
+        work queued so far on the side stream. The future raises DamagedPage if the page differs from what was written.
         """
         resident = self.on_device(number)
         if resident is not None:
@@ -162,7 +166,7 @@ class PageStore:
         return followed(read, partial(self._compare, number, place, buffer))
 
     def write(self, number: int, buffer: torch.Tensor) -> Future:
-        """The page's new bytes: on a drive with two places beside the old ones, until `flip`."""
+        """Write the page's new bytes. With two copies on a drive the valid copy stays until `flip`."""
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(buffer, resident)
@@ -172,7 +176,7 @@ class PageStore:
         return followed(write, partial(self.sums.keep, number, place, buffer))
 
     def _compare(self, number: int, place: int, data: torch.Tensor, field: str | None = None) -> None:
-        """DamagedPage unless `data` is what was written."""
+        """Raise DamagedPage if the checksums of `data` differ from those of what was written."""
         wrong = self.sums.differing(number, place, data, field=field)
         if wrong is not None:
             (file, offset), size = self._where(number, place), self._sizes[number]
@@ -190,15 +194,15 @@ class PageStore:
         self.sums.keep(number, place, data, field=field)
 
     def flip(self) -> None:
-        """What this rank has written since the last time, all of which has arrived, is what its pages hold."""
+        """Make the copies that this rank has written since the last call the valid ones, after all writes ended."""
         self.places.flip()
 
     def forget_written(self) -> None:
-        """Pages with two places are as at the last `flip`; what was written since has arrived."""
+        """Roll pages with two copies back to the last `flip`, after all writes have ended."""
         self.places.forget()
 
     def sync(self) -> None:
-        """What has arrived in files lasts when this returns, also without power."""
+        """Flush all files to stable storage, so that completed writes survive a power cut."""
         for file in self._files:
             file.sync()
 
@@ -207,15 +211,15 @@ class PageStore:
         return self._files[home], self._offsets[number] + place * self._apart[home]
 
     def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        """To the device or from it, in order with the updates there."""
+        """Copy to or from the device on the side stream, in order with the updates there."""
         with self._device.beside(after=None):
             into.copy_(values, non_blocking=True)
             return self._device.reached()
 
     def replaced(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Of each of these pages the number and the fields, all zero, to be set before the next is asked for.
+        """Yield the number and the fields of each of these pages, set to zero, for the caller to fill.
 
-        All are home at the end, and hold.
+        The caller fills a page before it asks for the next one. At the end all pages are written and valid.
         """
         free = self.buffers(2)
         leaving: deque[tuple[torch.Tensor, Future]] = deque()
@@ -239,10 +243,10 @@ class PageStore:
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, field: str, unit: int, start: int, count: int) -> torch.Tensor:
-        """A copy of one field for `count` elements of a unit from `start` on, as it is stored; what is elsewhere is not
-        set.
+        """Return a copy of one field for `count` elements of a unit from element `start` on, in its stored dtype.
 
-        A scale belongs to 256 elements, and a weight starts with a scale of its own: `start` is a multiple of 256.
+        Elements on another node's pages are uninitialised. `start` must be a multiple of 256, because each scale of
+        8-bit moments covers 256 elements and each weight starts with a new scale.
         """
         kind = self.format.fields[field]
         out = torch.empty(kind.entries(count), dtype=DTYPES[kind.dtype])
@@ -251,21 +255,21 @@ class PageStore:
         return out
 
     def put(self, field: str, unit: int, start: int, count: int, values: torch.Tensor) -> None:
-        """Set one field for `count` elements of a unit from `start` on, as far as this node has them.
+        """Set one field for those of `count` elements of a unit from `start` on that this node stores.
 
-        `values` as `get` gives. Then `flush`.
+        `values` has the shape and dtype that `get` returns. Call `flush` afterwards.
         """
         for held, given in self._touched(field, unit, start, count, modify=True):
             held.copy_(values[given])
 
     def flush(self) -> None:
-        """What `put` wrote has reached its home when this returns."""
+        """Write everything that `put` has set to the drives."""
         self._cache.flush()
 
     def _touched(
         self, field: str, unit: int, start: int, count: int, *, modify: bool
     ) -> Iterator[tuple[torch.Tensor, slice]]:
-        """The stretches of these elements in their pages, each with its place among the values."""
+        """Yield the range of these elements in each page, with its position among the values."""
         per = self.format.fields[field].per
         for number in self._of_unit.get(unit, ()):
             page = self.pages[number]
@@ -276,7 +280,7 @@ class PageStore:
                 yield held, slice((first - start) // per, -(-(last - start) // per))
 
     def _field(self, field: str, number: int, *, modify: bool) -> torch.Tensor:
-        """One field of a page, wherever it lives."""
+        """Return one field of a page in RAM, on the device or in the cache."""
         inside = self.in_memory(number)
         if inside is None:
             inside = self.on_device(number)
@@ -294,7 +298,7 @@ class PageStore:
 
 
 class UnitStore:
-    """A flat tensor for each unit, in memory (home RAM) or in a file (home 0, 1, ...)."""
+    """A flat tensor for each unit, in RAM or in a file on a drive (home 0, 1, ...)."""
 
     def __init__(
         self,
@@ -307,7 +311,7 @@ class UnitStore:
         pinned: bool,
         node: Node,
     ) -> None:
-        """What has its home in memory or in `files` is there once a node."""
+        """Allocate RAM for `elements` of each unit. RAM and `files` exist once per node, and all its ranks call it."""
         self.homes = tuple(homes)
         self.dtype = dtype
         self._elements = tuple(elements)
@@ -318,24 +322,28 @@ class UnitStore:
         self._cache = WriteBackCache(transfers)
 
     def host(self, unit: int) -> torch.Tensor | None:
-        """The unit's elements where they live in memory."""
+        """Return the unit's elements if they are in RAM, else None."""
         if self.homes[unit] != RAM:
             return None
         first = self._offsets[unit] // self.dtype.itemsize
         return self._memory[first : first + self._elements[unit]]
 
     def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
-        """Fill `buffer` (this dtype) from element `start` on; aligned."""
+        """Fill `buffer` (the store's dtype) from the drive; `start` and the size are aligned."""
         return self._transfers.read(*self._place(unit, start), buffer)
 
     def write(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
+        """Write `buffer` to the drive from element `start` on; `start` and the size are aligned."""
         return self._transfers.write(*self._place(unit, start), buffer)
 
     def _place(self, unit: int, start: int) -> tuple[DriveFile, int]:
         return self._files[self.homes[unit]], self._offsets[unit] + start * self.dtype.itemsize
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """A copy of `count` elements from `start` on. Of a file nothing else is read, since it may be being written."""
+        """Return a copy of `count` elements from `start` on.
+
+        From a file this reads only the aligned range around them, because writes to other parts may be in flight.
+        """
         inside = self.host(unit)
         if inside is not None:
             return inside[start : start + count].clone()
@@ -345,7 +353,7 @@ class UnitStore:
         return buffer[start - first :][:count]
 
     def replace(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on; of a file only the aligned stretch around them is read and written."""
+        """Set elements from `start` on; in a file this reads and writes only the aligned range around them."""
         inside = self.host(unit)
         if inside is not None:
             inside[start : start + values.numel()].copy_(values)
@@ -357,7 +365,7 @@ class UnitStore:
         self.write(unit, first, buffer).wait()
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on; `values` 1-D of any dtype. Then `flush`."""
+        """Set elements from `start` on to `values` (1-D, any dtype). Call `flush` afterwards."""
         self._whole(unit)[start : start + values.numel()].copy_(values)
 
     def flush(self) -> None:
@@ -372,7 +380,7 @@ class UnitStore:
 
 
 def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:
-    """Byte at which each of several things starts in its home."""
+    """Return the byte offset of each item in its tier, where items of one tier follow each other."""
     ends = dict.fromkeys(homes, 0)
     starts = []
     for size, home in zip(sizes, homes, strict=True):
@@ -382,5 +390,5 @@ def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:
 
 
 def size_of_home(sizes: Sequence[int], homes: Sequence[int], home: int) -> int:
-    """Bytes of all that lives in one home."""
+    """Return the total bytes of the items in one tier."""
     return sum(size for size, its in zip(sizes, homes, strict=True) if its == home)

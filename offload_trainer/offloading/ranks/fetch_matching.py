@@ -1,11 +1,11 @@
-"""What ranks do next, matched: those who do the same do it together, and nobody waits for one who waits for him.
+"""Decide which weight fetches ranks share as a collective, without deadlock when ranks need different units.
 
-    rank 0   fetch 5   fetch 4   meet          a round: each tells what it does next, and sees what the others do
-    rank 1   fetch 5   meet      fetch 4       fetch 5 together, fetch 4 each alone, as soon as it is told
+    rank 0   fetch 5   fetch 4   barrier       in each round every rank announces its next action to all others
+    rank 1   fetch 5   barrier   fetch 4       fetch 5 is shared; each rank fetches 4 alone, in its own round
 
-Ranks that run the same program tell the same in the same order. They need not: of a layer that was left out, or
-experts that no token went to, a rank has no gradients, and comes to where all ranks meet for that unit later than
-others do, with fetches in between that those have not told yet. It has to do these alone.
+Ranks usually announce the same actions in the same order. They differ if a rank skips a layer, or if no token is routed
+to an expert: that rank has no gradients for the unit and reaches the unit's barrier later than the others, with fetches
+in between that the others have not announced yet. It fetches these units alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Exchange = Callable[[int], list[int]]  # this rank's number -> those of all rank
 
 
 class FetchMatching:
-    """Told by one thread of each rank, carried out on one of its own."""
+    """Rounds between all ranks, announced by one thread of each rank and carried out on a separate thread."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -31,13 +31,16 @@ class FetchMatching:
         self._error: BaseException | None = None
 
     def barrier(self) -> None:
-        """Every rank has come this far when this returns. Raises what went wrong, there or before."""
+        """Wait until every rank has reached this barrier; raise the first error of any round."""
         future = Future()
         self._thread.put(ending(future, self._until_all_meet))
         future.wait()
 
     def ask(self, what: int, then: Callable[[bool, BaseException | None], None]) -> None:
-        """This rank does `what` next (0 or more). `then(together, error)`, on the thread: whether all ranks do."""
+        """Announce the action `what` (0 or more), and call `then(together, error)` on the thread.
+
+        `together` is true if all ranks have announced the same action in this round.
+        """
         assert what >= 0
 
         def look() -> None:
@@ -64,15 +67,15 @@ class FetchMatching:
             raise
 
     def close(self) -> None:
-        """A thread that still waits for ranks that will not come is left to the end of the process."""
+        """End the thread. If it waits for a rank that never comes, leave it to the end of the process."""
         self._thread.close(patience=1.0)
 
 
 def exchange_of(*, stalled: float) -> Exchange:
-    """Rounds between all ranks, over connections of their own.
+    """Return a function that exchanges one number between all ranks, over separate connections. Collective.
 
-    Raises TrainerError on rank 0, which names those that have not come after `stalled` seconds; Elsewhere where another
-    rank has ended.
+    The function raises TrainerError on rank 0, naming the ranks that have not come after `stalled` seconds, and
+    Elsewhere if another rank has ended.
     """
     mesh, patience = group_of(), patience_in_step(stalled)
 
@@ -85,13 +88,16 @@ def exchange_of(*, stalled: float) -> Exchange:
 
 
 class SideGroup:
-    """All ranks, for one thread of each beside the one that trains: connections of its own. All make it, in order."""
+    """Separate connections between all ranks for one side thread of each rank.
+
+    All ranks create their groups in the same order.
+    """
 
     def __init__(self, *, across: Sequence[Sequence[int]] = ()) -> None:
-        """`across`: ranks that send each other what is on their nodes, some together each, where that is done too."""
+        """Connect all ranks; `across` lists groups of ranks on different nodes that also exchange weights."""
         self.across = group_of(across) if across else None
         self.group = group_of(in_step=False)
 
     def barrier(self) -> None:
-        """Every rank's thread has come this far when this returns. Elsewhere where one has ended."""
+        """Wait until every rank's side thread has reached this barrier; raise Elsewhere if a rank has ended."""
         wait_for_all(group=self.group)

@@ -1,14 +1,14 @@
-"""The ranks of a run, on one node or on several: memory that is there once a node, and how ranks wait for each other.
+"""Provide shared memory and collective operations for the ranks of a run, on one node or several.
 
-    memory   the same bytes in every rank of the node; each writes what is its own
-    meet     what ranks wrote before it, all read after it
-    spread   what one rank's device holds, to all devices: NCCL between GPUs, sockets where CPUs stand for them
-    across   what one rank has written into its node's memory, to the ranks of the same number on the other nodes
-    trade    what ranks have for each other, in host memory
-    joining  what the devices of a node's ranks have a part of each, whole on all of them
+    memory     host memory that all ranks of a node share; each rank writes its own part
+    barrier    what ranks wrote before it, all ranks read after it
+    broadcast  from one rank's device to all devices: NCCL between GPUs, sockets between CPUs
+    across     broadcast in host memory from one rank to the ranks with the same position on the other nodes
+    send_recv  point-to-point transfers in host memory between any ranks
+    joining    all-gather in place between the devices of a node's ranks
 
-A node holds the state of its own ranks, and all weights. With one rank all of it is what it always was: memory of its
-own, and nobody to wait for.
+Each node stores the optimizer state of its own ranks, and all weights. With a single rank every operation is local and
+does not wait.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on 
 
 
 class Node:
-    """This process alone, or `together` with the other ranks of its process group."""
+    """This rank's view of its node and of the other ranks; by default a single process without other ranks."""
 
     def __init__(self, *, together: bool = False, by_parts: bool = False, stalled: float = ranks.STALLED) -> None:
-        """`by_parts`: whether its ranks bring weights of its memory to their devices by parts, where there are several.
+        """Connect to the other ranks if `together`; all ranks call it then.
 
-        `stalled`: seconds after which a rank that does not `barrier` ends the run.
+        Args:
+            together: this process is one of several ranks that were joined before.
+            by_parts: the node's ranks fetch weights from RAM as shards and all-gather them, if there are several.
+            stalled: seconds after which a rank that does not reach a `barrier` ends the run.
         """
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self.nodes = ranks.nodes() if together else (range(1),)
@@ -49,21 +52,21 @@ class Node:
 
     @property
     def here(self) -> range:
-        """The ranks of this node."""
+        """Return the ranks of this node."""
         return self.nodes[self.number]
 
     @property
     def elsewhere(self) -> list[int]:
-        """The ranks of other nodes."""
+        """Return the ranks of other nodes."""
         return [rank for rank in range(self.world) if rank not in self.here]
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what its node does once."""
+        """Return whether this is the first rank of its node, which does work that is done once per node."""
         return self.rank == self.here.start
 
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
-        """`size` zeroed bytes (uint8), the same ones in every rank of the node, which ask alike, in the same order."""
+        """Return `size` zeroed bytes (uint8) that all ranks of the node share. They call it in the same order."""
         if len(self.here) == 1 or size == 0:
             return host_buffer(size, pinned=pinned)
         descriptor = memory_file(size) if self.is_first else -1
@@ -78,10 +81,10 @@ class Node:
         return memory
 
     def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
-        """Return `size` bytes for each rank of the node, which all of them can read.
+        """Return `size` shared bytes for each rank of the node, by rank. All ranks of the node can read them.
 
-        `pinned` is of this rank's own: no other device copies into them, and what all ranks pin of all would be as many
-        times as much of the driver's tables.
+        With `pinned` only this rank's own bytes are pinned. Other ranks' devices do not copy into them, and pinning all
+        of them in every rank would multiply the size of the driver's tables.
         """
         if size == 0:
             return {}
@@ -95,24 +98,29 @@ class Node:
         return found
 
     def barrier(self) -> None:
-        """Every rank has come this far when this returns. TrainerError, Elsewhere where one does not or has ended."""
+        """Wait until every rank has reached the barrier.
+
+        Raises:
+            TrainerError: a rank did not come in time.
+            Elsewhere: another rank has ended.
+        """
         if self._rounds is not None:
             self._rounds.barrier()
         elif self.world > 1:
             ranks.barrier(stalled=self._stalled)
 
     def rounds(self) -> FetchMatching:
-        """From now on ranks `barrier` in rounds, where they do something else together too. All ranks call it."""
+        """Return the node's `FetchMatching`, which from now on carries out `barrier` as well. All ranks call it."""
         if self._rounds is None:
             self._rounds = FetchMatching(self.exchange())
         return self._rounds
 
     def exchange(self) -> Exchange:
-        """Exchange numbers between one thread of each rank; every rank waits, as in `barrier`. Collective."""
+        """Return a function that exchanges a number between one thread of each rank; see `barrier`. Collective."""
         return exchange_of(stalled=self._stalled)
 
     def align(self) -> None:
-        """What ranks told each other in rounds is done when this returns: before they wait for each other otherwise."""
+        """Wait until all announced rounds are done, before ranks communicate in another way."""
         if self._rounds is not None:
             self._rounds.barrier()
 
@@ -121,14 +129,14 @@ class Node:
             self._rounds.close()
 
     def once(self, work: Callable[[], None]) -> None:
-        """Do `work` on the first rank of each node while the others wait. A failure there is every rank's."""
+        """Run `work` on the first rank of each node while the others wait; an error is raised on every rank."""
         if self.world == 1:
             work()
         else:
             ranks.on_some(work, mine=self.is_first)
 
     def each(self, work: Callable[[], T]) -> T:
-        """What `work` gives here, done by every rank. A failure of one is every rank's."""
+        """Run `work` on every rank and return this rank's result; an error of one rank is raised on every rank."""
         if self.world == 1:
             return work()
         found: list[T] = []
@@ -136,10 +144,10 @@ class Node:
         return found[0]
 
     def broadcast(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
-        """Fill `values` (1-D, contiguous), on the device, with what they are on rank `source`; all ranks call.
+        """Broadcast `values` (1-D, contiguous, on the device) in place from rank `source`. All ranks call it.
 
-        `beside`: of the thread that calls, where it is not the one that trains. GPUs have connections for one of them
-        at a time.
+        `beside` holds the connections of the calling thread if it is not the training thread. GPUs have one group of
+        connections, which only one thread may use at a time.
         """
         if self.world == 1:
             return
@@ -149,40 +157,41 @@ class Node:
         ranks.broadcast(values, source=source, group=between)
 
     def joining(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
-        """What fills memory on the device with equal parts of this node's ranks, its number's being there already.
+        """Return a function that all-gathers in place: (1-D device tensor with this rank's part filled, its number).
 
-        For a thread of each rank, over connections of its own. All ranks of all nodes call this.
+        It works between the ranks of a node over separate connections, for one thread of each rank. All ranks of all
+        nodes call this.
         """
         group = ranks.group_of(self.nodes, gpus=gpus)
         return lambda values, number: ranks.join_parts(values, number, group=group)
 
     @property
     def all_alike(self) -> list[tuple[int, ...]]:
-        """Ranks that have the same place on their nodes, for each place; empty where there is one node."""
+        """Return the groups of ranks with the same position on their nodes; empty with one node."""
         return list(zip(*self.nodes, strict=True)) if len(self.nodes) > 1 else []
 
     @property
     def alike(self) -> list[int]:
-        """The ranks that have this one's place on their nodes, its own first to last node."""
+        """Return the ranks with this rank's position on each node, in the order of the nodes."""
         return [its[self.rank - self.here.start] for its in self.nodes]
 
     def across(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
-        """Fill `values` (1-D, contiguous), in host memory, with what they are on rank `source` of `alike`, who call.
+        """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to the ranks in `alike`.
 
-        `beside`: see `broadcast`.
+        All ranks in `alike` call it. `beside`: see `broadcast`.
         """
         if len(self.nodes) > 1:
             ranks.broadcast(values, source=source, group=beside.across if beside else self._across)
 
     def complete(self, values: torch.Tensor, begins: Sequence[int]) -> None:
-        """Fill `values` with what each node has of them: from its element of `begins` up to the next node's."""
+        """Fill `values` from all nodes. Node i provides the elements from `begins[i]` up to the next node's start."""
         for source, first, end in zip(self.alike, begins, [*begins[1:], values.numel()], strict=True):
             self.across(values[first:end], source=source)
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
-        """Begin to send each of `out` to its rank, and to fill each of `into` from its; what is given waits for it."""
+        """Start sending each of `out` to its rank and filling each of `into` from its rank; return the wait."""
         return ranks.send_recv(out, into, group=self._trading)
 
     def add_up(self, values: torch.Tensor) -> None:
-        """Set `values` to their sum over all ranks, of which one at most has another than 0 for an element."""
+        """All-reduce `values` in place to their sum; for each element at most one rank has a value other than 0."""
         ranks.add_up(values, group=self._trading)

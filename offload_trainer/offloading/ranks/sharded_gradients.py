@@ -1,13 +1,16 @@
-"""Gradients of several ranks: each rank adds up its stretches of what all of them have computed.
+"""Reduce-scatter and accumulate the gradients of several ranks: each rank keeps the sums of its shard of every unit.
 
-    autograd ──> outbox of the rank ──meet──> the owner of each stretch adds rank 0's, rank 1's, ... to the sums
-                                    ──sent──> inbox of the owner, where that is on another node
+    autograd ──> this rank's outbox ──barrier──> each shard's owner adds the gradients of rank 0, 1, ... to its sums
+                                    ──sent─────> inbox of owners on other nodes
 
-A unit is exchanged once all of its gradients of a micro-batch are laid out, and all units before it in the backward's
-order have been; what did not get a gradient is known at the end of the backward. Two outboxes take turns: whoever
-meets for a unit has read the one before; what goes to other nodes has gone by then, while the backward went on.
-Micro-batch a of rank r is number a * ranks + r of one rank, and sums are added in that order, so they have one rank's
-bits; who had a gradient travels along, since adding a zero can change a bit and decides whether a weight is updated.
+A unit is exchanged when the outbox has all its gradients of a micro-batch and all earlier units in the backward's order
+have been exchanged. Units with missing gradients are exchanged at the end of the backward. Two outboxes alternate. A
+rank reaches a unit's barrier only after it has added the previous unit's gradients, so that outbox may be overwritten.
+Transfers to other nodes overlap with the backward.
+
+Micro-batch a of rank r counts as micro-batch a * ranks + r of a single rank. Gradients are added in that order, so the
+sums have a single rank's bits. Ranks also exchange which weights have a gradient, because adding a zero could change a
+bit and would make the weight be updated.
 """
 
 from __future__ import annotations
@@ -32,15 +35,15 @@ from offload_trainer.storage.transfer import Future
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A unit of which everything is laid out, and is on its way from other nodes."""
+    """A unit whose exchange has begun: outboxes are complete, and transfers between nodes are in flight."""
 
     unit: Unit
     box: int
-    arrived: Callable[[], None]  # waits for it
+    arrived: Callable[[], None]  # waits for the transfers
 
 
 class SharedGradients:
-    """Sums of one step over all ranks, in host memory; what `Gradients` is to one rank."""
+    """The gradient sums of one step over all ranks, in host memory or on drives; replaces `Gradients`."""
 
     def __init__(
         self,
@@ -52,9 +55,15 @@ class SharedGradients:
         order: Sequence[str],
         node: Node,
     ) -> None:
-        """Sums in `store`, whose homes are RAM and drives; `given`: the dtype of the gradients.
+        """Allocate the outboxes and inboxes. All ranks call it.
 
-        `order`: the weights' names as the norm adds them up.
+        Args:
+            units: the model's units.
+            store: the sums, in RAM and on drives.
+            given: dtype of the gradients.
+            device: the device that computes the gradients.
+            order: weight names in the order in which their norms are summed.
+            node: this rank's connections to the others.
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._node = device, node
@@ -67,38 +76,38 @@ class SharedGradients:
         self._boxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
         inbox = largest_stretch(units, ranks=node.world)
         self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.elsewhere}
-        self._turns = [unit for unit in reversed(units) if unit.trained]  # as a backward computes them
+        self._turns = [unit for unit in reversed(units) if unit.trained]  # in the order of the backward
         self._names = {unit.index: _trained(unit) for unit in units}
         most = max(len(names) for names in self._names.values())
         marks = node.memory_of_each(OUTBOXES * most)
-        self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight got a gradient
-        self._told = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere}  # the same, from there
+        self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight has a gradient
+        self._told = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere}  # of other nodes' ranks
         ordered = device.place.type != "cpu"
         placed = [self._place[name] for name in order if name in self._place]
         self._norms = SharedNorms(placed, node, dtype=self.dtype, ordered=ordered)
         self._uses = TiedGradients({name: place.weight.uses for name, (_, place) in self._place.items()})
-        self._arrived: set[str] = set()  # in this step, on any rank
-        self._waiting: dict[str, torch.Tensor] = {}  # of this micro-batch, until it is their unit's turn
-        self._laid: set[str] = set()  # of the unit whose turn it is
+        self._arrived: set[str] = set()  # weights with a gradient in this step, on any rank
+        self._waiting: dict[str, torch.Tensor] = {}  # gradients of this micro-batch whose unit's turn has not come
+        self._laid: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
         self._turn = self._round = 0
         self._under_way: _UnderWay | None = None
-        self._last = False  # whether these are the step's last gradients
-        self._taken: set[int] = set()  # units whose norms are those of their sums
+        self._last = False  # the current micro-batch is the step's last
+        self._taken: set[int] = set()  # units whose partial norms are up to date
         self._complete: Complete | None = None
 
     def watch(self, complete: Complete) -> None:
-        """Tell of each unit, in the step's last backward, once all ranks' gradients are in this rank's sums, and home.
+        """Call `complete` for each unit in the step's last backward, when this rank's sums of it are stored.
 
-        Every rank is through with the unit's weights in this step then. On any thread. A unit of which one weight got
-        no gradient in the step, on no rank, is not told of.
+        By then no rank uses the unit's weights in this step any more. The call comes from any thread. A unit with a
+        weight that has no gradient in this step on any rank is not reported.
         """
         self._complete = complete
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
-        """Take a gradient of this micro-batch from one use of a weight. May wait for the other ranks."""
+        """Add a gradient of this micro-batch from one use of a weight. This may wait for the other ranks."""
         self._last = last
         flat = self._uses.add(name, gradient.detach().reshape(-1))
         if flat is not None:
@@ -116,7 +125,7 @@ class SharedGradients:
             self._exchange()
 
     def end_of_backward(self, *, last: bool) -> None:
-        """A micro-batch is through: what is left is exchanged, whatever has got no gradient."""
+        """End a micro-batch: exchange the remaining units, also those with missing gradients."""
         self._last = last
         for name, flat in self._uses.rest():
             self._take(name, flat)
@@ -127,14 +136,14 @@ class SharedGradients:
         self._turn = 0
 
     def _lay_out(self, name: str, flat: torch.Tensor) -> None:
-        """A gradient of the unit whose turn it is, where the others read it."""
+        """Start copying a gradient of the current unit to this rank's outbox."""
         place = self._place[name][1]
         box = self._boxes[self._node.rank][self._round % OUTBOXES]
         self._copies.append(self._device.download(flat, box[place.start :][: flat.numel()]))
         self._laid.add(name)
 
     def _exchange(self) -> None:
-        """The unit whose turn it is: from here on every rank's gradients are on their way to their owners."""
+        """Exchange the current unit's gradients: synchronise all ranks, start transfers, and go to the next unit."""
         unit, box = self._turns[self._turn], self._round % OUTBOXES
         names = self._names[unit.index]
         mark = self._marks[self._node.rank][box]
@@ -142,7 +151,7 @@ class SharedGradients:
             mark[number] = name in self._laid
         for copy in self._copies:
             copy.wait()
-        self._settle()  # whoever meets has read the unit before
+        self._settle()  # after the barrier other ranks may overwrite the previous unit's outbox
         self._sums.claim(unit.index)
         self._node.barrier()
         self._under_way = _UnderWay(unit, box, self._sent_and_received(unit, box))
@@ -156,7 +165,7 @@ class SharedGradients:
                     self._lay_out(name, self._waiting.pop(name))
 
     def _sent_and_received(self, unit: Unit, box: int) -> Callable[[], None]:
-        """Begin to send each owner on another node what is its, and to receive what is this rank's."""
+        """Start sending gradients and marks to owners on other nodes, and receiving this rank's; return the wait."""
         node, count = self._node, len(self._names[unit.index])
         out, into = [], []
         for rank in node.elsewhere:
@@ -168,7 +177,7 @@ class SharedGradients:
         return node.send_recv(out, into)
 
     def _settle(self) -> None:
-        """The unit that is under way: every rank's gradients to the sums that are this rank's."""
+        """Finish the exchange that has begun, if any: add all ranks' gradients to this rank's sums."""
         if self._under_way is None:
             return
         (unit, box), node = (self._under_way.unit, self._under_way.box), self._node
@@ -189,12 +198,15 @@ class SharedGradients:
                 self._tell(unit, self._complete)
 
     def _tell(self, unit: Unit, complete: Complete) -> None:
-        """Its sums go to their home, where they are not collected there."""
+        """Store the unit's sums if they are in a staging buffer, and then report the unit."""
         made = self._device.mark()
         self._sums.send(unit.index).then(lambda error: complete(unit.index, made, error))
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
-        """Add a unit's gradients to this rank's stretch of the sums: of each weight its givers', in their order."""
+        """Add a unit's gradients to this rank's shard of the sums.
+
+        `givers` lists, for each weight, the ranks that have a gradient of it, in the order of addition.
+        """
         if not any(givers.values()):
             return
         sums = self._sums.collecting(unit.index)
@@ -209,7 +221,7 @@ class SharedGradients:
                 self._arrived.add(name)
 
     def _given(self, rank: int, box: int, here: slice, *, first: int) -> torch.Tensor:
-        """A rank's gradients of elements in this rank's stretch, which begins at `first`."""
+        """Return another rank's gradients for elements `here` of this rank's shard, which begins at `first`."""
         if rank in self._boxes:
             return self._boxes[rank][box][here]
         return self._inboxes[rank][here.start - first : here.stop - first]
@@ -217,25 +229,25 @@ class SharedGradients:
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """All ranks' sums are in their homes when this returns."""
+        """Wait until all ranks have stored their sums."""
         self._sums.send_all()
         self._node.barrier()
 
     def norm(self) -> float:
-        """Global norm of the sums, as they are scaled: infinite or NaN if one of them is. After `finish`."""
+        """Return the global norm of the sums, unscaled; infinite or NaN if any element is. Call `finish` before."""
         norms = self.norms()
         return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
 
     def norms(self) -> dict[str, torch.Tensor]:
-        """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`."""
+        """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before."""
         for unit in self._turns:
             sums = self.store.host(unit.index)
-            if sums is not None and unit.index not in self._taken:  # no micro-batch was the last
+            if sums is not None and unit.index not in self._taken:  # the last micro-batch was not announced
                 self._norms.take(unit.index, sums, self._arrived, leaves=False)
         return self._norms.of(self._arrived)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
-        """None: no sums live on a device."""
+        """Return None, because these sums are never on the device."""
         return None
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
@@ -243,22 +255,23 @@ class SharedGradients:
         return self.store.read(unit, start, buffer)
 
     def has(self, name: str) -> bool:
-        """Whether the weight got a gradient in this step, on any rank."""
+        """Return whether the weight has a gradient in this step on any rank."""
         return name in self._arrived
 
     @property
     def arrived(self) -> frozenset[str]:
-        """Names of the weights that got a gradient in this step, on any rank."""
+        """Return the names of the weights that have a gradient in this step on any rank."""
         return frozenset(self._arrived)
 
     def clear(self) -> None:
-        """Begin the next step; what is in the sums is overwritten. All ranks have read them: they have met."""
+        """Begin the next step, whose gradients overwrite the sums. All ranks must have passed a barrier after use."""
         self._arrived.clear()
         self._taken.clear()
         self._sums.clear()
         self._norms.clear()
 
     def close(self) -> None:
+        """Drop gradients that wait for their unit's turn."""
         self._waiting.clear()
 
 

@@ -1,9 +1,10 @@
-"""Units of weights that several ranks need, each read once from its drive.
+"""Read units of weights from drives once per node instead of once per rank.
 
-    drive ──each rank its part──> memory that all ranks of the node see ──all have read──> each rank's buffer
+    drive ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
 
-Where a rank needs a unit that not all others need next (`offloading/ranks/fetch_matching`) it reads that alone. Two
-buffers take turns: who has read its part of a unit has copied the one before.
+A unit that not all ranks need next (`offloading/ranks/fetch_matching.py`) is read by each rank alone. Two shared
+buffers alternate. A rank reaches the barrier for one buffer only after it has copied the previous unit out of the other
+one, which may then be overwritten.
 """
 
 from __future__ import annotations
@@ -24,41 +25,44 @@ from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 @dataclass
 class _Wanted:
-    """A unit that this rank needs, and where it goes."""
+    """A unit that this rank needs, and its destination."""
 
     unit: int
-    given: Future = field(default_factory=Future)  # the buffer that it goes to
+    given: Future = field(default_factory=Future)  # the destination is known
     buffer: torch.Tensor | None = None
-    begun: bool = False  # whether the other ranks have told what they do next
+    begun: bool = False  # the ranks have decided whether to read it together
     filled: Future = field(default_factory=Future)
 
     def into(self, buffer: torch.Tensor) -> Future:
-        """Fill it, from now on."""
+        """Set the destination, which may be overwritten from now on; return the future of the read."""
         self.buffer = buffer
         self.given.finish_part()
         return self.filled
 
 
 class SharedReads:
-    """Reads `units` of `store` that live on drives, for the ranks of `node`."""
+    """The shared reads of one rank: units of `store` that are on drives, read with the other ranks of `node`."""
 
     def __init__(
         self, units: Sequence[Unit], store: UnitStore, *, node: Node, rounds: FetchMatching, barrier: Callable[[], None]
     ) -> None:
-        """`barrier`: of the ranks that read together, for a thread here alone."""
+        """Allocate the shared buffers and start the threads. All ranks call it.
+
+        `barrier` synchronises the reading threads of all ranks; only that thread uses it.
+        """
         self._store, self._node, self._rounds, self._meet = store, node, rounds, barrier
         self._elements = {unit.index: unit.elements for unit in units if store.homes[unit.index] >= 0}
         size = max(self._elements.values()) * store.dtype.itemsize
         self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
         self._turn, self._copied = 0, done()
-        self._wanted: list[_Wanted] = []  # that have no buffer yet or have not begun, perhaps
+        self._wanted: list[_Wanted] = []  # reads that may not have begun or may lack a destination
         self._error: BaseException | None = None
         self._reader, self._copies = Workers(1, "shared reads"), Workers(1, "shared copies")
 
     def want(self, unit: int) -> Callable[[torch.Tensor], Future]:
-        """The unit is what this rank needs next; what is returned fills a buffer with it.
+        """Announce that this rank needs the unit next; return a function that fills a buffer with it.
 
-        It may be called later, once the unit's new weights are home; then they are on every rank's way.
+        The function may be called later, when the unit's new weights have been written.
         """
         wanted = _Wanted(unit)
         self._wanted = [one for one in self._wanted if not (one.given.done and one.begun)] + [wanted]
@@ -80,7 +84,7 @@ class SharedReads:
         self._store.read(wanted.unit, 0, wanted.buffer).then(wanted.filled.finish_part)
 
     def _read_together(self, wanted: _Wanted) -> None:
-        """On a thread: all ranks' threads come to the same units in the same order."""
+        """Read a unit together, on the reading thread. All ranks' threads read the same units in the same order."""
         try:
             if self._error is not None:
                 raise self._error
@@ -98,14 +102,14 @@ class SharedReads:
         first, end = part_of(elements, node.rank - node.here.start, ranks=len(node.here))
         if first < end:
             self._store.read(wanted.unit, first, whole[first:end]).wait()
-        self._copied.wait()  # the other ranks may overwrite that once they have met here
+        self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
         self._meet()
         self._copied = Future()
         self._copies.put(ending(self._copied, lambda: copy_alone(whole, buffer)))
         self._copied.then(wanted.filled.finish_part)
 
     def cancel(self) -> None:
-        """Who waits for what has not begun, and perhaps never will, is told so. Nothing more is wanted."""
+        """Fail all reads that have not begun; no further ones may be announced."""
         closed = RuntimeError("closed before it was read")
         for wanted in self._wanted:
             if not wanted.given.done:
@@ -114,6 +118,6 @@ class SharedReads:
                 wanted.filled.finish_part(closed)
 
     def close(self) -> None:
-        """After `cancel`, and once nobody waits for what has begun."""
+        """End the threads; call it after `cancel`, when no caller waits for a read any more."""
         self._reader.close(patience=1.0)
         self._copies.close()

@@ -2,8 +2,8 @@
 
     RAM ──each rank its part──> its device ──all-gather (NCCL; sockets where CPUs compute)──> every device
 
-A unit that not all ranks need next (`offloading/ranks/fetch_matching`) is copied whole. Ranks gather the same units in
-the same order, on a separate thread and over separate connections.
+A unit that not all ranks need next (`offloading/ranks/fetch_matching.py`) is copied whole. Ranks gather the same units
+in the same order, on a separate thread and over separate connections.
 """
 
 from __future__ import annotations

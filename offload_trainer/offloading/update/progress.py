@@ -23,7 +23,7 @@ from offload_trainer.storage.transfer import Future, Workers, done
 
 
 class UpdateProgress:
-    """The progress of one update after the other. Pages may be reported on any thread."""
+    """The progress of the current update, by unit. Any thread may report pages."""
 
     def __init__(
         self, pages: Sequence[Page], *, units: Sequence[int] = (), agree: Callable[[int], None] | None = None
@@ -126,6 +126,7 @@ class UpdateProgress:
         return max(0.0, self._took - self.waited)
 
     def is_home(self, unit: int) -> bool:
+        """Return whether the unit has its new weights."""
         return unit not in self._units
 
     def wait(self, unit: int) -> None:
@@ -140,6 +141,7 @@ class UpdateProgress:
 
     @property
     def under_way(self) -> bool:
+        """Return whether an update is running."""
         return not self._end.done
 
     def fetched(self, unit: int, fetch: Callable[[], DeviceCopy]) -> DeviceCopy:

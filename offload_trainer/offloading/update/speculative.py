@@ -1,13 +1,13 @@
 """Speculative updates: update pages on drives during the backward, before the step's clipping factor is known.
 
     a unit's gradients are complete ──> its pages on drives are read and updated as if the step were not clipped
-    state      is written to the page's second copy (`page_places`); the copy of the previous step stays valid
+    state      is written to the page's second copy (`shadow_pages.py`); the copy of the previous step stays valid
     weights    are written in place: a unit whose gradients are complete is not used again in this step
-    decision   as expected: the pages are valid; at the step's end one small record switches all copies
-               different: the pages are updated again from the valid copies
-               skipped: the pages are discarded, and the weights are rounded again from the valid masters
+    decision   step as expected: the pages are valid; at the step's end one small record switches all copies
+               step clipped: the pages are updated again from the valid copies
+               step skipped: the pages are discarded, and the weights are rounded again from the valid masters
 
-The same kernel computes the same page from the same decision, so no bit depends on speculation. Keeping new weights
+The same kernel computes the same page from the same parameters, so no bit depends on speculation. Keeping new weights
 back until the decision would need 2 bytes of RAM for each parameter on a drive. Reading masters again only costs time
 in a skipped step.
 """
@@ -34,13 +34,13 @@ class SpeculativeStep:
         self.error: BaseException | None = None  # the error that ended speculation
 
     def kept(self, decision: StepParams, pages: Sequence[Page]) -> set[int]:
-        """Return the updated pages that are valid for the actual decision."""
+        """Return the updated pages that are valid for the step's actual parameters."""
         same = {unit: self.expected.says_the_same(decision, unit) for unit in {pages[n].unit for n in self.written}}
         return {number for number in self.written if same[pages[number].unit]}
 
 
 class MispredictionWatch:
-    """Counts mispredictions to decide whether to speculate: at most 2 in the last 8 steps.
+    """A record of recent mispredictions; speculation is allowed with at most 2 in the last 8 steps.
 
     A misprediction wastes the speculative updates and moves their drive bytes again.
     """
@@ -50,7 +50,9 @@ class MispredictionWatch:
 
     @property
     def rarely(self) -> bool:
+        """Return whether mispredictions are rare enough to speculate."""
         return sum(self._other) <= _AT_MOST
 
     def decided(self, *, as_expected: bool) -> None:
+        """Record whether a step's parameters were as expected (neither clipped nor skipped)."""
         self._other.append(not as_expected)

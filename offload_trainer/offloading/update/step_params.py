@@ -15,12 +15,12 @@ from offload_trainer.plan.tiered.layout import Unit
 class StepParams:
     """Everything that determines a page's new state besides the page itself and its gradient."""
 
-    stretches: Sequence[Sequence[ParamRange]]  # for each unit
+    stretches: Sequence[Sequence[ParamRange]]  # the updated ranges of each unit
     scale: float  # factor on the gradients: clipping and the inverse of the loss scale
     noise: Noise | None  # random bits for stochastically rounded moments
 
     def says_the_same(self, other: StepParams, unit: int) -> bool:
-        """Return whether both decisions give a unit's pages the same new state."""
+        """Return whether both parameter sets give a unit's pages the same new state."""
         same = self.scale == other.scale and self.noise == other.noise
         return same and self.stretches[unit] == other.stretches[unit]
 
@@ -33,7 +33,7 @@ def decision_of(
     scale: float,
     noise_of: int | None,
 ) -> StepParams:
-    """Return the decision for a step that updates the weights in `rules`.
+    """Return the parameters of a step that updates the weights in `rules`.
 
     `steps` counts the steps of each weight, including this one. `noise_of` is the seed for stochastic rounding, if any.
     """

@@ -56,7 +56,7 @@ class _Step:
 
 
 class Updater:
-    """Run updates over `store`, `gradients` and `weights`."""
+    """The optimizer update: it reads `store` and `gradients`, and writes `store` and `weights`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Updater:
             store: pages of optimizer state.
             weights: 16-bit weights, which receive the new values.
             gradients: gradient sums.
-            renewal: records which units have their new weights.
+            update_progress: records which units have their new weights.
             device: the device that computes forward and backward.
             kernels: the CPU's kernel, and the kernel for pages on `device`.
             routes: the pages to update and how they are staged, in the order in which a forward needs them.
@@ -135,7 +135,7 @@ class Updater:
         *,
         at_end: Callable[[], None],
     ) -> None:
-        """Start one step's update; `renewal.finish` waits for its end.
+        """Start one step's update; `UpdateProgress.finish` waits for its end.
 
         `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
         the state is partly of the previous step and partly of this one.
@@ -199,10 +199,10 @@ class Updater:
         if self._thread is not None:
             self._thread.close()
 
-    # -- speculative updates, before the step's decision is known ------------------------------------------------------
+    # -- speculative updates, before the step's parameters are known ---------------------------------------------------
 
     def expect(self, decision: StepParams) -> None:
-        """Announce the expected decision of the next step.
+        """Announce the expected parameters of the next step.
 
         The state that its backward completes first is prefetched from now on, or after the current update.
         """
@@ -214,7 +214,7 @@ class Updater:
     def begin_ahead(self) -> None:
         """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
 
-        Without an expected decision this prefetches the first pages. With one, pages on drives are updated as soon as
+        Without expected parameters this prefetches the first pages. With them, pages on drives are updated as soon as
         their gradients are complete.
         """
         coming, self._coming = self._coming, None

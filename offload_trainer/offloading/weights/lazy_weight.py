@@ -1,11 +1,10 @@
-"""Stand-ins for tensors that are elsewhere: shape and dtype, and the values only while an operation of torch runs.
+"""Define lazy tensors: they have a shape and a dtype, and read their values only while a torch operation runs.
 
-    a weight in a state_dict      read from its home for each operation; an operation in place is refused
-    `.grad` between backward and  the sum is read for each operation; one in place, such as `mul_`, writes it back
-    step
+    a weight in a state_dict      each operation reads it from its tier; in-place operations are refused
+    `.grad` between backward and  each operation reads the gradient sum; in-place operations, such as `mul_`, write it
+    step                          back
 
-A list of them holds no values, so code that goes through a state_dict or through all gradients has one tensor in memory
-at a time.
+Code that iterates over a state_dict or over all gradients therefore has one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +19,14 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import FACTS
 
 _POINTERS = ("data_ptr", "untyped_storage", "storage", "_typed_storage")
-_FACTS = FACTS - {"stride", "is_contiguous"}  # a stand-in's strides and contiguity are not those of the values
+_FACTS = FACTS - {"stride", "is_contiguous"}  # strides and contiguity differ from those of the values
 
 
 class LazyWeight(torch.Tensor):
-    """Made by `of`. Every operation of torch is done with the values and returns plain tensors."""
+    """A lazy tensor, created by `of`. Torch operations run on its values and return plain tensors.
+
+    Only results that share memory with a writable lazy tensor are lazy as well.
+    """
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None] | None
@@ -41,11 +43,15 @@ class LazyWeight(torch.Tensor):
         device: torch.device | str = "cpu",
         keeps: bool = False,
     ) -> LazyWeight:
-        """Return a stand-in with the shape of `like`, and its dtype unless another is given.
+        """Return a lazy tensor with the shape of `like`.
 
-        `read` returns the values, on `device`. `write` takes what an operation in place has made of them; without it
-        such an operation raises UserError. With `keeps` the stand-in holds the values once somebody asks for their
-        address; without it that raises UserError.
+        Args:
+            like: tensor with the shape, and with the dtype unless `dtype` is given.
+            read: returns the values, on `device`.
+            write: receives the values after an in-place operation; without it such an operation raises UserError.
+            dtype: dtype of the values.
+            device: device of the values.
+            keeps: keep the values in memory once their address is requested; otherwise that raises UserError.
         """
         nothing = torch.full((1,), torch.nan, dtype=dtype or like.dtype, device=device)
         made = nothing.expand(like.shape).as_subclass(cls)
@@ -81,27 +87,27 @@ class LazyWeight(torch.Tensor):
 
 
 class _Operation:
-    """One operation of torch on stand-ins, which can be done again."""
+    """One torch operation on lazy tensors, which can be repeated."""
 
     def __init__(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
-        self._read: list[tuple[LazyWeight, torch.Tensor, int]] = []  # with the values' version when they were read
+        self._read: list[tuple[LazyWeight, torch.Tensor, int]] = []  # lazy tensor, values, version counter
 
     def done(self) -> Any:
-        """Return what the operation makes of the values, each stand-in's read once."""
+        """Run the operation on the values, reading each lazy tensor once; return the result."""
         self._read = []
         with torch._C.DisableTorchFunctionSubclass():
             return self._func(*self._values(self._args), **self._values(self._kwargs))
 
     def returned(self, result: Any) -> Any:
-        """Write back what was changed in place; in a result put stand-ins for values and views that can be written."""
+        """Write back values that changed in place, and replace results that share their memory by lazy tensors."""
         self._write_back()
         if isinstance(result, list | tuple):
             return type(result)([self._stand_in(one, itemgetter(n)) for n, one in enumerate(result)])
         return self._stand_in(result, lambda made: made)
 
     def _values(self, given: Any) -> Any:
-        """Arguments with values in place of stand-ins, in lists and mappings too."""
+        """Replace lazy tensors in arguments by their values, including those in lists, tuples and dicts."""
         if isinstance(given, LazyWeight):
             return self._value(given)
         if isinstance(given, dict):
@@ -112,7 +118,7 @@ class _Operation:
         for one, values, _ in self._read:
             if one is stored:
                 return values
-        with torch.inference_mode(False):  # or the values would have no version to recognise an operation in place by
+        with torch.inference_mode(False):  # inference tensors have no version counter, which detects in-place writes
             values = stored.read()
         self._read.append((stored, values, values._version))
         return values
@@ -129,7 +135,7 @@ class _Operation:
             stored.write(values)
 
     def _stand_in(self, result: Any, part: Callable[[Any], torch.Tensor]) -> Any:
-        """Return `result`, a `part` of what the operation makes, or a stand-in for it where writes must not be lost."""
+        """Return `result`, a `part` of the operation's result, or a lazy tensor if writes must be written back."""
         for stored, values, _ in self._read:
             if stored.write is not None and result is values:
                 return stored

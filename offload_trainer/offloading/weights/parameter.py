@@ -1,20 +1,20 @@
-"""Parameters whose values may be away from the device: reading gives their values, writing is refused.
+"""Make an offloaded model's parameters usable in user code: reads fetch the values, writes raise UserError.
 
-A parameter stays the object that it was and takes the class `OffloadedParameter`. A tensor that shares its memory (a
-view, `detach()`, `.data`) takes the class `ParameterView`. torch asks both classes before each operation
-(`__torch_function__`):
+A parameter stays the same object; its class becomes `OffloadedParameter`. A tensor that shares its memory (a view,
+`detach()`, `.data`) gets the class `ParameterView`. torch calls `__torch_function__` of both classes before each
+operation:
 
     shape, dtype, device, ...    answered without fetching anything
     values, inside its module    the module's hook has fetched them
     values, anywhere else        fetched for this operation, into memory that no other weight uses
     a view                       reads what its parameter holds now, however old the view is
-    `.grad`, `.grad = None`      the sum that waits for the next step (`lazy_weight.py`), wherever it is
+    `.grad`, `.grad = None`      reads or drops the gradient sum of the next step (`lazy_weight.py`)
     writing, `.data =`           refused: masters and sums are kept elsewhere, and the next step would undo the write
 
-Most writes are recognised by the operation's schema before it runs. What is left is found by the version counter, which
-torch increments at each write and which views share with their parameter: a written parameter is refused from then on,
-until the session resumes from a save. Memory that leaves torch can be neither followed nor protected, so NumPy gets
-read-only copies, and storages and DLPack are refused.
+Most writes are recognised by the operation's schema before it runs. The remaining ones change the version counter,
+which torch increments at each write and which views share with their parameter. Every use of a written parameter is
+then refused until the session resumes from a save. Memory that leaves torch cannot be tracked, so NumPy gets read-only
+copies, and storages and DLPack are refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from offload_trainer.offloading.autograd import not_compiled, recording, version
 
 _is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
-# Frequent operations whose results never share memory with what they are given.
+# Frequent operations whose results never share memory with their arguments.
 _NEW_MEMORY = frozenset(
     [
         "linear",
@@ -54,12 +54,12 @@ _NEW_MEMORY = frozenset(
     ]
 )
 
-# Operations that give the memory of a tensor to something that torch does not follow.
+# Operations that expose a tensor's memory outside torch.
 _RAW_MEMORY = frozenset(["storage", "_typed_storage", "__dlpack__", "__cuda_array_interface__", "_lazy_clone"])
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
-# What is asked of a parameter without looking at its values.
+# Attributes and methods that do not need a parameter's values.
 FACTS = frozenset(
     [
         "shape",
@@ -113,37 +113,37 @@ FACTS = frozenset(
 
 
 class WeightProvider(Protocol):
-    """What an offloaded parameter asks."""
+    """The model behind offloaded parameters (`OffloadedModel`)."""
 
     def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Inside, these weights have their values, and what autograd saves of them keeps its own."""
+        """Return a context in which these weights have their values, and autograd can save them."""
         ...
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the sum that waits for the next step, or None."""
+        """Return the gradient sum of the next step, or None."""
         ...
 
     def drop_gradient(self, name: str) -> None:
-        """Forget that sum, as if no backward had made it."""
+        """Drop that sum, as if the weight had no gradient."""
         ...
 
     def trains(self, name: str) -> bool:
-        """Whether it has a state."""
+        """Return whether the weight has optimizer state."""
         ...
 
 
 def _refusing(name: str) -> Any:
-    """Return a property whose setter refuses, since torch does not ask `__torch_function__` about these setters."""
+    """Return a property whose setter raises, because torch does not call `__torch_function__` for these setters."""
     attribute = getattr(torch.Tensor, name)
     return property(attribute.__get__, lambda one, value: _refuse_setting(name, one, value))
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter of an offloaded model. Made of a parameter by `offload_parameter`."""
+    """A parameter of an offloaded model; `offload_parameter` converts a parameter to this class."""
 
-    weight: str  # its name
+    weight: str  # name of the weight
     lender: WeightProvider
-    version: int  # the version counter, as long as nothing has written to it
+    version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
 
     @classmethod
@@ -158,10 +158,10 @@ class OffloadedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be pickled: use session.save")
 
-    def _use_count(self) -> NoReturn:  # torch.utils.swap_tensors begins with it, and only that calls it
+    def _use_count(self) -> NoReturn:  # called only by torch.utils.swap_tensors, at its start
         _refuse_swapping(self)
 
-    # torch does not ask `__torch_function__` about these two.
+    # torch does not call `__torch_function__` for these two.
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         _refuse_write("set_", self)
 
@@ -170,10 +170,10 @@ class OffloadedParameter(nn.Parameter):
 
 
 class ParameterView(torch.Tensor):
-    """A tensor that shares a parameter's memory. It follows the parameter to wherever its values are."""
+    """A tensor that shares a parameter's memory, also after the parameter's values have moved."""
 
     parameter: OffloadedParameter
-    start: int  # its first byte, from the parameter's
+    start: int  # byte offset from the start of the parameter
     real, imag = _refusing("real"), _refusing("imag")
 
     @classmethod
@@ -205,32 +205,32 @@ class ParameterView(torch.Tensor):
 
 
 Shared = OffloadedParameter | ParameterView
-_SHARED = frozenset([OffloadedParameter, ParameterView])  # for `type(x) in`: isinstance asks nn.Parameter's metaclass
+_SHARED = frozenset([OffloadedParameter, ParameterView])  # for `type(x) in`: isinstance calls a slow metaclass
 
 
 def offload_parameter(parameter: nn.Parameter, name: str, lender: WeightProvider) -> None:
-    """Make it a parameter whose values `lender` fetches."""
+    """Convert the parameter in place to an `OffloadedParameter`, whose values `lender` fetches."""
     version = parameter._version
     parameter.__class__ = OffloadedParameter
     parameter.weight, parameter.lender, parameter.version = name, lender, version  # type: ignore[attr-defined]
 
 
 def refuse_written(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise UserError if one of them was written to."""
+    """Raise UserError if one of the parameters was written to."""
     for parameter in parameters:
         if isinstance(parameter, OffloadedParameter) and version_of(parameter) != parameter.version:
             _raise_written(parameter)
 
 
 def forget_writes(parameters: Iterable[nn.Parameter]) -> None:
-    """All of them have new values, whatever was written before."""
+    """Accept earlier writes, because all parameters have been loaded with new values."""
     for parameter in parameters:
         if isinstance(parameter, OffloadedParameter):
             parameter.version = version_of(parameter)
 
 
 def refuse_recording(what: str) -> None:
-    """Raise UserError where operations are recorded or transformed, which would keep memory instead of weights."""
+    """Raise UserError if operations are traced or transformed, because a trace would record memory, not weights."""
     if by := recording():
         raise UserError(
             f"{what} was used inside {by}, which cannot follow weights that come and go: give it a module that is not "
@@ -243,17 +243,17 @@ def refuse_recording(what: str) -> None:
 
 @dataclass(frozen=True)
 class _Operation:
-    """What is known of an operation before it runs."""
+    """The properties of an operation that are known before it runs."""
 
     name: str
-    access: str  # "get" or "set" of a property, "call" of all else
-    writes: tuple[tuple[int, str, bool], ...]  # arguments that it writes to: position, name, whether it is a list
-    asks: tuple[tuple[int, str], ...]  # arguments that make it write to its weight, if they are given
+    access: str  # "get" or "set" for a property, otherwise "call"
+    writes: tuple[tuple[int, str, bool], ...]  # arguments that it writes to: position, name, is a list
+    asks: tuple[tuple[int, str], ...]  # arguments (`inplace`, `max_norm`) that make it write to its weight if set
 
 
 _ACCESS = {"__get__": "get", "__set__": "set", "__delete__": "set"}
 _WRITING_METHODS = re.compile(r"__i(add|sub|mul|matmul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
-_ANY = -1  # position of an argument that comes by its name alone
+_ANY = -1  # position of a keyword-only argument
 
 
 @cache
@@ -282,7 +282,7 @@ def _names_of(func: Callable[..., Any]) -> list[str]:
 
 
 def _schemas(func: Any, name: str) -> Iterable[Any]:
-    """The schemas that an operation may have."""
+    """Return the schemas of all overloads that an operation may have."""
     if isinstance(func, torch._ops.OpOverload):
         return [func._schema]
     if isinstance(func, torch._ops.OpOverloadPacket):
@@ -291,8 +291,8 @@ def _schemas(func: Any, name: str) -> Iterable[Any]:
 
 
 def _written(schema: Any) -> Iterator[tuple[int, str, bool]]:
-    """The tensors that it writes to, and lists of tensors."""
-    if schema.name in ("aten::record_stream", "aten::retain_grad"):  # both declare a write and do none
+    """Yield the tensor arguments that an operation writes to: position, name, is a list."""
+    if schema.name in ("aten::record_stream", "aten::retain_grad"):  # both declare a write but do not write
         return
     for at, argument in enumerate(schema.arguments):
         kind = str(argument.type)
@@ -302,7 +302,7 @@ def _written(schema: Any) -> Iterator[tuple[int, str, bool]]:
 
 @not_compiled
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out an operation that was given parameters or views of them."""
+    """Run an operation on offloaded parameters or views of them."""
     operation = _operation(func)
     name, access = operation.name, operation.access
     if func is torch.autograd.grad:
@@ -316,7 +316,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     elif access == "get" and name in ("grad", "_grad"):
         pass
     elif access == "get" and name == "data":
-        func = torch.Tensor.detach  # `.data` has a version counter of its own, which would hide what is written
+        func = torch.Tensor.detach  # `.data` has a separate version counter, which would hide writes
         return _run(func, args, kwargs)
     elif name == "requires_grad_":
         _refuse_setting("requires_grad", args[0], *(args[1:] or (kwargs.get("requires_grad", True),)))
@@ -329,6 +329,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _run_with_values(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operation: _Operation
 ) -> Any:
+    """Run an operation that needs values: refuse writes, fetch the weights, and wrap results that share memory."""
     found: list[Shared] = []
     _collect((args, kwargs), found)
     parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
@@ -349,7 +350,7 @@ def _run_with_values(
 
 
 def _collect(values: Any, found: list[Shared]) -> None:
-    """Add those among an operation's arguments, in lists too, to `found`."""
+    """Append all offloaded parameters and views among (nested) arguments to `found`."""
     for value in values:
         if type(value) in _SHARED:
             found.append(value)
@@ -364,7 +365,7 @@ def _parameter_of(one: Shared) -> OffloadedParameter:
 
 
 def _follow(view: ParameterView) -> None:
-    """Give the view the memory that its parameter has now."""
+    """Point the view to its parameter's current memory."""
     parameter = view.parameter
     if _is_alias_of(view, parameter):
         return
@@ -377,7 +378,7 @@ def _follow(view: ParameterView) -> None:
 
 
 def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
-    """The result; tensors in it that share memory with a parameter become views, and arrays read-only copies."""
+    """Return the result; tensors that share a parameter's memory become views, and arrays become read-only copies."""
     if type(result) is torch.Tensor:
         if result.layout in _SPARSE:
             values = result._values() if result.layout is torch.sparse_coo else result.values()
@@ -407,14 +408,14 @@ def _make_view(tensor: Any, parameter: OffloadedParameter, start: int) -> None:
 
 
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any) -> Any:
-    """torch.autograd.grad. Parameters are named by their edges: a backward needs no values of them here.
+    """Run torch.autograd.grad with gradient edges instead of parameters, because it does not need their values.
 
-    It runs with `__torch_function__` enabled, since what it recomputes may read parameters.
+    `__torch_function__` stays enabled, because recomputation in the backward may read parameters.
     """
     outputs, inputs = ([one] if isinstance(one, torch.Tensor) else list(one) for one in (outputs, inputs))
     with torch._C.DisableTorchFunctionSubclass():
         if not all(one.requires_grad for one in (*outputs, *inputs) if isinstance(one, Shared)):
-            return torch.autograd.grad(outputs, inputs, grad_outputs, **words)  # for its own error
+            return torch.autograd.grad(outputs, inputs, grad_outputs, **words)  # raises torch's error
         outputs, edges = ([_edge(one) for one in some] for some in (outputs, inputs))
     if isinstance(grad_outputs, Shared):
         grad_outputs = grad_outputs.clone()
@@ -440,13 +441,14 @@ def _edge(one: Any) -> Any:
 
 
 def _changes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether `tensor.to(...)` would be another tensor."""
+    """Return whether `tensor.to(...)` would return another tensor."""
     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    with torch._C.DisableTorchFunctionSubclass():  # it may be given another offloaded parameter, `to(other)`
+    with torch._C.DisableTorchFunctionSubclass():  # in `to(other)` the argument may be an offloaded parameter
         return probe.to(*args, **kwargs) is not probe
 
 
 def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
+    """Raise UserError for setting an attribute, except `.grad = None` and other harmless values."""
     name = "grad" if name == "_grad" else name
     if isinstance(parameter, ParameterView):
         if name not in ("grad", "requires_grad"):
@@ -502,6 +504,7 @@ def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> 
 
 
 def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UserError if the operation would write to one of its offloaded arguments."""
     out = ((_ANY, "out", False), (_ANY, "out", True)) if "out" in kwargs else ()
     for at, name, several in operation.writes + out:
         target = args[at] if 0 <= at < len(args) else kwargs.get(name)

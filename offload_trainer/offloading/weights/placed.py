@@ -1,7 +1,8 @@
-"""The run's 16-bit weights, by unit: on the device, in host memory, or on drives.
+"""Store the weights that the model computes with, by unit, on the device, in RAM or on drives.
 
-What the update rounds out of the masters goes through here (`direct`, or `commit` of a buffer), and what the model
-computes with comes from here (`resident`, or a `Stream` that fetches).
+The update writes new weights here (in place with `direct`, or from a buffer with `commit`). The model reads them from
+here (in place with `resident`, or through a `WeightPrefetcher`, which fetches from `source`). With several ranks this
+module also broadcasts updated weights between devices and nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
 class PlacedWeights:
-    """One flat tensor in `dtype` for each unit."""
+    """The weights of a model: one flat tensor in `dtype` for each unit."""
 
     def __init__(
         self,
@@ -36,7 +37,10 @@ class PlacedWeights:
         transfers: Transfers,
         node: Node,
     ) -> None:
-        """Of those on the device each rank has its own, which `broadcast` brings up to date; others are once a node."""
+        """Allocate the weights. All ranks call it with the same arguments.
+
+        Weights on the device exist once per rank, and `broadcast` synchronises them. Others exist once per node.
+        """
         self._node = node
         self.homes, self.dtype, self.units = tuple(homes), dtype, tuple(units)
         self._device = device
@@ -62,21 +66,22 @@ class PlacedWeights:
             self._resident = host_buffer(end * dtype.itemsize).view(dtype)
 
     def resident(self, unit: int) -> torch.Tensor | None:
-        """The unit's elements where they live on the device."""
+        """Return the unit's elements if they are on the device, else None."""
         if self.homes[unit] != DEVICE:
             return None
         return self._resident[self._starts[unit] :][: self.units[unit].elements]
 
     def direct(self, unit: int) -> torch.Tensor | None:
-        """The unit's elements where the CPU can write them in place; None: `commit` what is new."""
+        """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
         if self.homes[unit] == DEVICE:
             return None if self._device.is_cuda else self.resident(unit)
         return self.store.host(unit)
 
     def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
-        """Bring new weights (host memory, untouched until the future is done) from element `start` on to their home.
+        """Write new weights from a host buffer to the unit's tier, from element `start` on.
 
-        `after`: the device's mark at which nothing computes with the old ones any more.
+        The buffer must not change until the future completes. `after` is the event on the device after which the old
+        weights are no longer used.
         """
         resident = self.resident(unit)
         if resident is not None:
@@ -84,9 +89,9 @@ class PlacedWeights:
         return self.store.write(unit, start, values)
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
-        """Fill `buffer` (host memory) with the weights from element `start` on, as they are.
+        """Fill `buffer` (host memory) with the current weights from element `start` on.
 
-        `after`: the device's mark at which they are there, if that is their home.
+        `after` is the event on the device after which weights there are complete.
         """
         resident = self.resident(unit)
         if resident is not None:
@@ -94,9 +99,10 @@ class PlacedWeights:
         return self.store.read(unit, start, buffer)
 
     def source(self, unit: int) -> torch.Tensor | Read:
-        """Where the weights of a unit that is away come from: host memory, or what reads them, for which this asks now.
+        """Return the source of an offloaded unit's weights: host memory, or a function that fills a buffer.
 
-        Several ranks read from a drive together what all of them need next, and bring it by parts from host memory.
+        With several ranks this already announces the fetch, so that ranks that need the same unit next share it: they
+        read it from the drive together, or all-gather shards of it from host memory.
         """
         host = self.store.host(unit)
         if host is not None:
@@ -104,7 +110,7 @@ class PlacedWeights:
         return self._reads.want(unit) if self._reads else lambda buffer: self.store.read(unit, 0, buffer)
 
     def cancel(self) -> None:
-        """Nobody waits any more for what other ranks need not come to."""
+        """Fail the collective fetches that have not begun, because other ranks may never join them."""
         for together in (self._reads, self._gathers):
             if together is not None:
                 together.cancel()
@@ -114,20 +120,20 @@ class PlacedWeights:
         for together in (self._reads, self._gathers):
             if together is not None:
                 together.close()
-        self._node.close()  # its rounds are for these
+        self._node.close()  # only these fetches use the node's rounds
 
     # -- with several ranks -------------------------------------------------------------------------------------------
 
     def broadcast(self) -> None:
-        """What each rank has updated, on every rank's device and on every node; after `commit`s are done."""
+        """Broadcast the weights that each rank has updated to all devices and nodes, after all `commit`s completed."""
         node = self._node
         for unit in self.units:
             self.spread_unit(unit)
         if len(node.nodes) > 1:
-            node.barrier()  # what other nodes have sent is there for all ranks of this one
+            node.barrier()  # all ranks of this node have received their parts from other nodes
 
     def spread_unit(self, unit: Unit, *, beside: SideGroup | None = None) -> None:
-        """The same of one unit; `beside`: of the thread that calls."""
+        """Broadcast one unit's updated weights; `beside` holds the connections of a calling side thread."""
         resident, node = self.resident(unit.index), self._node
         if resident is None:
             self._spread_over_nodes(unit, beside=beside)
@@ -137,7 +143,7 @@ class PlacedWeights:
             node.broadcast(resident[first:end], source=rank, beside=beside)
 
     def _spread_over_nodes(self, unit: Unit, *, beside: SideGroup | None) -> None:
-        """New weights that are there once a node, from their owner to the rank of its place on each other node."""
+        """Send new weights in RAM or on drives from the rank that updated them to its counterpart on other nodes."""
         node = self._node
         if len(node.nodes) == 1:
             return
@@ -155,16 +161,16 @@ class PlacedWeights:
                     self.store.write(unit.index, first, through).wait()
 
     def complete(self, masters: torch.Tensor, unit: Unit, place: Place) -> None:
-        """Fill a weight's masters, as far as ranks of other nodes update them, with theirs."""
+        """Fill in the parts of a weight's masters that other nodes update. All ranks call it."""
         node = self._node
         node.complete(masters, [begin_in(place, unit, its.start, ranks=node.world) for its in node.nodes])
 
     def spread_all(self) -> None:
-        """What rank 0 has on its device, on every rank's."""
+        """Broadcast rank 0's weights on the device to all ranks."""
         self._node.broadcast(self._resident, source=0)
 
     def spread_fixed(self) -> None:
-        """What is not trained of what rank 0 has on its device, on every rank's."""
+        """Broadcast rank 0's frozen weights on the device to all ranks."""
         for unit in self.units:
             resident = self.resident(unit.index)
             if resident is not None:
@@ -173,14 +179,14 @@ class PlacedWeights:
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """A copy of `count` elements on the CPU."""
+        """Return a CPU copy of `count` elements from `start` on."""
         resident = self.resident(unit)
         if resident is not None:
             return resident[start : start + count].to("cpu", copy=True)
         return self.store.get(unit, start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on. Then `flush`."""
+        """Set elements from `start` on. Call `flush` afterwards."""
         resident = self.resident(unit)
         if resident is not None:
             resident[start : start + values.numel()].copy_(values)
@@ -188,7 +194,7 @@ class PlacedWeights:
             self.store.put(unit, start, values)
 
     def put_page(self, unit: int, start: int, masters: torch.Tensor) -> None:
-        """Set a page's elements to what is rounded out of its masters (fp32, on the CPU), and nothing beside them."""
+        """Round a page's masters (fp32, on the CPU) to its weights; in a file no bytes outside the page are written."""
         if self.homes[unit] in (DEVICE, RAM):
             self.put(unit, start, masters)
             return
@@ -196,4 +202,5 @@ class PlacedWeights:
         self.store.write(unit, start, buffer.copy_(masters)).wait()
 
     def flush(self) -> None:
+        """Write everything that `put` has set to the drives."""
         self.store.flush()

@@ -1,13 +1,13 @@
-"""Units' weights on the device only while they are needed: rings of buffers, what comes next always on its way.
+"""Fetch offloaded weights to the device while they are needed, with rings of device buffers and prefetching.
 
-    forward   a module's pre-hook: `need` its units, then start those that came next the last time
-    backward  the same when a block is recomputed, or when autograd asks for a weight that it saved
-    between   what the next pass begins with is started while this one ends, or once the update has made it
-    elsewhere a weight that is read outside its module is lent: brought for one operation, into memory of its own
+    forward   a module's pre-hook calls `need` for its units, then prefetches those that followed in the previous pass
+    backward  the same happens when a block is recomputed, or when autograd unpacks a saved weight
+    between   the first units of the next pass are prefetched while this pass ends, or once the update has written them
+    outside   a weight that is read outside its module is copied into separate memory for one operation
 
-A weight that is away has its shape and one NaN for memory, so that code which uses it without a hook is seen at once.
-What autograd saves of a weight points into a ring buffer whose content changes: it is kept by unit and place, and
-found again in backward. Nothing is ever freed: what has been unused for longest makes room for what is needed
+While a weight is offloaded, its parameter has the right shape over a single NaN, so that code that uses it without a
+hook produces NaN. A weight that autograd saves points into a ring buffer whose content changes. It is saved as unit
+and offset instead, and fetched again in the backward. Buffers are never freed: the least recently used unit is evicted
 (`plan/tiered/weight_buffers.py`).
 """
 
@@ -40,7 +40,7 @@ from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.plan.tiered.weight_buffers import Rings
 
-_END = -1  # of a pass, where a unit might follow
+_END = -1  # marks the end of a pass in place of a following unit
 
 
 @dataclass
@@ -48,12 +48,12 @@ class _Slot:
     """A ring buffer on the device."""
 
     buffer: torch.Tensor
-    arrival: DeviceCopy | None = None  # None: what is in it is in place
+    arrival: DeviceCopy | None = None  # None: the copy has completed
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """A saved view of a weight: autograd gets it back from wherever its unit is then."""
+    """A view of a weight that autograd saved, as a range of its unit; `unpack` fetches the unit and rebuilds it."""
 
     unit: int
     offset: int
@@ -62,7 +62,10 @@ class _Saved:
 
 
 class WeightPrefetcher:
-    """Fetches units that `weights` keeps away from the device. `parameters` are by name, one for each use."""
+    """The device buffers for the offloaded units of `weights`, and the hooks that fetch units into them.
+
+    `parameters` (by name, one for each use) point to a buffer while their unit is in it.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class WeightPrefetcher:
         device: Device,
         blocks: int,
     ) -> None:
-        """`blocks`: ring buffers for units that are blocks."""
+        """Allocate the ring buffers; `blocks` is the number of buffers for blocks."""
         self._weights, self._device, self._renewal = weights, device, update_progress
         units = [unit for unit in weights.units if weights.resident(unit.index) is None]
         self._rings = Rings(units, blocks=blocks)
@@ -90,21 +93,21 @@ class WeightPrefetcher:
         self._away = torch.full((), torch.nan, dtype=weights.dtype, device=device.place)
         self._backward = False
         self._then: bool | None = None
-        # (backward?, the unit before, unit) -> the unit needed next, last time; None, None: at the start of a pass
+        # (is backward, previous unit, unit) -> the unit that followed last time; (None, None): start of a pass
         self._followed: dict[tuple[bool, int | None, int | None], int] = {}
         self._before_last: int | None = None
         self._last: int | None = None
-        self._recomputing: Any = None  # the checkpointed part that is recomputed, or was last
-        self._recomputed: set[int] = set()  # its units
-        self._lent: dict[str, tuple[int, int]] = {}  # weights in memory of their own: their unit and place in it
-        self.then_after_backward: bool | None = None  # of backwards that begin without `passing`
+        self._recomputing: Any = None  # pack hook of the checkpointed part that was recomputed last
+        self._recomputed: set[int] = set()  # units of that part
+        self._lent: dict[str, tuple[int, int]] = {}  # weights in separate memory: their unit and offset in it
+        self.then_after_backward: bool | None = None  # `then` for backwards that begin without `passing`
         for unit in units:
             self._send_away(unit.index)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
-        """Watch these modules, each with the units that it needs."""
+        """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
         for module, units in wanted.items():
             streamed = [unit for unit in units if unit in self._parts]
             if not streamed:
@@ -121,9 +124,10 @@ class WeightPrefetcher:
             module.register_forward_pre_hook(self._before(streamed, saves=not isinstance(module, nn.Embedding)))
 
     def _before(self, units: list[int], *, saves: bool) -> Callable[..., None]:
-        """`saves`: whether autograd saves the module's weights for its backward; an embedding's needs none.
+        """Return a forward pre-hook that fetches `units`.
 
-        PEFT's prompt tuning looks up embeddings before it calls the model.
+        `saves`: autograd saves the module's weights for its backward. An embedding's backward needs no weights, so
+        embeddings may be called outside the model's forward, as PEFT's prompt tuning does.
         """
 
         def hook(*_: Any) -> None:
@@ -141,7 +145,13 @@ class WeightPrefetcher:
         return not_compiled(hook)
 
     def _note_recomputation(self, unit: int) -> None:
-        """What a checkpointed part's recomputation saves are bare views: its units stay until another part begins."""
+        """Protect a checkpointed part's units from eviction until another part is recomputed.
+
+        The recomputation saves plain views of its weights, which point into the ring buffers.
+
+        Raises:
+            UserError: checkpointing is reentrant.
+        """
         if not (in_backward() and torch.is_grad_enabled()):
             return
         hooks = hooks_of_autograd()
@@ -157,9 +167,9 @@ class WeightPrefetcher:
 
     @contextmanager
     def passing(self, *, backward: bool, then: bool | None) -> Iterator[None]:
-        """Around each forward and each backward pass: the direction, and autograd keeping weights by place.
+        """Wrap each forward or backward pass, with saved-tensor hooks that save weights by unit and offset.
 
-        `then`: whether the pass after it is a backward; None where the weights will not be these any more.
+        `then`: the pass after this one is a backward; None if the weights will have changed by then.
         """
         self._begin_pass(backward=backward, then=then)
         with self.saving():
@@ -167,11 +177,11 @@ class WeightPrefetcher:
         self._end_pass()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Inside, autograd keeps weights by place."""
+        """Return a context in which autograd saves weights by unit and offset."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def end_backward(self) -> None:
-        """A backward that began without `passing` is over."""
+        """End a backward that began without `passing`."""
         if self._backward:
             self._end_pass()
 
@@ -180,7 +190,7 @@ class WeightPrefetcher:
         self._look_ahead()
 
     def begin(self) -> None:
-        """The weights are new: a forward follows, and what it needs first is started."""
+        """Prefetch the first units of the next forward, after the weights have changed."""
         self._begin_pass(backward=False, then=None)
         self._look_ahead()
 
@@ -190,10 +200,10 @@ class WeightPrefetcher:
         self._recomputing, self._recomputed = None, set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        return self.place_of(tensor) or tensor.detach()  # itself would be a cycle where it is its node's own result
+        return self.place_of(tensor) or tensor.detach()  # without detach a saved result refers to its own node
 
     def place_of(self, tensor: torch.Tensor) -> _Saved | None:
-        """Of a weight that comes and goes."""
+        """Return the unit and offset of a tensor that views a ring buffer, or None for other tensors."""
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return None
@@ -205,16 +215,20 @@ class WeightPrefetcher:
         if not isinstance(saved, _Saved):
             return saved
         if unprotected() and in_backward():
-            keep_by(self.pack, self.unpack)  # with create_graph this weight is saved again
+            keep_by(self.pack, self.unpack)  # with create_graph the weight is saved again for the double backward
         with without_modes():
             return self.need(saved.unit).as_strided(saved.size, saved.stride, saved.offset)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
     def need(self, unit: int) -> torch.Tensor:
-        """The unit's weights are in this buffer for what is computed next, and those after it are on their way."""
+        """Return the buffer with the unit's weights for the next computation, and prefetch the units that follow.
+
+        Raises:
+            UserError: a checkpointed part needs more units than there are buffers.
+        """
         if not self._backward and in_backward():
-            self._begin_pass(backward=True, then=self.then_after_backward)  # nobody has told
+            self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
         number = self._rings.slot_of(unit)
         if number is None:
             number = self._rings.room_for(unit)
@@ -239,13 +253,14 @@ class WeightPrefetcher:
         return slot.buffer
 
     def _look_ahead(self) -> None:
+        """Start fetching the units that are expected next, without evicting units of the recomputed part."""
         for unit, number in self._rings.ahead(self._last, self._expected()):
             if self._rings.slots[number].unit in self._recomputed - {self._last}:
                 return
             self._start(unit, number)
 
     def _expected(self) -> Iterator[int]:
-        """The units needed after the last one, as they followed each other before; into the pass after this one."""
+        """Yield the units expected after the last one, by the order of earlier passes, up to the next pass's end."""
         backward, then = self._backward, self._then
         before, last = self._before_last, self._last
         while (unit := self._followed.get((backward, before, last))) is not None:
@@ -258,7 +273,7 @@ class WeightPrefetcher:
                 backward, then, before, last = then, None, None, None
 
     def _start(self, unit: int, number: int) -> None:
-        """Send the unit on its way into that slot."""
+        """Evict the slot's unit, and start fetching `unit` into it."""
         self._evict(number)
         self._rings.put(unit, number)
         slot = self._slots[number]
@@ -275,26 +290,28 @@ class WeightPrefetcher:
             self._send_away(unit)
             return
         arrival, slot.arrival = slot.arrival, None
-        arrival.wait()  # two transfers must not share a buffer
+        arrival.wait()  # two transfers must not write to the same buffer
 
     def _send_away(self, unit: int) -> None:
+        """Point the unit's parameters to the NaN placeholder."""
         for parameter, _, shape in self._parts[unit]:
             set_memory(parameter, self._away.expand(shape))
 
     def forget(self) -> None:
-        """The homes have new weights, or will: whatever the ring holds is old, and what was lent."""
+        """Evict all units and end all loans, because the weights have changed or are about to."""
         self._take_back()
         for number in range(len(self._slots)):
             self._evict(number)
 
-    # -- read outside their modules -----------------------------------------------------------------------------------
+    # -- reading weights outside their modules ------------------------------------------------------------------------
 
     @contextmanager
     def borrow_weights(self, places: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-        """Inside, these weights (their unit, and the place in it) can be read by one operation, whatever it is.
+        """Provide weights, given by unit and offset, to one operation inside the context.
 
-        What is away, or in a ring whose content nothing would bring back for the backward, is copied into memory of its
-        own, and stays there until others are lent or the weights change. Autograd keeps that memory, as it is.
+        An offloaded weight is copied into separate memory. So is one in a ring buffer if autograd would save it without
+        hooks that could fetch it again. The copy stays until other weights are borrowed or the weights change. Autograd
+        saves the copy itself.
         """
         bare = unprotected()
         recomputing = self._recomputing is not None and torch.is_grad_enabled()
@@ -326,10 +343,11 @@ class WeightPrefetcher:
     @torch.no_grad()
     def _copy(self, unit: int, start: int, shape: torch.Size) -> torch.Tensor:
         self._renewal.wait(unit)
-        with torch.inference_mode(False):  # it may outlive that
+        with torch.inference_mode(False):  # the copy may be used after inference mode ends
             return self._weights.get(unit, start, shape.numel()).to(self._device.place).view(shape)
 
     def _take_back(self) -> None:
+        """End all loans: point the parameters to their ring buffer or to the placeholder."""
         for unit, start in self._lent.values():
             number = self._rings.slot_of(unit)
             there = number is not None and self._slots[number].arrival is None
@@ -341,7 +359,7 @@ class WeightPrefetcher:
         self._lent = {}
 
     def close(self) -> None:
-        """Wait for what is on its way, whatever becomes of it."""
+        """Wait for all fetches, successful or not."""
         for number in range(len(self._slots)):
             with suppress(Exception):
                 self._evict(number)
@@ -350,10 +368,10 @@ class WeightPrefetcher:
 def modules_of_units(
     model: nn.Module, unit_of: dict[str, int], *, blocks: Sequence[Unit]
 ) -> dict[nn.Module, list[int]]:
-    """The units that must be there while a module runs: those of its own weights; for a block, of all inside it.
+    """Return the units that each module needs: those of its direct weights, or for a block of all weights inside it.
 
-    `unit_of` maps the names of the model's parameters, tied ones too, to units. The modules inside a block are watched
-    too, since transformers recomputes a block below its hooks.
+    `unit_of` maps the names of the model's parameters, including tied ones, to units. Modules inside a block are
+    included as well, because transformers recomputes a block without calling the block's own hooks.
     """
     inside = {unit.name for unit in blocks}
     wanted: dict[nn.Module, list[int]] = {}

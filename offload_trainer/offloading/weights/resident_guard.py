@@ -1,7 +1,8 @@
-"""Weights that stay on the device, while an update is under way: without memory until their unit's new ones are home.
+"""Block access to weights on the device while an update is writing them, until their unit has its new weights.
 
-A module's pre-hook waits for its units and gives their parameters the memory back. Before that a weight has its shape
-and one NaN, as those have that come and go, so that code which uses it without a hook is seen at once.
+When an update begins, the parameters of units that it changes lose their memory. Before a module runs, a pre-hook waits
+for its units and restores their memory. In between, a parameter has the right shape over a single NaN, so that code
+that uses it without a hook produces NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offload_trainer.offloading.weights.placed import PlacedWeights
 
 
 class ResidentGuard:
-    """Of the units of `weights` that live on the device. `parameters` are by name, one for each use."""
+    """The guard of the units that `weights` stores on the device. `parameters` are by name, one for each use."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class ResidentGuard:
         *,
         place: torch.device,
     ) -> None:
-        """`place`: the device's."""
+        """Prepare the guard; `place` is the torch device."""
         self._renewal = update_progress
         self._away = torch.full((), torch.nan, dtype=weights.dtype, device=place)
         self._parts = _on_the_device(weights, parameters)
@@ -36,7 +37,7 @@ class ResidentGuard:
         self._asked_for: set[int] = set()  # units that a module's call has asked for, ever
 
     def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
-        """Watch these modules, each with the units that it needs."""
+        """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
         for module, units in wanted.items():
             held = [unit for unit in units if unit in self._parts]
             if held:
@@ -50,7 +51,7 @@ class ResidentGuard:
         return not_compiled(hook)
 
     def begin(self) -> None:
-        """An update has begun: take away what it changes."""
+        """Block the units that the update that has just begun will change."""
         for unit, parts in self._parts.items():
             if not self._renewal.is_home(unit):
                 self._withheld.add(unit)
@@ -58,7 +59,7 @@ class ResidentGuard:
                     set_memory(parameter, self._away.expand(memory.shape))
 
     def restore(self, units: Iterable[int]) -> None:
-        """These units' parameters have their new values when this returns."""
+        """Wait until these units have their new weights, and restore their parameters' memory."""
         for unit in self._withheld.intersection(units) if self._withheld else ():
             self._renewal.wait(unit)
             for parameter, memory in self._parts[unit]:
@@ -73,11 +74,12 @@ class ResidentGuard:
         self.restore(self._withheld - self._asked_for)
 
     def give_all_back(self) -> None:
+        """Wait for all new weights, and restore all parameters' memory."""
         self.restore(self._parts)
 
 
 def give_memory(weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
-    """Parameters on their units' memory, where that stays on the device; a stream gives it to the others."""
+    """Point parameters to their unit's memory if it is on the device; `WeightPrefetcher` handles the others."""
     for parts in _on_the_device(weights, parameters).values():
         for parameter, memory in parts:
             parameter.data = memory
@@ -86,7 +88,7 @@ def give_memory(weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Par
 def _on_the_device(
     weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]
 ) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
-    """Of each unit that lives there, each use of its weights and where that is."""
+    """Return, for each unit on the device, its parameters (one for each use) and each one's view of the memory."""
     resident = {unit: weights.resident(unit.index) for unit in weights.units}
     return {
         unit.index: [

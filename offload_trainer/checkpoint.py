@@ -291,7 +291,7 @@ def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState,
 
 
 def _place_of(directory: Path) -> tuple[int, int] | None:
-    """Return (device, inode), which identify a directory across remounts of its path; None if it does not exist."""
+    """Return (device, inode), which differ if another filesystem is mounted at the path; None if there is nothing."""
     try:
         found = directory.stat()
     except OSError:

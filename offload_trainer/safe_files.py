@@ -62,7 +62,7 @@ Crc32s = Annotated[list[Crc32], FailFast()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Line = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
-FileName = Annotated[str, AfterValidator(_plain_name)]  # relative path without "..", so that it stays inside its directory
+FileName = Annotated[str, AfterValidator(_plain_name)]  # relative path without "..", inside its directory
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

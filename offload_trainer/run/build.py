@@ -1,6 +1,6 @@
 """Build a run: lease directories on drives, construct the engine, and assemble the Job for the training loop.
 
-    Setup ── build_job ──> Job        (an ExitStack closes everything that was opened, also after a failure)
+Setup ── build_job ──> Job        (an ExitStack closes everything that was opened, also after a failure)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Data of a run: tokenize it into the cache, split it into training and validation rows, and identify it.
 
-    DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
+DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def planned(
 ) -> Planned:
     """Plan `config`; if the device lacks memory, plan the first fallback that fits.
 
-    If none fits, return the plan with the smallest device footprint when the first is too large to report usefully,
-    else the first plan.
+    If none fits, return the first plan, or the smallest fallback if one unit of weights alone exceeds device memory.
     """
 
     def plan_of(wish: TrainConfig, of: Any) -> Planned:

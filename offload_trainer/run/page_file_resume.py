@@ -135,7 +135,7 @@ def keep(setup: Setup, job: Job) -> None:
 def drop(setup: Setup) -> None:
     """Unregister the page files after the run has ended in order, so that no later run resumes from them."""
     if setup.log.loud:
-        with suppress(OSError):  # the files themselves are removed, so a stale list does no harm
+        with suppress(OSError):  # the directories are removed too, and the next start finds none
             keep_none(setup.listed)
 
 

@@ -214,7 +214,7 @@ def takes_keys(command: str) -> bool:
 
 
 def take_command(words: list[str]) -> str | None:
-    """Remove the command from the front of `words` and return it; return None if there is none, which means `train`.
+    """Remove the command from the front of `words` and return it; None stands for `train`, whose name is optional.
 
     Raises UserError if the first word is neither a command nor an existing file and does not look like a path.
     """
@@ -228,7 +228,7 @@ def take_command(words: list[str]) -> str | None:
 
 
 def _hint(word: str) -> str:
-    """Return a suggestion for an unknown command, to append to an error message; "" if there is none."""
+    """Return a suggestion for an unknown command, to append to an error message; "" if nothing is close."""
     if word in PRESETS:
         return f"; a model is named by a flag: --model {word}"
     if known := command_of(word):

@@ -46,7 +46,7 @@ STATE = "offload"  # subdirectory of a checkpoint with the session's state
 _WORK = ".export"  # scratch directory where a model is written before its files are renamed into place
 _TRAINER_STATE = "trainer_state.json"  # the Trainer writes this file last
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # of a Trainer
+_MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # methods
 
 
 def load(name: str | Path, *, say: Callable[[str], None] = print, **keys: Unpack[SessionKeys]) -> PreTrainedModel:
@@ -218,7 +218,7 @@ class Offloaded(_Trainer):
 
 
 def newest_whole(output: Path, *, state: bool) -> Path:
-    """Return the newest complete checkpoint of the Trainer in `output`. Raises UserError if there is none."""
+    """Return the newest complete checkpoint of the Trainer in `output`. Raises UserError without one."""
     found = [folder for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if folder.name.rpartition("-")[2].isdigit()]
     for folder in sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True):
         if not what_lacks(folder, state=state):

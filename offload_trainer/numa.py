@@ -1,4 +1,4 @@
-"""NUMA topology: assign CPUs to ranks and threads so that each works on memory of its own node."""
+"""NUMA topology: assign CPUs to ranks and threads so that each works on memory of the node it runs on."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def to_install(*packages: str) -> str:
 
 
 def lacks(wish: str, package: str) -> str:
-    """Return the error message for a feature, `wish`, that needs a package that is not installed."""
+    """Return the error message for a feature that needs a package which is not installed."""
     also = ("ninja",) if package == "deepspeed" else ()
     return f"{wish} needs {package}, which is not installed: {to_install(package, *also)}"
 

@@ -205,7 +205,7 @@ def _parsed_address(told: bytes, *, of: int) -> tuple[str, int]:
 
 
 def _look_for_notes(store: dist.Store, secret: bytes) -> None:
-    """Raise the error that a rank has left in the store because it cannot join; return if there is none."""
+    """Raise the error that a rank has left in the store because it cannot join, if any."""
     if not store.check([_NOT_COMING]):
         return
     proof, _, note = store.get(_NOT_COMING)[:10_000].partition(b" ")
@@ -528,7 +528,7 @@ class Group:
 
 
 def _failure(failed: Exception | None) -> list[Any] | None:
-    """Return [exit code, message] of an error, to send to the other ranks; None if there is none."""
+    """Return [exit code, message] of an error, to send to the other ranks; None without an error."""
     return None if failed is None else [getattr(failed, "exit_code", LOST), str(failed)]
 
 

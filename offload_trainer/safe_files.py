@@ -162,7 +162,7 @@ def refuse_pipes(directory: Path) -> None:
 
 
 def _mode(path: Path) -> int:
-    """Return the mode of a path's target; 0 if there is none."""
+    """Return the mode of a path's target; 0 for a dangling link."""
     try:
         return path.stat().st_mode
     except OSError:

@@ -46,4 +46,4 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     left = min(1.0, (last - step) / span)
     if section.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
-    return section.lr * left + final * (1 - left)  # in this form the rate is exactly the peak when left is 1
+    return section.lr * left + final * (1 - left)  # exactly the peak when left is 1

@@ -42,7 +42,7 @@ class Term:
     """This program's equivalent of another trainer's word."""
 
     here: str  # a key, a key with its value, or "" if there is no equivalent
-    note: str = ""  # what differs, or what to do instead
+    note: str = ""  # sentence that says what differs or what to do instead
 
     @property
     def key(self) -> str:

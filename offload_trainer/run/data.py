@@ -129,7 +129,7 @@ def _refuse_mixture(section: DataSection) -> None:
 
 
 def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_len: int) -> Any:
-    """Return the tokens of data.path, mixed by data.mixture if that is given."""
+    """Return the tokens of data.path, mixed with the weights of data.mixture if it is set."""
     _refuse_mixture(section)
     if not section.mixture:
         return prepared(section)
@@ -141,7 +141,7 @@ def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_
 
 
 def _what_ends_documents(end: int | None, *given: Any) -> int | None:
-    """Return the end-of-text token. Raises UserError if there is none and a token file needs it."""
+    """Return the end-of-text token. Raises UserError if the tokenizer lacks one and a token file needs it."""
     if end is None and any(tokens.row_length is None for tokens in given):
         raise UserError("data.packing=on: the tokenizer has no end-of-text, so nothing marks where a document ends")
     return end

@@ -27,7 +27,7 @@ from offload_trainer.run.process_setup import ranks_of_environment
 class Planned:
     """Configuration, plan, machine and model of a run that has not started."""
 
-    config: TrainConfig  # with the plan's choices in place of `auto`
+    config: TrainConfig  # `auto` values replaced by the plan's choices
     plan: Plan
     machine: MachineProfile
     source: Any  # ModelSource

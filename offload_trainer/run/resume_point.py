@@ -23,7 +23,7 @@ ANEW = "nothing was kept yet: the same command begins anew"
 
 
 def saying_where(told: str, words: Sequence[str]) -> str:
-    """Complete every "the same command goes on" in a message with the point that the command `words` resumes from."""
+    """Complete the phrase `errors.AGAIN` in a message with the point that the command `words` resumes from."""
     return re.sub(f"{AGAIN}(?! from)", lambda _: goes_on(words), told)
 
 
@@ -42,7 +42,7 @@ def goes_on(words: Sequence[str]) -> str:
 
 
 def made_with(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
-    """Return the resolved configuration of the run that this one would resume from; empty if there is none.
+    """Return the resolved configuration of the run that this one would resume from; empty for a new run.
 
     It is also empty if it cannot be read; the later check of the checkpoint or page files reports that error.
     """

@@ -152,7 +152,7 @@ def _train_as_rank(
 
 
 def with_steps(setup: Setup, *, begins: TrainState | None) -> Setup:
-    """Return the setup with `train.steps` computed from `train.epochs`, if that is given.
+    """Return the setup with `train.steps` computed from `train.epochs`, unless that is `auto`.
 
     The result is the smallest number of steps that visits all rows of the epochs; the last step may visit a few more.
     `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
@@ -221,7 +221,7 @@ def use_deterministic_algorithms() -> None:
     aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     torch.use_deterministic_algorithms(True, warn_only=False)
-    # Filling new tensors with NaN would also fill pages and staging buffers, which are always written before being read.
+    # Filling new tensors with NaN would also fill pages and staging buffers, which are written before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

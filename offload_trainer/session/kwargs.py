@@ -96,7 +96,7 @@ def known_keys() -> dict[str, str]:
 def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
     """Return the command-line words for the model `name`, or for a module in memory if it is None.
 
-    Unless gradient_accumulation_steps is given, the plan allows for accumulation. Raises UserError for unknown keywords.
+    Without gradient_accumulation_steps, the plan allows for accumulation. Raises UserError for unknown keywords.
     """
     known = known_keys()
     for key in given:

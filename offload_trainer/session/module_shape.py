@@ -72,7 +72,7 @@ def _below(name: str, key: str) -> str:
 
 
 def _told(module: nn.Module, key: str) -> int | None:
-    """Return an integer of the module's transformers (text) configuration; None if there is none."""
+    """Return an integer of the module's transformers (text) configuration; None if it lacks the key."""
     config = getattr(module, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     found = getattr(text, key, None)

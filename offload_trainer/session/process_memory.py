@@ -20,7 +20,7 @@ class ThisProcess:
     """Host memory of this process in bytes, divided by how a plan treats it."""
 
     counted: int  # part of the plan's reserve for a process that is already in use
-    beside: int  # in use beyond that reserve
+    beside: int  # use beyond that reserve
     moves: int  # parameters of the model, freed while they are placed
 
     @classmethod

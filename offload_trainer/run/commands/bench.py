@@ -76,9 +76,9 @@ def bench_here(
 
 
 def _ranks_to_time(wish: int, *, gpus: int | None) -> int:
-    """Return the number of ranks to measure links between: `wish`, or one per GPU if that is 1.
+    """Return the number of ranks to measure links between: as many as requested, or one per GPU if that is 1.
 
-    `gpus`: None on a machine without GPUs. Raises UserError if `wish` is more than there are.
+    `gpus`: None on a machine without GPUs. Raises UserError if more ranks than GPUs are requested.
     """
     if gpus is not None and wish > gpus:
         raise UserError(f"--gpus {wish}: there are {gpus} here")

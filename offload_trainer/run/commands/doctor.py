@@ -120,7 +120,7 @@ def _torch() -> Check:
 
 
 def _driver() -> str | None:
-    """Return the GPU driver (NVIDIA, WSL2 or AMD) found without torch; None if there is none."""
+    """Return the GPU driver (NVIDIA, WSL2 or AMD) found without torch, if any."""
     version = Path("/proc/driver/nvidia/version")
     if version.exists():
         return version.read_text().splitlines()[0].strip()

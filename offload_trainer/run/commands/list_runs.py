@@ -32,7 +32,7 @@ class Run:
 
 
 def runs_in(directory: Path) -> list[Run]:
-    """Return the runs at or below `directory`, sorted by path. Raises UserError if there is none."""
+    """Return the runs at or below `directory`, sorted by path. Raises UserError if no run is found."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; runs are in the --output that they were started with")
     found = []
@@ -81,7 +81,7 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     if _is_alive(directory):
         return "is running"
     if (saved is None or saved != steps) and _has_page_files(directory):
-        return "goes on from its page files"  # or from its checkpoint, if that is newer
+        return "goes on from its page files"  # a newer checkpoint takes precedence
     if saved is None:
         exported = (directory / "export").is_dir()
         return "exported, cannot go on" if exported else "no checkpoint: starts anew"

@@ -52,7 +52,7 @@ class _Ranks:
     waited: set[signal.Signals]  # signals that the launcher blocks and receives by sigtimedwait
     before: set[int]  # signal mask before that, which the ranks inherit
     stopped: int = 0  # the first signal that asked for the end, or 0
-    living: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # by rank
+    living: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # rank -> process
 
     def start(self, command: Sequence[str], *, count: int) -> None:
         """Start the ranks in separate sessions, so that a terminal's signals reach the launcher only."""

@@ -201,7 +201,7 @@ class Checkpoints:
         if self._worker and (self._beside_training is ALONE or error is None):
             self._worker.close()
 
-    # -- one of them --------------------------------------------------------------------------------------------------
+    # -- one checkpoint -----------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
         """Check that the run directory is still the same one and has room for a checkpoint; remove leftovers."""

@@ -189,7 +189,7 @@ def _flags(names: tuple[str, ...]) -> list[str]:
 
 
 def flags_of(command: str) -> tuple[str, ...]:
-    """Return the flags of keys that a command's help shows; none for a command that takes no keys."""
+    """Return the configuration flags shown in a command's help; empty for a command without configuration."""
     return _FLAGS_OF.get(command, ())
 
 

@@ -94,7 +94,7 @@ class Mesh:
         return [bytes(one) for one in found.values()]
 
     def broadcast(self, data: bytes, *, source: int) -> bytes:
-        """Return the `data` of rank `source`."""
+        """Return the `data` of rank `source` on every rank; other ranks' `data` is ignored."""
         if self.rank == source:
             for part in (_SIZE.pack(len(data)), data):
                 self.exchange([(peer, memoryview(part)) for peer in self.others], [])

@@ -50,7 +50,7 @@ class _Joined:
 
     rank: int
     world: int
-    here: range  # the ranks of this node
+    here: range  # ranks of this node
     listener: Listener
     everybody: Mesh
     store: dist.Store | None  # the launcher's store, if there are several nodes; rank 0 may host it
@@ -596,6 +596,7 @@ def _gathered(value: Any, mesh: Mesh | None, kind: Any) -> list[Any]:
 
 
 def wait_for_all(*, group: Mesh | None = None) -> None:
+    """Block until all ranks of the group (None: all ranks) have called this."""
     if _joined:
         with _noticing():
             (group or _joined.everybody).barrier()

@@ -32,7 +32,7 @@ from offload_trainer.units import is_utf8, shown
 
 @dataclass(frozen=True)
 class Flag:
-    """A short spelling of one key on the command line."""
+    """Command-line flag that sets one configuration key."""
 
     key: str
     metavar: str = ""

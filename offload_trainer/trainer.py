@@ -250,7 +250,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
-    finding = job.finds_scale and result.loss_scale > 1  # skipping is how the scale finds its value
+    finding = job.finds_scale and result.loss_scale > 1  # dynamic loss scaling expects overflows
     if finding:
         return
     if job.optim.on_nonfinite_grad == "stop":

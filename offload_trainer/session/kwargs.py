@@ -142,6 +142,7 @@ def in_callers_words() -> Iterator[None]:
 
 
 def callers_words(message: str) -> str:
+    """Replace flags and keys in an error message by keywords: `--nvme /a` becomes `nvme=["/a"]`."""
     message = message.replace(_RULE, "rule")
     for flag in sorted(FLAGS, key=len, reverse=True):
         leaf = FLAGS[flag].key.rpartition(".")[2]

@@ -72,6 +72,10 @@ class Saves:
     def save(
         self, final: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
     ) -> None:
+        """Write a save to `final`, replacing an older save there once the new one is complete.
+
+        Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
+        """
         final = final.absolute()
         if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
             raise UserError(f"{final} holds something that is no save, and is not replaced: name another directory")
@@ -123,6 +127,11 @@ class Saves:
     def resume(
         self, directory: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
     ) -> int:
+        """Load a save into the model, the optimizer and the `stateful` objects; return its step count.
+
+        Returns 0 if there is no save. The save is checked before anything is changed. Raises UserError if it is damaged
+        or does not fit this session.
+        """
         save = _newest(directory.absolute())
         if save is None:
             return 0

@@ -64,7 +64,7 @@ class Session:
         self._clip = 1.0
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
-        model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls it without the hooks
+        model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls forward directly, without hooks
         self._equal: set[str] = set()  # keys left out of a state_dict that is being loaded
         model.register_load_state_dict_pre_hook(self._leave_equal)
         model.register_load_state_dict_post_hook(self._have_equal)
@@ -369,7 +369,7 @@ class Session:
             raise UserError("call adamw() or lion() first: a save holds the rates of its groups")
         return self._optimizer
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- closing ------------------------------------------------------------------------------------------------------
 
     def _refuse_closed(self) -> None:
         if self._offloaded.closed:

@@ -22,7 +22,7 @@ from offload_trainer.mesh import RUN
 from offload_trainer.run.ranks.watchdog import LAUNCHER, begin_launchers_watch
 
 _STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-_GRACE = 30.0  # seconds that ranks have to end once one of them has failed
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to the other ranks after one has failed
 _LOOK = 1.0  # seconds between checks of the ranks when no signal arrives
 
 
@@ -51,7 +51,7 @@ class _Ranks:
 
     waited: set[signal.Signals]  # signals that the launcher blocks and receives by sigtimedwait
     before: set[int]  # signal mask before that, which the ranks inherit
-    stopped: int = 0  # the first signal that asked for the end, or 0
+    stopped: int = 0  # first signal that asked the run to stop, or 0
     living: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # rank -> process
 
     def start(self, command: Sequence[str], *, count: int) -> None:

@@ -339,8 +339,8 @@ class Session:
     def resume(self, directory: str | Path, *stateful: Stateful) -> int:
         """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
 
-        Returns 0 and changes nothing if `directory` does not exist or is empty. Raises UserError if the save is damaged
-        or belongs to another model or other parameter groups.
+        Pending gradients are dropped in any case. Returns 0 and loads nothing if `directory` does not exist or is
+        empty. Raises UserError if the save is damaged or belongs to another model or other parameter groups.
         """
         self._refuse_closed()
         self._clear()

@@ -1,6 +1,8 @@
-"""Train every parameter of a transformer far larger than the GPU, and larger than host memory, on one GPU.
+"""Train every parameter of a transformer larger than GPU memory, or larger than host RAM, on one GPU.
 
-session = offload_trainer.load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"])      or offload(module): docs/library.md
+    session = offload_trainer.load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"])
+
+`load` takes a transformers model by name, `offload` any `nn.Module`; docs/library.md describes both.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The library on first use: a plan, or a command's --help, needs none of it."""
+    """Import the library on first use, so that `plan` and `--help` do not load torch."""
     if name in ("load", "offload"):
         from offload_trainer.session import api
 

@@ -1,4 +1,8 @@
-"""The command's process. Until there is something to tidy up, Ctrl-C ends it as any program, without a traceback."""
+"""Entry point of `offload-train` and `python -m offload_trainer`.
+
+While the package is being imported, Ctrl-C ends the process without a traceback. An import that fails because a
+required package is missing or too old prints one line and exits with 1.
+"""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Directories of the program outside a run."""
+"""Location of the cache directory, which holds tokenized data and measured transfer rates across runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from offload_trainer.errors import UserError
 
 
 def cache_directory() -> Path:
-    """``$OFFLOAD_TRAINER_CACHE``, ``$XDG_CACHE_HOME/offload-trainer``, or ``~/.cache/offload-trainer``.
+    """Return ``$OFFLOAD_TRAINER_CACHE``, ``$XDG_CACHE_HOME/offload-trainer`` or ``~/.cache/offload-trainer``.
 
-    UserError where none of them is known.
+    Raises UserError if none of them can be determined.
     """
     named, base = os.environ.get("OFFLOAD_TRAINER_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:

@@ -1,18 +1,18 @@
-"""Checkpoints: directories that are either whole or not there.
+"""Write, find and verify checkpoints. A checkpoint directory is either complete or does not exist.
 
     checkpoints/step-00000100/
-        MANIFEST.json      written last: format, step, what the state belongs to, every file's bytes and CRC-32
+        MANIFEST.json      written last: format, step, run identity, size and CRC-32 of every file
         state.json         TrainState
-        *.safetensors      masters and moments by name (optim/state_files.py)
+        *.safetensors      master weights and moments by parameter name (optim/state_files.py)
         engine.json        Adam's step count, the loss scale
-        run.json           the run's configuration, plan and versions
+        run.json           the run's configuration, plan and package versions
         model/             the model's configuration and its tokenizer
-        resident/          of a session: what was trained beside the model's weights (session/extra_params.py)
+        resident/          only from a Session: trained parameters that are not offloaded (session/extra_params.py)
 
-    trainer ── save(state) ──> snapshot ── written under a hidden name, synced, renamed ──> the oldest go
-                                 (behind the training, where the engine's snapshot allows it)
+    trainer ── save(state) ──> snapshot ── written under a hidden name, fsynced, renamed ──> the oldest are pruned
+                                 (in a background thread, if the engine's snapshot allows it)
 
-Nothing in one needs the engine, the GPU, the model's class or the rest of the run directory to be read.
+A checkpoint can be read without the engine, the GPU, the model's class or the rest of the run directory.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from offload_trainer.storage.transfer import Future, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
 RESIDENT, MADE = "resident", "run.json"
-_SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most, for most models
+_SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, manifest and the other JSON
 
-# What a run may change when it goes on, and what then goes on differently.
+# Settings that may change at resume although they change the training; `check_resume` reports each one that did.
 _STEERING = {
     "model": ("dtype", "attention", "mlp_chunk"),
     "optim": (
@@ -76,14 +76,14 @@ _STEERING = {
 }
 
 
-@with_config(LENIENT)  # older ones also hold generators, which nothing needs
+@with_config(LENIENT)  # older files also hold RNG states, which are no longer needed
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands between two steps. Plain JSON."""
+    """Progress of a run between two steps. Stored as plain JSON in state.json."""
 
-    step: Steps  # done
-    tokens: Count  # trained on, all ranks
-    data_position: Count  # rows consumed, all ranks
+    step: Steps  # completed steps
+    tokens: Count  # tokens trained on, summed over all ranks
+    data_position: Count  # rows consumed, summed over all ranks
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -91,16 +91,19 @@ class TrainState:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's checkpoints say beside its state."""
+    """Metadata of a run that every checkpoint stores next to the training state."""
 
     identity: Mapping[str, Any]  # seed, data, ...: compared at resume
-    layout: Mapping[str, Any]  # each weight's shape, and whether it is trained: compared at resume
+    layout: Mapping[str, Any]  # each weight's shape and whether it is trained: compared at resume
     run: Mapping[str, Any]  # configuration, plan, versions
     model: Path  # directory with the model's configuration and tokenizer
 
 
 class Checkpoints:
-    """Saves a run's state under `root`, one save at a time. As a context manager it ends the one under way."""
+    """Saver of a run's state under `root`, one checkpoint at a time.
+
+    Use it as a context manager: on exit it finishes the save in progress, or abandons it if the run is aborting.
+    """
 
     def __init__(
         self,
@@ -112,22 +115,26 @@ class Checkpoints:
         say: Callable[[str], None],
         growing: Sequence[Path] = (),
     ) -> None:
-        """`need_bytes`: bytes of one checkpoint's tensors. `growing`: files synced before a checkpoint is complete."""
-        self.saved: int | None = None  # the newest step that is safe
+        """Prepare saving under `root`; nothing is written yet.
+
+        `need_bytes`: bytes of one checkpoint's tensors. `growing`: files that are fsynced before each checkpoint is
+        complete.
+        """
+        self.saved: int | None = None  # newest step whose checkpoint is complete
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _place_of(root.parent)
         self._beside = growing
-        self._told: set[str] = set()  # notes
+        self._told: set[str] = set()  # notes already printed
         self._under_way: tuple[Future, Snapshot, int] | None = None
         self._worker: Workers | None = None
         self._beside_training = ALONE
 
     def save(self, engine: Engine, state: TrainState) -> None:
-        """Save `state` and the engine's; all ranks call it, and each writes what it keeps.
+        """Save `state` and the engine's state. Collective: all ranks call it, and each writes its own part.
 
-        Raises TrainerError, the older checkpoints untouched, where the disk refuses or is too full, on every rank. What
-        goes wrong behind the training is raised by `look`, `synchronize` or the next save.
+        Raises TrainerError on every rank if the disk cannot be written or is too full; older checkpoints stay
+        untouched. A failure in the background thread is raised by `synchronize` or the next `save`.
         """
         self.synchronize()
         on_rank_zero(self._make_room)
@@ -150,18 +157,21 @@ class Checkpoints:
             self.synchronize()
 
     def note(self, line: str) -> None:
-        """Say it, unless it has been said."""
+        """Print a note, once per text."""
         if line not in self._told:
             self._told.add(line)
             self._say(f"note: {line}")
 
     @property
     def ended(self) -> bool:
-        """Whether a save under way has ended, on this rank; all ranks then `synchronize` after the same step."""
+        """True if a background save has finished on this rank and `synchronize` has not collected it yet.
+
+        All ranks must call `synchronize` after the same step, so the trainer first agrees on this value.
+        """
         return self._under_way is not None and self._under_way[0].done
 
     def synchronize(self) -> None:
-        """Return when no save is under way; raises what the last one met."""
+        """Block until the save in progress has finished; raise its error, if any."""
         if self._under_way is None:
             return
         (future, _, step), self._under_way = self._under_way, None
@@ -169,14 +179,14 @@ class Checkpoints:
         self.saved = step
 
     def __enter__(self) -> Checkpoints:
-        """All ranks begin together."""
+        """Open the group that the background thread communicates over. Collective: all ranks enter together."""
         self._beside_training = new_group()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """A save under way is finished where the run ends in order; where it is torn down, it is let go of."""
+        """Finish the save in progress if the run ends in order; abandon it if the run is aborting."""
         in_order = isinstance(error, TrainerError) and getattr(error, "exit_code", 0) != LOST
         if self._under_way and error is not None and not in_order:
             self._under_way[1].close()
@@ -187,13 +197,14 @@ class Checkpoints:
             if error is None:
                 raise
             self._say(f"and {failed}")  # the run ends with the error that came first
-        if self._worker and (self._beside_training is ALONE or error is None):  # or it may wait for ranks that go on
+        # After an error with several ranks the thread may be blocked on a rank that is still running: leave it.
+        if self._worker and (self._beside_training is ALONE or error is None):
             self._worker.close()
 
-    # -- one of them --------------------------------------------------------------------------------------------------
+    # -- one checkpoint -----------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Look whether the directory is still the same, and has room."""
+        """Check that the run directory is still the same one and has room for a checkpoint; remove leftovers."""
         if _place_of(self._root.parent) != self._place:
             raise TrainerError(
                 f"{self._root.parent} is not the directory that this run began in: a drive that is no longer mounted? "
@@ -216,7 +227,7 @@ class Checkpoints:
             )
 
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
-        """The whole of it, by all ranks of `group`; what goes wrong on one of them is raised by all."""
+        """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
         start = time.perf_counter()
         final = self._root / f"step-{state.step:08d}"
         try:
@@ -239,7 +250,7 @@ class Checkpoints:
             self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.behind)
 
     def _finish(self, new: Path, final: Path, files: dict[str, Any], state: TrainState) -> None:
-        """What is not the engine's, and its name."""
+        """Write the files that the engine does not write, then rename the directory to its final name."""
         finish_checkpoint(new, files, state, self.record)
         for path in self._beside:
             sync_file(path)
@@ -255,7 +266,10 @@ class Checkpoints:
 
 
 def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:
-    """What is not the engine's, put into `files`, then the manifest."""
+    """Write the files that the engine does not write, add them to `files`, then write the manifest.
+
+    `files` maps each name to its size and CRC-32; the engine's files are already in it.
+    """
     write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
     write_text(directory / MADE, json.dumps(record.run, indent=1))
     copy_tree(record.model, directory / "model")
@@ -277,7 +291,7 @@ def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState,
 
 
 def _place_of(directory: Path) -> tuple[int, int] | None:
-    """What tells this directory from another of the same name."""
+    """Return (device, inode), which differ if another filesystem is mounted at the path; None if there is nothing."""
     try:
         found = directory.stat()
     except OSError:
@@ -290,7 +304,10 @@ def _place_of(directory: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Inside, a run that goes on does not prune this checkpoint. UserError if it just has."""
+    """Hold a shared lock on a checkpoint, so that a run that is still training does not prune it meanwhile.
+
+    Raises UserError if it has just been pruned.
+    """
     gone = UserError(f"{checkpoint}: removed meanwhile by its run, which has a newer one")
     try:
         manifest = open_file(checkpoint / MANIFEST)
@@ -302,7 +319,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         try:
             take(manifest, shared=True)
         except NoLocks:
-            pass  # then nothing is pruned
+            pass  # without file locks a run never prunes
         except BlockingIOError:
             raise gone from None
         if not (checkpoint / MANIFEST).exists():
@@ -313,9 +330,10 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def find_resume(wish: str, *, output: Path) -> Path | None:
-    """The checkpoint that `--resume` means, or None to start anew. UserError if it names none.
+    """Return the checkpoint that `--resume` selects, or None to start from step 0.
 
-    UserError as well where a link on the way to the run's checkpoints leads nowhere: there may be some.
+    Raises UserError if the named path holds no checkpoint. A dangling link on the path to the run's checkpoints is
+    also a UserError: there may be checkpoints on a drive that is not mounted.
     """
     _refuse_dangling(output / "checkpoints")
     if wish == "never":
@@ -338,7 +356,10 @@ def _refuse_dangling(path: Path) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` if it is a checkpoint, or the newest one of the run that it is."""
+    """Return `path` if it is a checkpoint, else the newest checkpoint of the run directory `path`.
+
+    Raises UserError if there is neither.
+    """
     if is_there(path / MANIFEST):
         return path
     found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
@@ -352,35 +373,36 @@ def find_checkpoint(path: Path) -> Path:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _RunConfiguration:
-    """The part of a run.json that a resume looks at."""
+    """The part of run.json that a resume reads."""
 
     config: RecordedConfig
 
 
 def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
-    """The manifest, its files checked against it, those of moments if they matter.
+    """Return the manifest after checking every file against it; without `moments`, skip the files of moments.
 
-    Raises UserError with the file and what does not match, and the checkpoint before it, if any.
+    Raises UserError that names the file, the mismatch and the previous checkpoint, if there is one.
     """
     return checked_manifest(checkpoint, moments=moments, fix=_fix(checkpoint))
 
 
 def _fix(checkpoint: Path) -> str:
-    """What to do where a checkpoint is damaged."""
+    """Return the advice for a damaged checkpoint, as a sentence for an error message."""
     earlier = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
     offer = f"goes on from the one before it, {earlier[-1]}" if earlier else "starts anew"
     return f"Move {checkpoint.name} away, and the same command {offer}"
 
 
 def read_state(checkpoint: Path) -> TrainState:
-    """Where the run of a checkpoint stood. UserError where its state.json cannot be read."""
+    """Return the training progress in a checkpoint. Raises UserError if its state.json cannot be read."""
     return read_back(checkpoint / "state.json", TrainState, fix=_fix(checkpoint))
 
 
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
-    """Say which settings differ from those that the checkpoint was made with, one line each. Writes nothing.
+    """Check that this run can resume from the checkpoint; return one line per setting that has changed since.
 
-    UserError if it is damaged, belongs to another seed, data or shape, or holds other weights.
+    Raises UserError if the checkpoint is damaged or has another seed, data, model shape or set of trained weights.
+    Writes nothing.
     """
     manifest = read_manifest(checkpoint)
     refuse_other_run(checkpoint, manifest.identity, record.identity)
@@ -389,12 +411,18 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
 
 
 def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
-    """What the run was made with that left this checkpoint, or these page files. UserError where it cannot be read."""
+    """Return the configuration in the run.json of a checkpoint or a page-file directory.
+
+    Raises UserError if it cannot be read.
+    """
     return read_back(directory / MADE, _RunConfiguration, fix=_fix(directory)).config
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which settings that steer a run differ from those that what is called `name` was saved with, one line each."""
+    """Return one line per setting of `_STEERING` that differs between the saved and the current configuration.
+
+    `name` is the checkpoint's name in those lines.
+    """
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
         for section, keys in _STEERING.items()
@@ -405,7 +433,10 @@ def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-    """UserError where the manifest alone shows that a run of these cannot go on from it; no other file is read."""
+    """Raise UserError if the manifest shows that a run of this identity and layout cannot resume from the checkpoint.
+
+    Reads the manifest only, so the other files are not verified.
+    """
     manifest = read_back(checkpoint / MANIFEST, Manifest, fix=_fix(checkpoint))
     if manifest.format != FORMAT:
         raise UserError(f"{checkpoint}: written in format {manifest.format}, this version reads {FORMAT}")

@@ -1,6 +1,7 @@
-"""`offload-train`: the first word may be a command, everything else is configuration.
+"""Command line of `offload-train`: dispatch the first word to a command and print its result or error.
 
-Nothing heavy is imported before a command has its configuration: help and mistakes are answered at once.
+Words after the command are configuration (`settings.py`). torch and transformers are imported only after a command
+has a valid configuration, so that help and mistakes appear immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from offload_trainer.units import format_bytes, shown
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 the user's mistake, 1 else, 128 + its number after a signal."""
+    """Run one command and return the exit code.
+
+    0: done; 2: a mistake of the user's; 128 + the signal's number after a signal; 1: any other known error. An error
+    that is a bug propagates with its traceback.
+    """
     words = list(sys.argv[1:] if words is None else words)
     with lasting_streams():
         try:
@@ -45,7 +50,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _told(error: BaseException, words: list[str]) -> str | None:
-    """The line that a user is shown; None for a bug."""
+    """Return the error message for the user, completed with the step that a rerun resumes from; None for a bug."""
     told = explain(error)
     if told is None or AGAIN not in told:
         return told
@@ -55,7 +60,7 @@ def _told(error: BaseException, words: list[str]) -> str | None:
 
 
 def _launcher_says(error: BaseException) -> bool:
-    """Of several ranks each gets the signal that ends them, from a launcher that knows why."""
+    """Return True if the launcher already reports this error: it sends the stop signal to every rank."""
     from offload_trainer.run.ranks.watchdog import LAUNCHER
 
     launched = not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
@@ -130,7 +135,7 @@ def _plan(words: list[str]) -> None:
 
 
 def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_json: bool) -> None:
-    """Every way to divide a step over ranks. UserError where none of them fits."""
+    """Print a comparison of all ways to divide a step over the ranks. Raises UserError if none fits."""
     from offload_trainer.plan.machine import read_machine
     from offload_trainer.run.commands.plan import compare_modes, described
 
@@ -145,9 +150,10 @@ def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_
 
 
 def _print_plan(words: list[str], *, as_json: bool) -> Plan:
-    """Print the plan of a run that could start here; UserError for one that could not.
+    """Print the plan of a run and check that it could start here. Raises UserError if it could not.
 
-    What is in a run directory that nobody has named is only a note: another run will be given another directory.
+    A conflict with existing files in the default run directory only prints a note, since the user has not named that
+    directory or checkpoint.
     """
     config = load_config(words)
     from offload_trainer.run.process_setup import prepare_process
@@ -224,7 +230,7 @@ def _tune(words: list[str]) -> None:
     as_planned = next(trial for trial in trials if not trial.words)
     try:
         keep_ratios(planned.machine, ratios(plan, as_planned))
-    except OSError as error:  # the file is written
+    except OSError as error:  # the configuration is already written, so this is not fatal
         _say(f"note: measured / predicted seconds could not be kept for later plans: {reason(error)}")
     if as_json:
         print(json.dumps([trial.to_json() for trial in trials], indent=1))
@@ -389,15 +395,15 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 
 def _offline() -> None:
-    """All is there: nothing is asked of the hub."""
+    """Forbid requests to the Hugging Face hub: all files that the command needs are local."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     _quiet()
 
 
 def _quiet(*, loads: bool = True) -> None:
-    """Libraries that talk on import or per call keep to warnings that a user can act on.
+    """Silence library messages that a user cannot act on.
 
-    `loads`: torch follows, which takes seconds that a terminal hears of at once.
+    `loads`: also announce on a terminal that torch and transformers are being loaded, which takes seconds.
     """
     import logging
     import warnings

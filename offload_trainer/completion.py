@@ -1,8 +1,9 @@
-"""What a shell completes: commands, flags, keys, and the values of those that have few.
+"""Shell completion for bash and zsh: generate the script that `offload-train completion` prints.
 
-A static script, made from the same tables as `--help` and the configuration's types: completing starts no Python.
-(shtab and argcomplete want an argparse parser, which knows no `section.key=value`, and argcomplete starts Python for
-each Tab.) zsh runs the script of bash, by its own bashcompinit.
+The script completes commands, flags, configuration keys and enumerated values. It is static, generated from the tables
+behind `--help` and the configuration's types, so that pressing Tab does not start Python. shtab and argcomplete need an
+argparse parser, which cannot express `section.key=value`; argcomplete also starts Python on each Tab. zsh runs the bash
+script through bashcompinit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from offload_trainer.units import shown
 
 SHELLS = ("bash", "zsh")
 
-# Of keys and of commands' own flags: words that they may be, and what they are a path to.
+# Values beyond what the types list: fixed words per key, and the keys and flags whose value is a file or a directory.
 _WORDS = {
     "model.name": tuple(PRESETS),
     "data.path": ("builtin",),
@@ -70,7 +71,7 @@ complete -o filenames -F _offload_train offload-train
 
 
 def script(words: list[str]) -> str:
-    """The script for the shell that `words` name. UserError for another, or none."""
+    """Return the completion script for the shell that `words` names. Raises UserError unless it is bash or zsh."""
     if len(words) != 1 or words[0] not in SHELLS:
         given = ", ".join(map(shown, words)) or "nothing"
         raise UserError(f"completion needs the shell's name, {' or '.join(SHELLS)}; got {given}")
@@ -92,11 +93,11 @@ def _without_values() -> Iterator[str]:
 
 
 def _values() -> Iterator[str]:
-    """A case for each flag and key whose values are known."""
+    """Yield a shell `case` branch for each flag and key whose values are known."""
     spelled: dict[str, list[str]] = {key: [key] for key in all_keys()}
     for name, flag in FLAGS.items():
         spelled[flag.key] += [name] if flag.metavar else []
-    del spelled["model.overrides"]  # which are the model's own
+    del spelled["model.overrides"]  # its keys depend on the model
     for key, names in spelled.items():
         words = _WORDS.get(key) or tuple(dict.fromkeys(literals_of(annotation_of(*key.split(".", 1)))))
         yield from _case(names, words, files=key in _FILES, directories=key in _DIRECTORIES)
@@ -112,7 +113,7 @@ def _case(names: list[str], words: Any, *, files: bool = False, directories: boo
 
 
 def _arguments() -> Iterator[str]:
-    """A case for each command: its flags, and what else may follow it."""
+    """Yield a shell `case` branch for each command: its flags and the other words that may follow it."""
     flags = list(FLAGS)
     keys = [f"{key}." if key == "model.overrides" else f"{key}=" for key in all_keys()]
     others = {"cp": [recipe.name for recipe in recipes()], "completion": list(SHELLS)}

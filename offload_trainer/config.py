@@ -1,6 +1,7 @@
-"""What the user wishes: frozen, typed, complete. `settings` reads it from a file and the command line.
+"""Configuration schema: frozen pydantic models with the type, default and description of every key.
 
-`auto` anywhere means that the plan decides; the plan says what it decided and why.
+Add or change a key here; `settings.py` fills the models from a YAML file and the command line, and `--help` and
+docs/config.md take their text from the descriptions. `auto` means that the plan chooses the value and reports it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole number as an int: 1e3 is one."""
+    """Return a float that is a whole number, such as 1e3, as an int; anything else unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -23,7 +24,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 Home = Literal["auto", "gpu", "cpu", "nvme"]
 Scalar = bool | int | float | str
-LION_BETAS = (0.9, 0.99)  # of the paper
+LION_BETAS = (0.9, 0.99)  # defaults of the Lion paper
 
 
 class _Section(BaseModel):
@@ -31,7 +32,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Which model, and how its forward and backward run."""
+    """The model, and how its forward and backward run."""
 
     name: str = Field(
         "gpt2-mini",
@@ -80,7 +81,7 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Which text, and how it becomes rows of tokens."""
+    """The training text, and how it is tokenized and cut into rows."""
 
     path: tuple[str, ...] = Field(
         ("builtin",),
@@ -141,7 +142,7 @@ class DataSection(_Section):
 
 
 class OptimSection(_Section):
-    """The update, and the learning rate over the steps."""
+    """The optimizer and the learning-rate schedule."""
 
     name: Literal["adamw", "lion"] = Field(
         "adamw",
@@ -199,7 +200,7 @@ class OptimSection(_Section):
     @model_validator(mode="before")
     @classmethod
     def _betas_of_lion(cls, values: Any) -> Any:
-        """Where none are given; a list is a tuple's JSON, which is Python's once it has been looked at."""
+        """Default `betas` to Lion's for Lion, and convert a JSON list to the tuple that strict validation expects."""
         if not isinstance(values, dict):
             return values
         given = {"betas": LION_BETAS, **values} if values.get("name") == "lion" else dict(values)
@@ -207,7 +208,7 @@ class OptimSection(_Section):
 
 
 class TrainSection(_Section):
-    """How much, how often, and with which seed."""
+    """Length of the run, batch sizes, evaluation intervals and the seed."""
 
     steps: PositiveInt = Field(300, description="optimizer steps of the whole run")
     epochs: PositiveFloat | Auto = Field(
@@ -236,7 +237,7 @@ class TrainSection(_Section):
 
 
 class PlacementSection(_Section):
-    """Where weights and optimizer state live, and which engine carries that out."""
+    """Placement of weights, gradients and optimizer state, and the engine that implements it."""
 
     engine: Literal["auto", "tiered", "deepspeed", "plain"] = Field(
         "auto",
@@ -270,7 +271,7 @@ class PlacementSection(_Section):
 
 
 class SaveSection(_Section):
-    """Checkpoints, resuming, and where a run's files go."""
+    """Run directory, checkpoints, resuming and experiment trackers."""
 
     output: str = Field("runs/default", description="the run directory")
     every: Count | Auto = Field(
@@ -291,12 +292,12 @@ class SaveSection(_Section):
 
     @property
     def all_trackers(self) -> tuple[str, ...]:
-        """Each once."""
+        """All selected trackers without duplicates; `tensorboard=True` counts as one of them."""
         return tuple(dict.fromkeys((*(["tensorboard"] if self.tensorboard else []), *self.trackers)))
 
 
 class ParallelSection(_Section):
-    """How ranks divide the model; `plan --parallel` compares it with dividing the data alone."""
+    """Tensor and sequence parallelism; `plan --parallel` compares them with data parallelism."""
 
     tensor: PositiveInt | Auto = Field(
         1,
@@ -319,7 +320,7 @@ class ParallelSection(_Section):
 
 
 class TieredSection(_Section):
-    """Sizes inside the tiered engine."""
+    """Buffer sizes, overlap and I/O of the tiered engine."""
 
     page_size: Annotated[int, Field(ge=4096)] = Field(4 << 20, description="parameters updated at a time, at most")
     page_buffers: Annotated[int, Field(ge=2)] = Field(6, description="pages in memory on their way to or from a drive")
@@ -375,7 +376,7 @@ class TieredSection(_Section):
 
 
 class DeepSpeedSection(_Section):
-    """Sizes inside DeepSpeed. auto: worked out from the model, so that every placement runs."""
+    """Sizes inside DeepSpeed. auto: derived from the model, so that every placement runs."""
 
     zero_stage: Literal[1, 2, 3] | Auto = Field(
         "auto",
@@ -398,7 +399,7 @@ class DeepSpeedSection(_Section):
 
 
 class TrainConfig(_Section):
-    """The whole wish. Sections are named as on the command line: ``optim.lr=1e-3``."""
+    """The complete configuration. Sections are named as on the command line: ``optim.lr=1e-3``."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -411,7 +412,7 @@ class TrainConfig(_Section):
     deepspeed: DeepSpeedSection = DeepSpeedSection()
 
 
-# Keys and values of versions before 0.1, with the name that each has now.
+# Keys and values of versions before 0.1, with their current names.
 RENAMED_KEYS: Mapping[str, str] = {
     "model.scratch": "model.random_init",
     "model.checkpointing": "model.activation_checkpointing",
@@ -438,7 +439,7 @@ RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
 def with_current_names(config: Any) -> Any:
     """Return a recorded configuration, as nested dicts, with the current names of its keys and values.
 
-    run.json of an earlier version is read this way. What is not a dict of sections is returned unchanged.
+    It is applied to run.json files of earlier versions. Anything but a dict of sections is returned unchanged.
     """
     if not isinstance(config, dict):
         return config

@@ -1,6 +1,7 @@
-"""What can stop a run, what is said of it, and the exit code that each kind ends the process with.
+"""Exceptions that end a run, their user-facing messages, and the exit code of each.
 
-A message says what happened, the numbers, and what to do. Only what `explain` knows is shown without a traceback.
+A message says what happened, the numbers, and what to do. Errors that `explain` recognizes are printed without a
+traceback; every other error is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ import signal
 
 from offload_trainer.packages import explain_import
 
-AGAIN = "the same command goes on"  # from where says who looks at its files: run/resume_point.py
-LOST = 69  # exit code of a rank whose only trouble is that another has gone
+AGAIN = "the same command goes on"  # run/resume_point.py completes this phrase with the step it resumes from
+LOST = 69  # exit code of a rank that ends only because another rank has ended
 
 
 class TrainerError(Exception):
-    """Something stopped the run that is not a bug here: exit code 1."""
+    """An error that stops the run and is not a bug in this package: exit code 1."""
 
     exit_code = 1
 
 
 class UserError(TrainerError):
-    """A mistake of the user's, or a refused plan: exit code 2, and nothing has been written."""
+    """A mistake of the user's, or a refused plan: exit code 2. Nothing has been written."""
 
     exit_code = 2
 
 
 class NonFiniteGradient(TrainerError):
-    """The step's gradients hold a NaN or an infinity; nothing was changed by them."""
+    """NaN or infinity in the step's gradients; weights and optimizer state are unchanged."""
 
 
 class PeerFailed(TrainerError):
-    """Another rank's failure, which that rank tells of: this one ends without a word."""
+    """Another rank has failed. That rank reports the error, so this one exits without printing anything."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -40,7 +41,7 @@ class PeerFailed(TrainerError):
 
 
 class Interrupted(TrainerError):
-    """A signal asked the run to stop, and it came to an end in order: 128 + the signal's number."""
+    """A signal asked the run to stop, and it stopped in order: exit code 128 + the signal's number."""
 
     def __init__(self, message: str, *, signal_number: int) -> None:
         super().__init__(message)
@@ -48,7 +49,10 @@ class Interrupted(TrainerError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the program where it stood: 128 + the signal's number. `unsaved`: it was a second one."""
+    """A signal ended the program immediately: exit code 128 + the signal's number.
+
+    `unsaved`: it was the second signal, so progress since the last checkpoint is lost.
+    """
 
     def __init__(self, signal_number: int, *, unsaved: bool = False) -> None:
         name = signal.Signals(signal_number).name
@@ -57,14 +61,14 @@ class Stopped(KeyboardInterrupt):
         self.exit_code = 128 + signal_number
 
 
-# What a disk says that is full, read-only, failing or gone, or that is not this user's.
+# Errors of a disk that is full, read-only, failing or gone; `_DOORS` holds errors of permissions and paths.
 _DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
 _MEND = f"Free space or mend that disk; {AGAIN}"
 _DOORS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 def explain(error: BaseException) -> str | None:
-    """The line that a user is shown, or None for a bug, of which the traceback says more."""
+    """Return the message for the user; None for a bug, which is shown with its traceback."""
     if isinstance(error, TrainerError | Stopped):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -78,16 +82,16 @@ def explain(error: BaseException) -> str | None:
 
 
 def exit_code(error: BaseException) -> int:
-    """What a process ends with after this."""
+    """Return the exit code of a process that ends with this error."""
     if isinstance(error, TrainerError | Stopped):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def reason(error: OSError, directory: str | os.PathLike[str] | None = None) -> str:
-    """The system's words for it; where a filesystem is full, whether of bytes or of files.
+    """Return the operating system's message, or say that inodes are exhausted if that is why the disk is full.
 
-    `directory`: on that filesystem, if the error names no file.
+    `directory`: a path on the filesystem in question, for errors that name no file.
     """
     place = directory or (os.path.dirname(error.filename) if isinstance(error.filename, str | os.PathLike) else None)
     if error.errno == errno.ENOSPC and place is not None:

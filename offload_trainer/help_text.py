@@ -1,4 +1,7 @@
-"""What `--help` says, of the program and of each command, and what is said of a command that there is not."""
+"""Text of `--help` for the program and each command, and parsing of the commands and their own switches.
+
+Add or change a command's help here. Flags that stand for configuration keys are in `settings.FLAGS`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _SOURCE = (
     "Weights of a run that take more than half of the free memory are read anew for each token."
 )
 
-# name: what it does in a line, its words, its own switches, more of it
+# name: (summary in one line, usage, its own switches, further text)
 _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
     "train": (
         "train; the word itself may be left out",
@@ -138,7 +141,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
     ),
 }
 
-# Flags that a command's help shows. Every other flag may stand there too, so that one command's words suit the others.
+# Flags shown in a command's help. All other flags are accepted too, so that the words of one command fit the others.
 _DATA_FLAGS = ("--model", "--scratch", "--data", "--validation-data", "--tokenizer", "--seq-len")
 _SIZE_FLAGS = tuple(
     name for name in FLAGS if name not in ("--validation-data", "--seed", "--lr", "--resume", "--force")
@@ -160,7 +163,7 @@ Trains every parameter of a causal language model, its optimizer state in RAM or
 
 
 def help_text(command: str | None = None) -> str:
-    """Of one command, or of the program."""
+    """Return the help of one command, or of the program if `command` is None."""
     if command is None:
         lines = [f"offload-train {_CONFIG}", ""]
         lines += [f"offload-train {name:<12}{told}" for name, (told, *_) in _COMMANDS.items()]
@@ -186,34 +189,34 @@ def _flags(names: tuple[str, ...]) -> list[str]:
 
 
 def flags_of(command: str) -> tuple[str, ...]:
-    """Return the flags of keys that a command's help shows; none for a command that takes no keys."""
+    """Return the configuration flags shown in a command's help; empty for a command without configuration."""
     return _FLAGS_OF.get(command, ())
 
 
 def _entry(name: str, what: str) -> str:
-    """One line; the name never runs into what it means."""
+    """Return one line of help, with at least two spaces between the name and its description."""
     return f"  {name:<36}  {what}"
 
 
 def command_names() -> list[str]:
-    """In the order of `--help`."""
+    """Return the names of all commands in the order of `--help`."""
     return list(_COMMANDS)
 
 
 def switches_of(command: str) -> dict[str, bool]:
-    """A command's own flags, and whether a value follows each."""
+    """Return a command's own flags, each with True if it takes a value."""
     return {name: bool(value) for name, _, value in (told.partition(" ") for told, _ in _COMMANDS[command][2])}
 
 
 def takes_keys(command: str) -> bool:
-    """Whether its words are a configuration."""
+    """Return True if the words after the command are a configuration."""
     return _COMMANDS[command][1] == _CONFIG
 
 
 def take_command(words: list[str]) -> str | None:
-    """Remove the command that the words begin with; None where they begin with none, and so mean `train`.
+    """Remove the command from the front of `words` and return it; None stands for `train`, whose name is optional.
 
-    Raises UserError where the first word is neither a command nor a file, and no path either.
+    Raises UserError if the first word is neither a command nor an existing file and does not look like a path.
     """
     if not words or words[0].startswith("-") or "=" in words[0]:
         return None
@@ -225,7 +228,7 @@ def take_command(words: list[str]) -> str | None:
 
 
 def _hint(word: str) -> str:
-    """Return what a word that is no command may mean; nothing where that is not known."""
+    """Return a suggestion for an unknown command, to append to an error message; "" if nothing is close."""
     if word in PRESETS:
         return f"; a model is named by a flag: --model {word}"
     if known := command_of(word):
@@ -237,14 +240,17 @@ def _hint(word: str) -> str:
 
 
 def take_switches(words: list[str], *names: str) -> set[str]:
-    """Remove these switches from the words; returns those that were there."""
+    """Remove the switches `names` from `words` and return those that were present."""
     found = {name for name in names if name in words}
     words[:] = [word for word in words if word not in found]
     return found
 
 
 def take_value(words: list[str], name: str) -> str | None:
-    """Remove a flag that only this command has, with its value; returns the value."""
+    """Remove the flag `name` and its value from `words`; return the value, or None if the flag is absent.
+
+    Raises UserError if the value is missing.
+    """
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag != name:
@@ -267,7 +273,10 @@ def take_count(words: list[str], name: str, *, otherwise: int) -> int:
 
 
 def export_wish(words: list[str]) -> dict[str, Any]:
-    """What the words after `export` ask for: the arguments of `export.weights.export`. UserError for mistakes."""
+    """Parse the words after `export` into the arguments of `export.export_command.export`.
+
+    Raises UserError for mistakes.
+    """
     refuse_unwritable(words)
     switches = take_switches(words, "--check", "--mixed")
     dtype = take_value(words, "--dtype") or "fp16"

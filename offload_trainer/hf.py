@@ -1,13 +1,13 @@
-"""transformers' Trainer and TRL's over offloaded weights and state: a mixin, and a model for it.
+"""Integration with transformers' and TRL's Trainers: a mixin class, and models whose weights are offloaded.
 
     from offload_trainer.hf import Offloaded, load
     class MyTrainer(Offloaded, SFTTrainer): pass
     MyTrainer(load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"]), args, ...).train()
 
-The Trainer keeps its loop, its data, its schedule, its callbacks and its logs. What it does with gradients, with the
-optimizer's state and with the weights' files goes to the session: where a micro-batch begins and ends, the norm and
-its limit, the update, saving and resuming. A checkpoint is the Trainer's, with the session's state in `offload/`.
-Of a session whose weights are all fixed, beside which adapters are trained, only the micro-batches are the session's.
+The Trainer keeps its loop, data, schedule, callbacks and logs. The mixin routes everything that concerns gradients,
+optimizer state and weight files to the Session: micro-batch boundaries, gradient clipping, the update, saving and
+resuming. A checkpoint has the Trainer's layout, with the Session's state in `offload/`. If all offloaded weights are
+frozen and only adapters are trained, the Session handles the micro-batch boundaries and the Trainer does the rest.
 """
 
 from __future__ import annotations
@@ -40,35 +40,38 @@ from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
-    _Trainer = object  # the class that Offloaded stands in front of
+    _Trainer = object  # at run time the subclass supplies the Trainer, after Offloaded in its bases
 
-STATE = "offload"  # in a checkpoint: what the session saved
-_WORK = ".export"  # where a model is written before its files take their names
-_TRAINER_STATE = "trainer_state.json"  # what the Trainer writes last
+STATE = "offload"  # subdirectory of a checkpoint with the session's state
+_WORK = ".export"  # scratch directory where a model is written before its files are renamed into place
+_TRAINER_STATE = "trainer_state.json"  # the Trainer writes this file last
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # a Trainer's methods
+_MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # methods
 
 
 def load(name: str | Path, *, say: Callable[[str], None] = print, **keys: Unpack[SessionKeys]) -> PreTrainedModel:
-    """Return `offload_trainer.load`'s model, ready for a Trainer with `Offloaded`."""
+    """Load a model as `offload_trainer.load` does and return it, ready for a Trainer with `Offloaded`."""
     model: PreTrainedModel = attach(load_session(name, say=say, **keys))
     return model
 
 
 def attach(session: Session) -> Any:
-    """The session's model, which now knows its session: it saves itself by streaming, and lists its weights."""
+    """Attach the session to its model and return the model.
+
+    `state_dict` of the model then lists the offloaded weights, and `save_pretrained` streams them to disk.
+    """
     model: Any = session.model
     model._offload_session = session
     model.state_dict = partial(listed, model, session.weight)
     if isinstance(model, PreTrainedModel):
         model.save_pretrained = partial(_save_pretrained, session)
-        with suppress(OSError):  # a model that is none for generation has no such file
+        with suppress(OSError):  # only models for generation have a generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(session.configuration)
     return model
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session that holds the model's weights, or those of a model inside it. UserError where none does."""
+    """Return the session that was attached to the model or to one of its submodules. Raises UserError if none was."""
     for module in model.modules():
         if (session := module.__dict__.get("_offload_session")) is not None:
             return session
@@ -79,7 +82,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 class Offloaded(_Trainer):
-    """In front of a Trainer class: `class MyTrainer(Offloaded, Trainer): pass`."""
+    """Mixin for a Trainer class, which must come after it: `class MyTrainer(Offloaded, Trainer): pass`."""
 
     optimizer: Any
 
@@ -98,9 +101,9 @@ class Offloaded(_Trainer):
             self._make_own_optimizer()
 
     def _make_own_optimizer(self) -> None:
-        """Call a subclass's create_optimizer now, to refuse one that would find no gradients.
+        """Call a subclass's create_optimizer now, to refuse an optimizer that would find no gradients.
 
-        UserError for methods behind this class, which would never be called.
+        Raises UserError for overrides that come after this class in the MRO and so would never be called.
         """
         from transformers import Trainer
 
@@ -128,7 +131,7 @@ class Offloaded(_Trainer):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The session's AdamW, with the Trainer's two groups: what decays, and what does not."""
+        """Return the session's AdamW, with the Trainer's two groups: parameters with and without weight decay."""
         if not self._session.trained:
             return super().create_optimizer(*(() if model is None else (model,)))
         if self.optimizer is None:
@@ -152,7 +155,7 @@ class Offloaded(_Trainer):
             return super().training_step(*positional, **words)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """The norm before clipping; the factor is applied in the update."""
+        """Return the gradient norm before clipping; the session applies the clipping factor in the update."""
         if not self._session.trained:
             return super()._clip_grad_norm(model)
         return self._session.clip_grad_norm_(self.args.max_grad_norm)
@@ -163,12 +166,15 @@ class Offloaded(_Trainer):
         return self._session.clip_grad_norm_(float("inf"))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the session has placed it."""
+        """Leave the model where it is: the session has already placed it."""
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **words: Any) -> Any:
-        """As the Trainer's; True takes the newest checkpoint that is whole, and one that is not is refused."""
+        """Train as the Trainer does, resuming from complete checkpoints only.
+
+        True selects the newest complete checkpoint. Raises UserError for a named checkpoint that is incomplete.
+        """
         state = bool(self._session.trained)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_whole(Path(self.args.output_dir), state=state))
@@ -178,9 +184,8 @@ class Offloaded(_Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        (folder / _TRAINER_STATE).unlink(
-            missing_ok=True
-        )  # of an earlier run: while this one is written it is not whole
+        # A file left by an earlier run would make this checkpoint look complete while it is being written.
+        (folder / _TRAINER_STATE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -190,7 +195,7 @@ class Offloaded(_Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Adapters alone: other weights are made from the masters, which come with the optimizer."""
+        """Load adapters only. Trained base weights are restored from the master weights with the optimizer state."""
         if not self._session.trained:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -201,11 +206,11 @@ class Offloaded(_Trainer):
             self._session.resume(Path(checkpoint) / STATE)
 
     def _saved_apart(self) -> AbstractContextManager[None]:
-        """Around the Trainer's own files of an optimizer, which have groups and no moments."""
+        """Return a context in which the optimizer's state dict has no moments: the session saves those itself."""
         return self._session.optimizer.saved_apart() if self._session.trained else nullcontext()
 
     def _load_best_model(self) -> None:
-        """The best checkpoint's weights, and the moments that belong to them."""
+        """Load the best checkpoint's weights together with its moments."""
         if self._session.trained:
             self._session.resume(Path(self.state.best_model_checkpoint) / STATE)
         else:
@@ -213,7 +218,7 @@ class Offloaded(_Trainer):
 
 
 def newest_whole(output: Path, *, state: bool) -> Path:
-    """The last of the Trainer's checkpoints in `output` that was written to its end. UserError where there is none."""
+    """Return the newest complete checkpoint of the Trainer in `output`. Raises UserError without one."""
     found = [folder for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if folder.name.rpartition("-")[2].isdigit()]
     for folder in sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True):
         if not what_lacks(folder, state=state):
@@ -222,9 +227,10 @@ def newest_whole(output: Path, *, state: bool) -> Path:
 
 
 def what_lacks(folder: Path, *, state: bool) -> str | None:
-    """Why a checkpoint cannot be resumed; None for one that can. The Trainer writes its own state last.
+    """Return the reason why a checkpoint cannot be resumed, or None if it can.
 
-    `state`: whether there must be a session's too.
+    The Trainer writes its own state last, so a readable trainer_state.json marks a complete checkpoint.
+    `state`: also require a session's state.
     """
     try:
         json.loads(file_bytes(folder / _TRAINER_STATE, links=True))
@@ -235,11 +241,11 @@ def what_lacks(folder: Path, *, state: bool) -> str | None:
     return None
 
 
-# -- what cannot be right ---------------------------------------------------------------------------------------------
+# -- arguments that do not fit ----------------------------------------------------------------------------------------
 
 
 def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
-    """What of the arguments cannot be right over offloaded weights, each with what to do."""
+    """Return one message for each training argument that cannot work with offloaded weights, with the remedy."""
     precision = "the weights have the dtype that load() gave them, and autocast would copy and round them again"
     wrong = {
         "bf16": (args.bf16, f"{precision}: bf16=False, and load(..., dtype='bf16')"),
@@ -266,7 +272,7 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         mistakes.append("save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state")
     if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
         mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
-    several = 2 if hasattr(args, "precompute_ref_log_probs") else 1  # a row that is chosen, and one that is rejected
+    several = 2 if hasattr(args, "precompute_ref_log_probs") else 1  # preference training: chosen, rejected
     rows, planned = args.per_device_train_batch_size * several, session.plan.micro_batch
     if rows > planned:
         mistakes.append(
@@ -276,7 +282,10 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
 
 
 def _checkpointing_mistakes(args: TrainingArguments) -> list[str]:
-    """Gradient checkpointing has two names over the versions of transformers."""
+    """Return messages for gradient-checkpointing arguments that differ from those `load` planned with.
+
+    Versions of transformers use two names for these arguments.
+    """
     words: dict[str, Any] = {}
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         words |= getattr(args, name, None) or {}
@@ -289,9 +298,9 @@ def _checkpointing_mistakes(args: TrainingArguments) -> list[str]:
 
 
 def model_mistakes(model: nn.Module, session: Session) -> list[str]:
-    """Whether something is trained, and whether the state that was planned is used.
+    """Return a message if nothing would be trained, or if the planned optimizer state would be unused.
 
-    Adapters that copy or write weights of the base are refused by these when they are made.
+    Adapters that copy or write base weights are not checked here: they fail when they are created.
     """
     adapters = bool(getattr(model, "peft_config", None))
     offloaded = [p for p in model.parameters() if isinstance(p, OffloadedParameter) and p.requires_grad]
@@ -307,11 +316,11 @@ def _refuse(mistakes: list[str]) -> None:
         raise UserError("; ".join(mistakes))
 
 
-# -- weights out ------------------------------------------------------------------------------------------------------
+# -- exporting weights ------------------------------------------------------------------------------------------------
 
 
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
-    """transformers' `save_pretrained` without the model in memory: streamed, in the weights' dtype."""
+    """Implement transformers' `save_pretrained` by streaming the weights, in their dtype, to disk."""
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
     others = [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]
     if others:
@@ -320,17 +329,20 @@ def _save_pretrained(session: Session, save_directory: str | Path, **words: Any)
 
 
 def save_merged(model: nn.Module, directory: str | Path) -> None:
-    """Export the model with its LoRA adapters added to the weights, streamed: the bits of PEFT's `merge_and_unload`."""
+    """Export the model with its LoRA adapters merged into the weights, streaming them to disk.
+
+    The result equals PEFT's `merge_and_unload` bit for bit.
+    """
     _export_into(session_of(model), Path(directory), merge=True)
 
 
 def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
-    """The session's export among what else is in `folder`, with the configurations that the model has now."""
+    """Export the weights into `folder`, next to its other files, with the model's current configurations."""
     model: Any = session.model
     dtype = next(name for name, dtype in DTYPES.items() if dtype is _dtype(session))
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
-        remove_dead(folder / _WORK, what=EXPORT)  # of a killed process
+        remove_dead(folder / _WORK, what=EXPORT)  # left by a killed process
     with ScratchDirectory(folder / _WORK, what=EXPORT) as place:
         session.export(place.path / "model", dtype=dtype, merge=merge)
         new = {path.name: path for path in (place.path / "model").iterdir() if path.name != "README.md"}
@@ -338,7 +350,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
             path.replace(folder / name)
         for path in folder.glob("model*.safetensors*"):
             if path.name not in new:
-                path.unlink()  # of an earlier save, in other shards
+                path.unlink()  # shard of an earlier save that was divided differently
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], _dtype(session)
     config.save_pretrained(folder)
@@ -347,7 +359,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
 
 
 def _dtype(session: Session) -> torch.dtype:
-    """Of the weights that the model computes with."""
+    """Return the dtype of the offloaded weights that the model computes with."""
     return next(
         parameter.dtype for parameter in session.model.parameters() if isinstance(parameter, OffloadedParameter)
     )

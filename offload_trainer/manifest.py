@@ -1,4 +1,7 @@
-"""MANIFEST.json: what a checkpoint consists of. A directory without one, or of which it does not hold, is none."""
+"""Read and verify MANIFEST.json, which lists every file of a checkpoint with its size and CRC-32.
+
+A directory without a manifest, or whose files differ from it, is not a valid checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _NEEDED = {"state.json", "engine.json", "run.json", "master.safetensors"}
 @with_config(EXACT)
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a checkpoint."""
+    """Size in bytes and CRC-32 of one file of a checkpoint."""
 
     bytes: Count
     crc32: Crc32
@@ -31,7 +34,7 @@ class StoredFile:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class Manifest:
-    """What a MANIFEST.json says; the versions in it are for people."""
+    """Content of a MANIFEST.json. The package versions in the file are informational and not read."""
 
     format: Count
     step: Steps
@@ -41,9 +44,10 @@ class Manifest:
 
 
 def checked_manifest(checkpoint: Path, *, moments: bool, fix: str) -> Manifest:
-    """The manifest, its files checked against it: existence, size and CRC-32, those of moments if they matter.
+    """Return the manifest after checking that every file exists and has the listed size and CRC-32.
 
-    Raises UserError with the file, the number that does not match, and `fix`.
+    Without `moments`, the files of moments are skipped. Raises UserError that names the file, the mismatch and `fix`,
+    a sentence that says what to do.
     """
     told = read_back(checkpoint / MANIFEST, dict[str, Any], fix=fix)
     if told.get("format") != FORMAT and isinstance(told.get("format"), int):
@@ -63,7 +67,7 @@ def checked_manifest(checkpoint: Path, *, moments: bool, fix: str) -> Manifest:
 
 
 def _difference(checkpoint: Path, name: str, expected: StoredFile) -> str | None:
-    """How a file is not what the manifest says; None where it is."""
+    """Return how a file differs from the manifest, or None if it matches."""
     path = checkpoint / name
     try:
         if not path.resolve().is_relative_to(checkpoint.resolve()):
@@ -76,13 +80,13 @@ def _difference(checkpoint: Path, name: str, expected: StoredFile) -> str | None
         found = crc32_of(path)
     except FileNotFoundError:
         return f"{name} is missing"
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle of links
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a cycle of symbolic links
         return f"{name} cannot be read: {getattr(error, 'strerror', error)}"
     return None if found == expected.crc32 else f"{name} has CRC-32 {found}, the manifest says {expected.crc32}"
 
 
 def crc32_of(path: Path) -> int:
-    """Of a whole file, which does not stay in the page cache: it would push out what is needed again."""
+    """Return the CRC-32 of a file, dropping it from the page cache so that it does not evict pages in use."""
     crc = 0
     with open(open_file(path, links=True), "rb") as file:
         while block := file.read(1 << 24):

@@ -1,11 +1,14 @@
-"""Sockets between the ranks of a run that no other user can read or write, and the bytes that travel over them.
+"""Authenticated socket connections between the ranks of a run, with CPU collectives over them.
 
-    ranks of one node       Unix sockets: the kernel tells each end which user is at the other
-    ranks of other nodes    TCP: each end proves that it knows the run's secret, which is never sent
+    ranks of one node       Unix sockets: the kernel reports the user at the other end
+    ranks of other nodes    TCP: each end proves by HMAC that it knows the run's secret, which is never sent
 
-A connection of another user, or without the proof, is closed before anything of it is interpreted. The proof covers
-the address that was dialled, so a stranger who relays it from another address fails. After it the bytes are neither
-encrypted nor signed: whoever can listen on the wires between nodes reads them.
+A connection from another user, or without a valid proof, is closed before its data is interpreted. The proof covers
+the address that was dialled, so relaying it through another address fails. After the handshake the traffic is neither
+encrypted nor signed: anyone who can read the network between nodes can read it.
+
+`Listener` connects ranks; `Mesh` provides all_gather, broadcast, barrier and point-to-point transfers of bytes.
+`ranks.py` builds the collectives of tensors and JSON values on it.
 """
 
 from __future__ import annotations
@@ -26,25 +29,25 @@ from concurrent.futures import Future
 
 from offload_trainer.errors import TrainerError
 
-RUN = "OFFLOAD_TRAINER_RUN"  # in the environment: a name that the launcher has given this run alone
+RUN = "OFFLOAD_TRAINER_RUN"  # environment variable: a name that the launcher has given to this run only
 
 Parts = Sequence[tuple[int, memoryview]]  # (rank, bytes)
 
-_HELLO = struct.Struct("!II")  # the number of the mesh, the rank that dials
-_SIZE = struct.Struct("!Q")  # travels ahead of each part
+_HELLO = struct.Struct("!II")  # (number of the mesh, dialling rank)
+_SIZE = struct.Struct("!Q")  # length in bytes, sent ahead of each part
 _NONCE = _PROOF = 32  # bytes
 _PATIENCE = 10.0  # seconds for one handshake
 _AGAIN = 0.05  # seconds between two attempts to reach a rank that does not listen yet
-_MOST_STRANGERS = 64  # handshakes at the same time
-_MOST_BYTES = 1 << 30  # of one message whose size the other end chooses
+_MOST_STRANGERS = 64  # concurrent handshakes
+_MOST_BYTES = 1 << 30  # largest message whose size the sender chooses
 
 
 class PeerGone(RuntimeError):
-    """Another rank has ended, or has not come in time."""
+    """Another rank has closed its connection, or has not responded in time."""
 
 
 class PeerTimeout(PeerGone):
-    """Ranks have not come in time."""
+    """Ranks, listed in `missing`, have not reached the operation in time."""
 
     def __init__(self, missing: Sequence[int]) -> None:
         self.missing = tuple(missing)
@@ -52,10 +55,13 @@ class PeerTimeout(PeerGone):
 
 
 class Mesh:
-    """One connection between every two of its ranks. Each method is collective and belongs to one thread at a time."""
+    """Group of ranks with one connection between every two of them.
+
+    Operations are collective, and only one thread may use a mesh at a time. After a failed transfer the mesh is closed.
+    """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], *, patience: float) -> None:
-        """`patience`: the seconds that an operation waits for the other ranks."""
+        """Take connected sockets by rank. `patience`: timeout in seconds of an operation."""
         self.rank, self.members = rank, tuple(sorted([rank, *peers]))
         self._peers, self._patience = dict(peers), patience
         self._number = {connection.fileno(): peer for peer, connection in peers.items()}
@@ -69,12 +75,15 @@ class Mesh:
         return tuple(self._peers)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data`, of whatever size, in the order of ranks."""
+        """Return every rank's `data`, which may differ in size, in the order of ranks."""
         sizes = [_checked(*_SIZE.unpack(size)) for size in self.all_gather_equal(_SIZE.pack(len(data)))]
         return self._gather(data, sizes, patience=None)
 
     def all_gather_equal(self, data: bytes, *, patience: float | None = None) -> list[bytes]:
-        """Do the same with data of one size on all ranks. Raise Late with the ranks that have not come in time."""
+        """Return every rank's `data`, which has the same size on all ranks, in the order of ranks.
+
+        Raises PeerTimeout with the ranks that have not responded in time.
+        """
         return self._gather(data, [len(data)] * len(self.members), patience=patience)
 
     def _gather(self, data: bytes, sizes: Sequence[int], *, patience: float | None) -> list[bytes]:
@@ -85,7 +94,7 @@ class Mesh:
         return [bytes(one) for one in found.values()]
 
     def broadcast(self, data: bytes, *, source: int) -> bytes:
-        """Return the `data` of rank `source`."""
+        """Return the `data` of rank `source` on every rank; other ranks' `data` is ignored."""
         if self.rank == source:
             for part in (_SIZE.pack(len(data)), data):
                 self.exchange([(peer, memoryview(part)) for peer in self.others], [])
@@ -97,21 +106,21 @@ class Mesh:
         return bytes(found)
 
     def barrier(self, *, patience: float | None = None) -> None:
-        """Return once all ranks have called it."""
+        """Block until all ranks have called it."""
         self.all_gather_equal(b"\0", patience=patience)
 
     def exchange(self, out: Parts, into: Parts, *, patience: float | None = None) -> None:
-        """Send each of `out` to its rank while each of `into` is filled from its rank.
+        """Send each part of `out` to its rank and fill each part of `into` from its rank.
 
-        Between two ranks parts arrive in the order in which they are sent; those without bytes are not sent.
+        Between two ranks parts arrive in the order in which they are sent. Empty parts are not sent.
         """
-        if self._jobs is not None:  # operations that were begun come first
+        if self._jobs is not None:  # keep the order with operations that `begin` has queued
             self.begin(out, into).result()
         else:
             self._move(out, into, seconds=self._patience if patience is None else patience)
 
     def begin(self, out: Parts, into: Parts) -> Future[None]:
-        """Do the same in a thread, in the order of calls."""
+        """Queue an `exchange` on a background thread, which runs them in the order of the calls."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_carry_out, args=(self._jobs, self._move, self._patience), daemon=True).start()
@@ -120,7 +129,7 @@ class Mesh:
         return future
 
     def check(self) -> None:
-        """Raise Gone where another rank has ended."""
+        """Raise PeerGone if another rank has closed its connection."""
         poll = select.poll()
         for connection in self._peers.values():
             poll.register(connection, select.POLLRDHUP)
@@ -128,7 +137,7 @@ class Mesh:
             raise PeerGone(f"rank {self._number[descriptor]} has closed its connection")
 
     def close(self) -> None:
-        """Let the other ranks see that nothing more comes."""
+        """Close all connections, which the other ranks see as this rank's end."""
         for connection in self._peers.values():
             connection.close()
 
@@ -136,14 +145,14 @@ class Mesh:
         assert self._in_use.acquire(blocking=False), "two threads use one mesh"
         try:
             self._move_all(_queues(out, sends=True), _queues(into, sends=False), until=time.monotonic() + seconds)
-        except BaseException:  # half of a message may be under way, which must not become the head of another
+        except BaseException:  # a message may be half sent; its rest must not be read as the start of the next
             self.close()
             raise
         finally:
             self._in_use.release()
 
     def _move_all(self, out: dict[int, _Queue], into: dict[int, _Queue], *, until: float) -> None:
-        for peer in list(out):  # most messages are small, and there is room for them
+        for peer in list(out):  # most messages fit into the socket buffer and need no poll
             self._send(peer, out)
         poll = select.poll()
         watched = {peer: self._peers[peer].fileno() for peer in {*out, *into}}
@@ -207,7 +216,7 @@ _Queue = deque[memoryview]
 
 
 class _Size(bytearray):
-    """Room for the size that travels ahead of a part."""
+    """Receive buffer of the size field ahead of a part, with the value that it must have."""
 
     def __init__(self, expected: bytes) -> None:
         super().__init__(len(expected))
@@ -215,7 +224,7 @@ class _Size(bytearray):
 
 
 def _queues(parts: Parts, *, sends: bool) -> dict[int, _Queue]:
-    """Return what is to be sent to, or filled from, each rank: sizes and parts in turn."""
+    """Return each rank's buffers to send or to fill, with the size field ahead of each part."""
     made: dict[int, _Queue] = {}
     for peer, part in parts:
         if len(part):
@@ -251,21 +260,22 @@ def _carry_out(
 
 
 class Listener:
-    """Where the other ranks reach this one, and how it reaches them, as long as the process lives."""
+    """Listening sockets of this rank, and the dialling of other ranks, for the lifetime of the process."""
 
     def __init__(
         self, run: str, rank: int, *, here: Sequence[int], secret: bytes = b"", host: str | None = None
     ) -> None:
-        """`run`: a name that only this run has on its machine; `here`: the ranks of this node.
+        """Bind the sockets and start the threads that accept connections.
 
-        `secret` is what the ranks of all nodes know; `host` the address at which those of other nodes reach this one.
+        `run`: a name unique to this run on its machine. `here`: the ranks of this node. `secret`: the run's secret, the
+        same on all nodes. `host`: the address at which ranks of other nodes reach this one; None: a single node.
         """
         self._run, self._rank, self._here, self._secret = run, rank, here, secret
         self._made = 0
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._news = threading.Condition()
         self._handshakes = threading.BoundedSemaphore(_MOST_STRANGERS)
-        self.addresses: dict[int, tuple[str, int]] = {}  # of ranks of other nodes
+        self.addresses: dict[int, tuple[str, int]] = {}  # (host, port) of each rank of another node
         unix = socket.socket(socket.AF_UNIX)
         try:
             unix.bind(_name(run, rank))
@@ -280,7 +290,7 @@ class Listener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the ranks of other nodes reach this one."""
+        """(host, port) at which the ranks of other nodes reach this one."""
         name = self._listening[-1].getsockname()
         return name[0], name[1]
 
@@ -292,9 +302,10 @@ class Listener:
         within: float,
         look: Callable[[], None] = lambda: None,
     ) -> Mesh:
-        """Connect `members`, this rank among them. All ranks of the run call it, in the same order.
+        """Connect `members`, which include this rank, to a mesh. All ranks must create meshes in the same order.
 
-        Raise Late where they are not connected `within` so many seconds. `look` is called while it waits.
+        Raises PeerTimeout if they are not connected within `within` seconds. `look` is called while waiting and may
+        raise to give up. `patience`: timeout in seconds of the mesh's operations.
         """
         number, self._made = self._made, self._made + 1
         until, peers = time.monotonic() + within, dict[int, socket.socket]()
@@ -353,7 +364,7 @@ class Listener:
             except OSError:
                 if listening.fileno() < 0:
                     return
-                time.sleep(_AGAIN)  # no descriptor is free
+                time.sleep(_AGAIN)  # out of file descriptors: retry
                 continue
             if near and _user_of(connection) != os.geteuid():
                 connection.close()
@@ -363,7 +374,7 @@ class Listener:
                 connection.close()
 
     def _admit(self, connection: socket.socket) -> None:
-        """Keep a connection once it has said whose it is; close one that does not prove it."""
+        """Do the handshake and keep the connection under its rank; close it if the handshake fails."""
         try:
             connection.settimeout(_PATIENCE)
             near = connection.family == socket.AF_UNIX
@@ -379,7 +390,7 @@ class Listener:
 
 
 def _name(run: str, rank: int) -> str:
-    """Return a socket's abstract name: it lies in no directory, and is gone with its process."""
+    """Return a rank's abstract socket name, which has no file and disappears with the process."""
     return f"\0offload-trainer/{hashlib.sha256(run.encode()).hexdigest()[:32]}/{rank}"
 
 
@@ -388,7 +399,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user at the other end of a Unix socket, as the kernel noted it when that end was made."""
+    """Return the user id at the other end of a Unix socket, as recorded by the kernel (SO_PEERCRED)."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", told)[1])
 
@@ -413,7 +424,10 @@ def _place(name: tuple[object, ...]) -> bytes:
 
 
 def _convinced(connection: socket.socket, secret: bytes) -> bytes:
-    """Return the hello of who has dialled and knows the secret, and prove that this end does. ValueError without."""
+    """Accept side of the handshake: verify the dialler's proof, send this end's proof, return the hello.
+
+    Raises ValueError if the dialler does not know the secret.
+    """
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ours = secrets.token_bytes(_NONCE)
@@ -427,7 +441,10 @@ def _convinced(connection: socket.socket, secret: bytes) -> bytes:
 
 
 def _convince(connection: socket.socket, hello: bytes, secret: bytes, who: str) -> None:
-    """Prove to who was dialled that this end knows the secret, and ask for the same. TrainerError without."""
+    """Dial side of the handshake: send this end's proof and verify the other end's.
+
+    Raises HandshakeRefused if the other end rejects the proof or does not know the secret.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         theirs, ours = _received(connection, _NONCE), secrets.token_bytes(_NONCE)
@@ -441,4 +458,4 @@ def _convince(connection: socket.socket, hello: bytes, secret: bytes, who: str) 
 
 
 class HandshakeRefused(TrainerError):
-    """Two ends that do not know the same secret."""
+    """The two ends of a connection do not have the same secret."""

@@ -1,7 +1,7 @@
-"""The packages beside this one: the lowest versions it was tried with, and what to say where one is missing.
+"""Third-party packages: minimum versions, and error messages for those that are missing or too old.
 
-`REQUIRED` and `OPTIONAL` are pyproject.toml's own bounds (a test holds them together; scripts/lowest_versions.py runs
-them), repeated because a checkout that is only on the path has no metadata.
+`REQUIRED` and `OPTIONAL` repeat the bounds of pyproject.toml, because a checkout that is only on the path has no
+metadata. A test keeps the two equal, and scripts/lowest_versions.py runs the lowest versions.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OPTIONAL = {
     "sqlalchemy": "2.0.30",
     "alembic": "1.13.1",
 }
-_MODULES = {"yaml": "PyYAML", "mlflow": "mlflow-skinny"}  # where a module is not called as its package
+_MODULES = {"yaml": "PyYAML", "mlflow": "mlflow-skinny"}  # modules whose name differs from the package's
 
 
 def is_installed(module: str) -> bool:
-    """Whether it can be found; it is not imported."""
+    """Return True if the module can be found, without importing it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -47,7 +47,7 @@ def is_installed(module: str) -> bool:
 
 
 def too_old(package: str) -> str | None:
-    """The installed version, where it is below the bound; None where it is not, or nothing is known of it."""
+    """Return the installed version if it is below the bound; None if it is not, or if the package has no metadata."""
     try:
         found = version(package)
     except PackageNotFoundError:
@@ -57,19 +57,19 @@ def too_old(package: str) -> str | None:
 
 
 def to_install(*packages: str) -> str:
-    """The command for it."""
+    """Return the pip command that installs the packages, with their bounds."""
     bounds = REQUIRED | OPTIONAL
     return "pip install " + " ".join(f"'{name}>={bounds[name]}'" if name in bounds else name for name in packages)
 
 
 def lacks(wish: str, package: str) -> str:
-    """What is said where `wish` needs a package that is not there."""
+    """Return the error message for a feature that needs a package which is not installed."""
     also = ("ninja",) if package == "deepspeed" else ()
     return f"{wish} needs {package}, which is not installed: {to_install(package, *also)}"
 
 
 def explain_import(error: ImportError) -> str | None:
-    """The line for a package that is missing or too old; None where it is one of our own modules."""
+    """Return the error message for a package that is missing or too old; None for any other import error."""
     module = (error.name or "").partition(".")[0]
     package = _MODULES.get(module, module)
     if module in ("", "offload_trainer"):
@@ -82,7 +82,7 @@ def explain_import(error: ImportError) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """A version's leading numbers, without zeros at their end: 2.9.0+cu128 -> (2, 9)."""
+    """Return a version's leading numbers without trailing zeros: 2.9.0+cu128 -> (2, 9)."""
     numbers = [int(part) for part in re.split(r"[^\d.]", text)[0].split(".") if part]
     while numbers and not numbers[-1]:
         numbers.pop()

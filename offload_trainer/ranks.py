@@ -1,8 +1,8 @@
-"""The other processes of a run: agreeing on values, waiting for each other. With one process all of it is free.
+"""Ranks of a run: joining them, and collectives (barrier, broadcast, all_gather, all_to_all) of tensors and values.
 
-A rank that fails tells why and ends; the others find its connections closed, and end with `LOST` and without a word.
-What ranks tell each other is JSON over connections of their own (`offload_trainer/mesh.py`), never pickled objects.
-torch.distributed is set up only for what needs it: NCCL between GPUs, and DeepSpeed.
+With a single process most of these functions return immediately. A rank that fails prints its error and exits; the
+others see its connections close and exit silently with `LOST`. Values travel as JSON over the connections of `mesh.py`,
+never as pickled objects. torch.distributed is set up only for NCCL between GPUs and for DeepSpeed.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from offload_trainer.safe_files import parsed, shown
 
 T = TypeVar("T")
 
-STALLED = 300  # seconds that ranks wait for each other within a step
-SECRET = "OFFLOAD_TRAINER_SECRET"  # in the environment: what the ranks of all nodes know, and nobody else
-_SETTING_UP = 86_400.0  # seconds, while rank 0 draws a model or writes a checkpoint; a death is noticed within seconds
-_JOINING, _AGAIN = 600.0, 0.1  # seconds until all have imported what they need and come; between two looks
-_TELLING, _NOT_COMING = 5.0, "not coming"  # seconds to reach the launcher's store; a key there
-_LATER = 30  # seconds: rank 0 can name who is missing, and is the first to give up
+STALLED = 300  # timeout in seconds of a collective within a step
+SECRET = "OFFLOAD_TRAINER_SECRET"  # environment variable: the secret shared by the ranks of all nodes
+_SETTING_UP = 86_400.0  # timeout in seconds outside steps: rank 0 may initialize a model or write a checkpoint
+_JOINING, _AGAIN = 600.0, 0.1  # timeout until all ranks have started, and polling interval, in seconds
+_TELLING, _NOT_COMING = 5.0, "not coming"  # timeout in seconds of the launcher's store, and the key of the note in it
+_LATER = 30  # extra seconds before other ranks time out, so that rank 0 does first and names the missing ranks
 _LEAST_SECRET = 16  # characters
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # in the environment: which network the nodes use, as gloo's users name it
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: network interface between the nodes, as for gloo
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """This process among the ranks of its run."""
+    """This process's rank and its connections to the others."""
 
     rank: int
     world: int
-    here: range  # the ranks of this node
+    here: range  # ranks of this node
     listener: Listener
     everybody: Mesh
-    store: dist.Store | None  # the launcher's, of several nodes; rank 0 may be the one that keeps it
+    store: dist.Store | None  # the launcher's store, if there are several nodes; rank 0 may host it
 
 
 _joined: _Joined | None = None
@@ -63,10 +63,10 @@ _joined: _Joined | None = None
 
 
 def join() -> None:
-    """Become one of the ranks that the launcher has started, as its environment says.
+    """Connect this process to the other ranks, using the launcher's environment variables.
 
-    SIGTERM ends the process until all have come: Python would not get to run in torch's store, and there is nothing to
-    save.
+    SIGTERM has its default action until all ranks are connected: torch's store blocks in C++, where a Python handler
+    would not run, and there is nothing to save yet.
     """
     global _joined
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -80,7 +80,7 @@ def join() -> None:
 
 
 def leave() -> None:
-    """Be a process alone again."""
+    """Close the connections to the other ranks and become a single process again."""
     global _joined
     if _joined is not None:
         _joined.everybody.close()
@@ -89,14 +89,14 @@ def leave() -> None:
 
 
 def _run() -> str:
-    """Return a name that this run alone has on this machine."""
+    """Return a name that is unique to this run on this machine."""
     names = (RUN, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return os.environ.get(RUN) or " ".join(os.environ.get(name, "") for name in names)
 
 
 @contextmanager
 def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None = None) -> Iterator[Listener]:
-    """A listener that is closed where something goes wrong inside."""
+    """Open a listener; close it if the body raises."""
     listener = Listener(_run(), rank, here=here, secret=secret, host=host)
     try:
         yield listener
@@ -106,7 +106,10 @@ def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None 
 
 
 def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh, None]:
-    """Connect the ranks of this machine, with nothing that others can open."""
+    """Connect the ranks of this machine over Unix sockets, which open no network port.
+
+    Raises TrainerError if not all of them connect in time.
+    """
     with _listening(rank, here) as listener:
         try:
             return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING), None
@@ -116,10 +119,11 @@ def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mes
 
 
 def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh, dist.Store]:
-    """Connect the ranks of all nodes, which find each other's addresses in the launcher's store.
+    """Connect the ranks of all nodes, which exchange their addresses through the launcher's store.
 
-    Anybody can write there, so nothing of it is trusted: whoever is at an address has to prove that it knows the
-    secret. TrainerError where not all have come in time, where one has ended, or where secrets differ.
+    The store accepts writes from any process, so its content is not trusted: the peer at each address must prove that
+    it knows the secret. Raises TrainerError if not all ranks connect in time or one has ended, and UserError if the
+    secrets differ.
     """
     secret, until = _secret(), time.monotonic() + _JOINING
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -158,7 +162,7 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
 
 
 def _secret() -> bytes:
-    """Return what this run's nodes prove to each other that they know. UserError where there is none."""
+    """Return the run's secret from the environment. Raises UserError if it is missing or too short."""
     secret = os.environ.get(SECRET, "")
     if len(secret) < _LEAST_SECRET:
         told = f"has {len(secret)} characters" if secret else "is not set"
@@ -174,7 +178,7 @@ def _key(rank: int) -> str:
 
 
 def _address() -> str:
-    """Return this node's address, as text, in the network that leads to the first node's or that is named."""
+    """Return this node's address, as text, on the named interface, else on the route to the first node."""
     if name := os.environ.get(_INTERFACE):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             try:
@@ -186,14 +190,14 @@ def _address() -> str:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sent:
-            sent.connect(address)  # nothing is sent
+            sent.connect(address)  # a UDP connect chooses the route and sends nothing
             return str(sent.getsockname()[0])
     except OSError as error:
         raise TrainerError(f"the address of the first node, {host}, is not to be reached: {error.strerror}") from error
 
 
 def _parsed_address(told: bytes, *, of: int) -> tuple[str, int]:
-    """Return (host, port) of what the store says, which anybody may have written there."""
+    """Parse an address from the store into (host, port). Raises TrainerError for anything else."""
     found = re.fullmatch(r"([0-9a-f.:]{2,45}) ([0-9]{1,5})", told[:64].decode(errors="replace"))
     if not found:
         raise TrainerError(f"the launcher's store gives no address of rank {of}: another program has written to it")
@@ -201,7 +205,7 @@ def _parsed_address(told: bytes, *, of: int) -> tuple[str, int]:
 
 
 def _look_for_notes(store: dist.Store, secret: bytes) -> None:
-    """Raise what a rank that does not come has told of itself."""
+    """Raise the error that a rank has left in the store because it cannot join, if any."""
     if not store.check([_NOT_COMING]):
         return
     proof, _, note = store.get(_NOT_COMING)[:10_000].partition(b" ")
@@ -211,7 +215,7 @@ def _look_for_notes(store: dist.Store, secret: bytes) -> None:
             f"{SECRET}"
         )
     node, _, told = note.decode().partition(" ")
-    known = node == os.environ.get("GROUP_RANK")  # said on this node, by the rank itself
+    known = node == os.environ.get("GROUP_RANK")  # the rank has already printed it on this node
     raise PeerFailed(told, code=LOST) if known else TrainerError(f"node {node} does not come: {told}")
 
 
@@ -220,28 +224,31 @@ def _sign(note: bytes, secret: bytes) -> bytes:
 
 
 def tell_not_coming(why: str) -> None:
-    """To ranks of other nodes, which wait for this one to `join`; where there is a launcher's store to tell it by."""
+    """Leave a signed note in the launcher's store that this rank cannot `join`, so that other nodes stop waiting.
+
+    Does nothing after `join`, on a single node, or without a launcher's store.
+    """
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ.get("WORLD_SIZE", "1"))
     if _joined or not several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     note = f"{os.environ.get('GROUP_RANK')} {why}".encode()
-    with suppress(RuntimeError):  # their node has ended
+    with suppress(RuntimeError):  # the node that hosts the store has ended
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_TELLING)))
         store.set(_NOT_COMING, _sign(note, os.environ.get(SECRET, "").encode()) + b" " + note)
 
 
-# -- who is there ------------------------------------------------------------------------------------------------------
+# -- ranks, nodes and groups -------------------------------------------------------------------------------------------
 
 
 def place_here() -> tuple[int, int]:
-    """(rank, world); (0, 1) where no ranks have been joined."""
+    """Return (rank, world size); (0, 1) before `join` and for a single process."""
     return (_joined.rank, _joined.world) if _joined else (0, 1)
 
 
 def nodes() -> tuple[range, ...]:
-    """The ranks of each node, as the launcher has counted them there; one node where it does not say. All ranks call.
+    """Return the ranks of each node, from the launcher's LOCAL_RANK; a single node if that is not set. Collective.
 
-    UserError where they are not as many on each: each node holds the state of its ranks, and plans for as much.
+    Raises UserError if the nodes have different numbers of ranks: the plan assumes the same state on every node.
     """
     rank, world = place_here()
     if world == 1:
@@ -257,10 +264,10 @@ def nodes() -> tuple[range, ...]:
 
 
 def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpus: bool = False) -> Any:
-    """Return the one of several groups of ranks that this rank is in, or one of all. All ranks call, alike.
+    """Create groups of ranks and return the one that contains this rank; without `members`, one group of all ranks.
 
-    `in_step`: what is sent there is sent within a step, and not waited for as long as a start. `gpus`: over NCCL, for
-    what is on GPUs.
+    Collective: all ranks call it with the same arguments. `in_step`: use the short timeout of a training step.
+    `gpus`: return a NCCL process group, for tensors on GPUs, instead of a Mesh.
     """
     assert _joined is not None
     patience = STALLED + _LATER if in_step else _SETTING_UP
@@ -283,7 +290,10 @@ def _mesh_of(members: Sequence[int], *, patience: float) -> Mesh:
 
 
 def launchers_store(*, timeout: float) -> dist.Store:
-    """Return the store of a run of several nodes, over a connection of its own. Anybody may read and write there."""
+    """Return the launcher's store of a run of several nodes, over a separate connection.
+
+    Any process can read and write it, so do not trust its content. `timeout`: of its operations, in seconds.
+    """
     assert _joined is not None
     assert _joined.store is not None
     store: dist.Store = _joined.store.clone()  # type: ignore[attr-defined]  # not in its stub
@@ -292,10 +302,10 @@ def launchers_store(*, timeout: float) -> dist.Store:
 
 
 def join_torch(backend: str) -> None:
-    """Set up torch.distributed, once, for what moves tensors itself: NCCL, DeepSpeed. All ranks call it.
+    """Initialize torch.distributed once, for NCCL or DeepSpeed. Collective.
 
-    On one node its store is memory that only these processes can open. Between nodes it is the launcher's, as it is to
-    every program that torchrun starts.
+    On one node the store is a memory file that other users cannot open. With several nodes it is the launcher's
+    store, as in any program started by torchrun.
     """
     if dist.is_initialized():
         return
@@ -305,7 +315,7 @@ def join_torch(backend: str) -> None:
         store = launchers_store(timeout=_JOINING)
     else:
         store = dist.FileStore(_private_file(), world) if _joined else dist.HashStore()
-        for name in (_INTERFACE, "NCCL_SOCKET_IFNAME"):  # what gloo and NCCL open is on the loopback
+        for name in (_INTERFACE, "NCCL_SOCKET_IFNAME"):  # keep the sockets of gloo and NCCL on the loopback interface
             os.environ.setdefault(name, "lo")
     limit = timedelta(seconds=_SETTING_UP)
     store.set_timeout(limit)
@@ -313,20 +323,20 @@ def join_torch(backend: str) -> None:
 
 
 def _private_file() -> str:
-    """Return the path, on every rank, of a file that has no name and that no other user can open."""
-    own = os.memfd_create("offload-trainer") if place_here()[0] == 0 else -1  # open as long as rank 0 lives
+    """Return a path under /proc, valid on every rank, of an unnamed memory file that other users cannot open."""
+    own = os.memfd_create("offload-trainer") if place_here()[0] == 0 else -1  # stays open until rank 0 exits
     if own >= 0:
         os.fchmod(own, 0o600)
     process, descriptor = broadcast_object([os.getpid(), own])
     return f"/proc/{process}/fd/{descriptor}"
 
 
-# -- together ----------------------------------------------------------------------------------------------------------
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _noticing() -> Iterator[None]:
-    """What is raised where another rank is gone becomes Elsewhere, since that one has told why."""
+    """Convert a communication error into PeerFailed: the rank that ended reports the reason."""
     try:
         yield
     except RuntimeError as error:
@@ -334,20 +344,23 @@ def _noticing() -> Iterator[None]:
 
 
 def barrier(*, stalled: float = STALLED) -> None:
-    """Return once all ranks are here. TrainerError on rank 0, which names the one that is not after so many seconds."""
+    """Block until all ranks have reached the barrier.
+
+    After `stalled` seconds, rank 0 raises TrainerError that names the missing ranks; the others raise PeerFailed.
+    """
     if _joined:
         with naming_the_late(stalled):
             _joined.everybody.barrier(patience=patience_in_step(stalled))
 
 
 def patience_in_step(stalled: float) -> float:
-    """Return the seconds that this rank waits for the others: rank 0 is the first to give up, and says why."""
+    """Return this rank's timeout in seconds. Rank 0 times out first, so that it reports the missing ranks."""
     return stalled + (0 if place_here()[0] == 0 else _LATER)
 
 
 @contextmanager
 def naming_the_late(stalled: float) -> Iterator[None]:
-    """Raise TrainerError on rank 0, which names who has not come in time, and Elsewhere where another rank has gone."""
+    """Convert a timeout into TrainerError that names the missing ranks, on rank 0; raise PeerFailed otherwise."""
     try:
         with _noticing():
             yield
@@ -361,12 +374,12 @@ def naming_the_late(stalled: float) -> Iterator[None]:
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the memory of `values` (1-D, contiguous, on the CPU)."""
+    """Return the memory of `values` (1-D, contiguous, on the CPU) without copying it."""
     return memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
-    """Fill `values` (1-D, contiguous) with what they are on rank `source`."""
+    """Copy `values` (1-D, contiguous) from rank `source` to all ranks of the group, in place."""
     if not _joined or not values.numel():
         return
     group = _joined.everybody if group is None else group
@@ -380,9 +393,9 @@ def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
 
 
 def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
-    """Fill `values` (1-D, contiguous) with equal parts, of which each rank of the group has its `number`'s in place.
+    """All-gather in place: `values` (1-D, contiguous) has one equal part per rank, and part `number` is this rank's.
 
-    On a GPU it is queued on the current stream.
+    On a GPU the operation is queued on the current stream.
     """
     parts = values.view(torch.uint8)
     with _noticing():
@@ -396,9 +409,9 @@ def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
 
 
 def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
-    """Send part i (contiguous, one for each rank of the group) to its rank i; returns what came of rank i as part i.
+    """Send `parts[i]` to rank i of the group; return a tensor of the same shape whose part i came from rank i.
 
-    On a GPU it is queued on the current stream.
+    `parts` must be contiguous. On a GPU the operation is queued on the current stream.
     """
     come = torch.empty_like(parts)
     with _noticing():
@@ -418,10 +431,10 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
 def send_recv(
     out: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], *, group: Mesh
 ) -> Callable[[], None]:
-    """Begin to send each of `out` to its rank, and to fill each of `into` from its; what is given waits for all of it.
+    """Start sending the tensors of `out` and receiving into those of `into`; return a function that waits for all.
 
-    1-D, contiguous, on the CPU. Between two ranks they arrive in the order in which they are sent, those of no elements
-    not at all.
+    Each entry is (rank, tensor), the tensor 1-D, contiguous and on the CPU. Between two ranks tensors arrive in the
+    order in which they are sent. Empty tensors are skipped.
     """
     parts = ([(rank, _bytes_of(values)) for rank, values in way if values.numel()] for way in (out, into))
     begun = group.begin(*parts)
@@ -434,7 +447,7 @@ def send_recv(
 
 
 def add_up(values: torch.Tensor, *, group: Mesh) -> None:
-    """Set `values` (on the CPU) to the sum over all ranks: exact where at most one of them has another than 0."""
+    """All-reduce `values` (on the CPU) in place by summation; exact if at most one rank has a nonzero per element."""
     told = torch.empty((len(group.members), values.numel()), dtype=values.dtype)
     mine = group.members.index(group.rank)
     told[mine] = values.reshape(-1)
@@ -447,7 +460,7 @@ def add_up(values: torch.Tensor, *, group: Mesh) -> None:
 
 
 def share(value: Any, *, source: int, group: Mesh | None, kind: Any = Any) -> Any:
-    """Return the value of rank `source`, on every rank of a group (None: of all): JSON, read back as a `kind`."""
+    """Broadcast a value from rank `source` to a group (None: all ranks), as JSON validated against the type `kind`."""
     group = _joined.everybody if _joined and group is None else group
     if group is None:
         return value
@@ -456,7 +469,7 @@ def share(value: Any, *, source: int, group: Mesh | None, kind: Any = Any) -> An
 
 
 def _told(value: Any) -> bytes:
-    """Return a value as JSON: of plain kinds, paths, and dataclasses of those."""
+    """Encode a value of plain types, paths and dataclasses of those as JSON."""
     return json.dumps(value, default=_plain).encode()
 
 
@@ -475,13 +488,16 @@ def _read(told: bytes, kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class Group:
-    """Who does something together: all ranks, over connections that only one thread uses; or this process alone."""
+    """Ranks that perform work together and share its errors: all ranks over one mesh, or this process alone.
+
+    Only one thread may use a group at a time, since the mesh allows no more.
+    """
 
     rank: int = 0
-    mesh: Mesh | None = None  # None: alone
+    mesh: Mesh | None = None  # None: this process alone
 
     def first(self, work: Callable[[], object]) -> None:
-        """Do `work` on rank 0 only. A failure there is every rank's failure."""
+        """Do `work` on rank 0 only. If it fails, all ranks raise."""
         failed: Exception | None = None
         if self.rank == 0:
             try:
@@ -494,9 +510,9 @@ class Group:
         _raise_elsewhere([told])
 
     def each(self, work: Callable[[], T], kind: Any = Any) -> list[T]:
-        """Do `work` on every rank; return what each made of it, a `kind`, in their order.
+        """Do `work` on every rank; return all results, of type `kind`, in the order of ranks.
 
-        A failure of one is every rank's.
+        If it fails on one rank, all ranks raise.
         """
         failed: Exception | None = None
         mine: list[T] = []
@@ -512,7 +528,7 @@ class Group:
 
 
 def _failure(failed: Exception | None) -> list[Any] | None:
-    """Return what other ranks are told of a failure: its exit code and its words."""
+    """Return [exit code, message] of an error, to send to the other ranks; None without an error."""
     return None if failed is None else [getattr(failed, "exit_code", LOST), str(failed)]
 
 
@@ -526,22 +542,22 @@ ALONE = Group()
 
 
 def everybody() -> Group:
-    """All ranks, in the thread that trains."""
+    """Return the group of all ranks for use in the training thread."""
     return Group(_joined.rank, _joined.everybody) if _joined else ALONE
 
 
 def new_group() -> Group:
-    """All ranks, for one thread beside the one that trains. All ranks call it, in the thread that trains."""
+    """Return a new group of all ranks for use in one background thread. Collective, called in the training thread."""
     return Group(_joined.rank, group_of(in_step=False)) if _joined else ALONE
 
 
 def on_rank_zero(work: Callable[[], object]) -> None:
-    """Do `work` on rank 0 only. A failure there is every rank's failure."""
+    """Do `work` on rank 0 only. If it fails, all ranks raise."""
     everybody().first(work)
 
 
 def on_some(work: Callable[[], object], *, mine: bool) -> None:
-    """Do `work` on the ranks of which it is `mine`. A failure on one is every rank's failure."""
+    """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
 
     def maybe() -> None:
         if mine:
@@ -551,9 +567,9 @@ def on_some(work: Callable[[], object], *, mine: bool) -> None:
 
 
 def rank_zero_first(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0, then on the first of each other node, then on the rest: they find done what it leaves.
+    """Do `work` on rank 0, then on the first rank of every other node, then on every rank; return this rank's result.
 
-    Or half done, where nodes have no such directory in common.
+    `work` must be idempotent: later ranks find the files of earlier ones, if they share the directory.
     """
     if _joined:
         on_rank_zero(work)
@@ -563,12 +579,12 @@ def rank_zero_first(work: Callable[[], T]) -> T:
 
 
 def broadcast_object(value: Any, kind: Any = Any) -> Any:
-    """Return rank 0's value, on every rank: JSON, read back as a `kind`."""
+    """Broadcast rank 0's value to all ranks, as JSON validated against the type `kind`."""
     return share(value, source=0, group=None, kind=kind)
 
 
 def all_gather_object(value: Any, kind: Any = Any) -> list[Any]:
-    """Return every rank's value, in the order of ranks, on every rank: JSON, read back as a `kind`."""
+    """Return every rank's value in the order of ranks, as JSON validated against the type `kind`."""
     return _gathered(value, everybody().mesh, kind)
 
 
@@ -580,6 +596,7 @@ def _gathered(value: Any, mesh: Mesh | None, kind: Any) -> list[Any]:
 
 
 def wait_for_all(*, group: Mesh | None = None) -> None:
+    """Block until all ranks of the group (None: all ranks) have called this."""
     if _joined:
         with _noticing():
             (group or _joined.everybody).barrier()

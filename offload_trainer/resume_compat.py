@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to a run: its seed, data and shape, compared, and what differs told in words."""
+"""Check that a checkpoint belongs to a run: compare seed, data and model shape, and describe the differences."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import shown
 
-_MOST = 10  # lines
-_TEXT = ("tokens", "training rows", "text")  # what another text changes
+_MOST = 10  # lines in a message
+_TEXT = ("tokens", "training rows", "text")  # identity keys that all change if the training text changes
 
 
 def refuse_other_run(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """UserError in words where `saved`, a checkpoint's, is not what this run is; None on a side: not known there."""
+    """Raise UserError that lists the differences between a checkpoint's identity, `saved`, and this run's, `now`.
+
+    A value of None on either side means not known and is not compared.
+    """
     told = differences(saved, now)
     if told:
         lines = "\n".join(f"  {line}" for line in told[:_MOST])
@@ -26,11 +29,11 @@ def refuse_other_run(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[st
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each thing that differs, but one for a text, of which several numbers follow."""
+    """Return one line per difference. A changed text gives a single line, although several values change with it."""
     keys = [key for key in {**saved, **now} if _differ(key, saved, now)]
     told = []
     if "tokenizer" in keys:
-        keys = [key for key in keys if key not in _TEXT]  # with another tokenizer the ids are others anyway
+        keys = [key for key in keys if key not in _TEXT]  # another tokenizer changes all token ids
     elif "text" in keys:
         keys = [key for key in keys if key not in _TEXT]
         told.append(_changed_text(saved.get("tokens"), now.get("tokens")))

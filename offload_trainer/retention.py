@@ -1,11 +1,11 @@
-"""Which checkpoints a run directory holds, and which of them go.
+"""List the checkpoints of a run directory and remove the oldest ones.
 
-    step-00000100/MANIFEST.json   whole, of that step: the oldest of these are pruned
-    .step-00000100.tmp            a workplace: one that is being written
-    .step-00000100.pruned         one that is being removed
+    step-00000100/MANIFEST.json   a complete checkpoint; the oldest of these are pruned
+    .step-00000100.tmp            a checkpoint that is being written
+    .step-00000100.pruned         a checkpoint that is being removed
 
-What has any other name is somebody's own: a checkpoint that was renamed, moved aside or copied is neither pruned nor
-resumed from unasked.
+Any other name belongs to the user: a checkpoint that was renamed, moved or copied is not pruned, and the run resumes
+from it only if it is named explicitly.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ _HIDDEN = re.compile(rf"\.(?P<name>{_NAME.pattern})\.(?P<end>tmp|pruned)")
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints with a manifest, the oldest first; what has another name than a save gives is somebody's own.
+    """Return the checkpoints that have a manifest, oldest first; directories with other names are ignored.
 
-    UserError for one that cannot be looked into: an older one would be gone on from, and this one be overwritten.
+    Raises UserError for a checkpoint that cannot be accessed: skipping it would resume from an older one and later
+    overwrite it.
     """
     return sorted((path for path in steps_in(root) if is_there(path / MANIFEST)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; -1 for a name that no save has given."""
+    """Return the step in a checkpoint's name; -1 for any other name."""
     found = _NAME.fullmatch(checkpoint.name)
     return int(found["step"]) if found else -1
 
 
 def steps_in(root: Path) -> list[Path]:
-    """What has a checkpoint's name, whole or not. UserError where that cannot be looked at."""
+    """Return everything with a checkpoint's name, complete or not. Raises UserError if `root` cannot be listed."""
     try:
         return [path for path in root.iterdir() if step_of(path) >= 0]
     except (FileNotFoundError, NotADirectoryError):
@@ -60,9 +61,10 @@ def steps_in(root: Path) -> list[Path]:
 
 
 def prune(root: Path, *, keep: int) -> list[str]:
-    """Remove the oldest beyond `keep`, but none that is being read; says what else stays, and why.
+    """Remove the oldest checkpoints beyond `keep`, except any that is being read.
 
-    A kill in between leaves no half of one.
+    Returns a note for each other checkpoint that is not removed. Each one is renamed before its removal, so a kill
+    leaves no partial checkpoint under a valid name.
     """
     notes = []
     try:
@@ -83,7 +85,7 @@ def prune(root: Path, *, keep: int) -> list[str]:
 
 
 def _strangers(checkpoint: Path) -> list[str]:
-    """What lies in a checkpoint and is not named in its manifest: somebody has put it there."""
+    """Return the names of files in a checkpoint that its manifest does not list, so that the user must have added."""
     try:
         named = {MANIFEST, *parsed(file_bytes(checkpoint / MANIFEST), Manifest).files}
     except (OSError, ValueError):
@@ -93,7 +95,10 @@ def _strangers(checkpoint: Path) -> list[str]:
 
 
 def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
-    """Remove a checkpoint of this step, under its `hidden` name, unless it is read; why it stays, or "". NoLocks."""
+    """Rename a checkpoint of this step to `hidden` and remove it; return why it stays, "" if removed or being read.
+
+    Raises NoLocks if the filesystem has no file locks.
+    """
     try:
         held = lock = open_lock(directory / MANIFEST)
     except OSError as error:
@@ -117,12 +122,12 @@ def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
 
 
 def _manifest_of(step: int) -> OwnershipMark:
-    """What makes a directory a checkpoint of ours, of this step."""
+    """Return the mark by which a directory is recognized as a checkpoint of this step written by this program."""
     return OwnershipMark(MANIFEST, lambda content: _step_in(content) == step)
 
 
 def bytes_that_go(root: Path) -> int:
-    """Bytes that a run's checkpoints take and its pruning will give back; what is not pruned does not count."""
+    """Return the bytes of checkpoints that a run can remove; those that it would not prune do not count."""
     whole = [path for path in complete_checkpoints(root) if not _strangers(path)]
     marks = {path: _manifest_of(step_of(path)) for path in whole}
     for path in root.iterdir() if root.is_dir() else ():
@@ -133,7 +138,7 @@ def bytes_that_go(root: Path) -> int:
 
 
 def _step_in(manifest: bytes) -> int | None:
-    """The step that a manifest of ours is of."""
+    """Return the step in a manifest; None if it is not a valid one."""
     try:
         return parsed(manifest, Manifest).step
     except ValueError:
@@ -141,9 +146,9 @@ def _step_in(manifest: bytes) -> int | None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what a killed save or prune has left. Only for the run that holds the directory.
+    """Remove the leftovers of a killed save or prune. The caller must hold the lock of the run directory.
 
-    TrainerError for what a save has left, or seems to have, and must not be removed: it is in the way of the next one.
+    Raises TrainerError for a leftover of a save that must not be removed, since it blocks the next save.
     """
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if found := _HIDDEN.fullmatch(path.name):
@@ -154,4 +159,4 @@ def remove_leftovers(root: Path) -> None:
                 if not remove_unfinished(path):
                     _removed(path, step=int(found["step"]))
             except NoLocks:
-                pass  # it is in nobody's way
+                pass  # a half-removed checkpoint does not block later saves

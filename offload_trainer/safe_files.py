@@ -1,12 +1,11 @@
-"""Open and read files: JSON and YAML within limits, and anything else only if it is a regular file.
+"""Read untrusted files safely: size-limited JSON and YAML, validated against a type, from regular files only.
 
-    file ── bytes within a limit ── JSON within limits ── the kind that is wanted ──> value, or one UserError
-                                 └─ YAML within limits ──> plain values
+    file ── size limit ── JSON with limits ── type validation ──> value, or one UserError
+                       └─ YAML with limits ──> plain values
 
-A pipe or a device would block whoever opens it, so every file that is read is opened here.
-
-A file may be torn, of another version, another program's, or made to do harm: whatever it holds, nothing else comes of
-it than the value of that kind or one sentence that names the file, what is wrong, and what to do.
+Every file that the program reads is opened here, because opening a pipe or a device could block forever. A file may
+be truncated, from another version, from another program, or malicious. In every case the result is a value of the
+requested type, or one error that names the file, the problem and the remedy.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from offload_trainer.errors import UserError
 Kind = TypeVar("Kind")
 
 MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
-_DEEPEST = 64  # of what is written here, a plan within run.json is the deepest: 7
-_MOST_DIGITS = 100  # transformers writes 31 for a tokenizer without a limit; counts have bounds of their own
-_MOST_YAML = 1 << 20  # bytes, which take seconds: a configuration that names 10,000 files
-_SHOWN = 300  # characters of something from a file, in a message
+_DEEPEST = 64  # nesting levels; the deepest file that this program writes, a plan in run.json, has 7
+_MOST_DIGITS = 100  # transformers writes a 31-digit number for a tokenizer without a length limit
+_MOST_YAML = 1 << 20  # bytes, enough for a configuration that names 10,000 files; parsing this much takes seconds
+_SHOWN = 300  # characters of a file's content quoted in a message
 
-# Of a record's class: keys that it does not know are an error, or passed over.
+# Model configurations of record classes: unknown keys are an error, or ignored.
 EXACT = ConfigDict(extra="forbid")
 LENIENT = ConfigDict(extra="ignore")
 
 
-# -- what fields are -------------------------------------------------------------------------------------------------
+# -- field types -----------------------------------------------------------------------------------------------------
 
 
 def _printable(text: str) -> str:
@@ -63,7 +62,7 @@ Crc32s = Annotated[list[Crc32], FailFast()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Line = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
-FileName = Annotated[str, AfterValidator(_plain_name)]  # relative, without "..": inside the directory it is read from
+FileName = Annotated[str, AfterValidator(_plain_name)]  # relative path without "..", inside its directory
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -79,10 +78,15 @@ def read_back(
     finite: bool = True,
     opener: Callable[[Path], int] | None = None,
 ) -> Kind:
-    """The JSON in `path` as a `kind`: a dataclass, or any type that pydantic knows.
+    """Read the JSON file `path` and return it as a `kind`: a dataclass or any other type that pydantic supports.
 
-    `links` follows a link at the end of the path, `finite` refuses NaN and infinities, `opener` as in `file_bytes`.
-    Raises UserError with the file, what is wrong and `fix`, which says what to do.
+    Args:
+        fix: sentence in the error message that says what to do.
+        links: follow a symbolic link at the end of the path.
+        finite: refuse NaN and infinities.
+        opener: replaces `open_file`, as in `file_bytes`.
+
+    Raises UserError that names the file, the problem and `fix`.
     """
     try:
         return parsed(file_bytes(path, most=most_bytes, links=links, opener=opener), kind, finite=finite)
@@ -95,9 +99,10 @@ def read_back(
 def file_bytes(
     path: Path, *, most: int = MOST_BYTES, links: bool = False, opener: Callable[[Path], int] | None = None
 ) -> bytes:
-    """All of a regular file. ValueError where it is none, cannot be read, or is larger than `most`; never waits.
+    """Return the content of a regular file, without ever blocking on a pipe or device.
 
-    `opener` opens it in place of `open_file`.
+    Raises ValueError if it is not a regular file, cannot be read or has more than `most` bytes, and FileNotFoundError
+    if it does not exist. `opener` replaces `open_file`.
     """
     descriptor = opener(path) if opener else open_file(path, links=links)
     try:
@@ -116,7 +121,11 @@ def file_bytes(
 
 
 def open_file(path: Path, *, links: bool = False) -> int:
-    """A descriptor for reading. ValueError where there is no regular file, FileNotFoundError where nothing is."""
+    """Open a regular file and return its descriptor.
+
+    Raises ValueError for anything but a regular file, and FileNotFoundError if nothing is there. `links`: follow a
+    symbolic link at the end of the path.
+    """
     try:
         if not links and stat.S_ISLNK(os.lstat(path).st_mode):
             raise ValueError("it is a link")
@@ -133,7 +142,7 @@ def open_file(path: Path, *, links: bool = False) -> int:
 
 
 def open_given(path: Path) -> BinaryIO:
-    """Open a file that the user named, without a buffer; links are followed. UserError where it cannot be read."""
+    """Open a file that the user named, unbuffered, following links. Raises UserError if it cannot be read."""
     try:
         return open(open_file(path, links=True), "rb", buffering=0)
     except (OSError, ValueError) as error:
@@ -142,7 +151,7 @@ def open_given(path: Path) -> BinaryIO:
 
 
 def refuse_pipes(directory: Path) -> None:
-    """UserError where a directory holds anything but files and directories: a library may wait for it for ever."""
+    """Raise UserError if a directory holds anything but files and directories: a library could block reading it."""
     try:
         modes = {path: _mode(path) for path in sorted(directory.iterdir())}
     except OSError as error:
@@ -153,7 +162,7 @@ def refuse_pipes(directory: Path) -> None:
 
 
 def _mode(path: Path) -> int:
-    """The mode of what a path leads to; 0 where that is nothing."""
+    """Return the mode of a path's target; 0 for a dangling link."""
     try:
         return path.stat().st_mode
     except OSError:
@@ -161,7 +170,7 @@ def _mode(path: Path) -> int:
 
 
 def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
-    """JSON as a `kind`. ValueError, in words of one line, where it is not JSON, beyond the limits, or another kind."""
+    """Parse JSON as a `kind`. Raises ValueError, a one-line message, if it is invalid, too large or of another type."""
     try:
         told = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
@@ -182,7 +191,7 @@ def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
 
 
 def as_kind(value: Any, kind: type[Kind]) -> Kind:
-    """What JSON gave as a `kind`. ValueError naming the first thing that is another."""
+    """Validate a parsed JSON value as a `kind`. Raises ValueError that names the first mismatch."""
     try:
         made: Kind = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
         return made
@@ -191,7 +200,7 @@ def as_kind(value: Any, kind: type[Kind]) -> Kind:
 
 
 class LimitedYaml(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases, tags and endless numbers: values are no larger than their text."""
+    """PyYAML's safe loader without aliases, tags and very long numbers, so that values are no larger than the text."""
 
     _depth = 0
 
@@ -219,22 +228,28 @@ class LimitedYaml(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, loader: type[LimitedYaml] = LimitedYaml) -> Any:
-    """Return the value in a YAML file. ValueError where it cannot be read, FileNotFoundError where nothing is there."""
+    """Return the value of a YAML file.
+
+    Raises ValueError if it cannot be read or parsed, and FileNotFoundError if it does not exist.
+    """
     return parsed_yaml(file_bytes(path, most=_MOST_YAML, links=True), loader)
 
 
 def parsed_yaml(text: bytes | str, loader: type[LimitedYaml] = LimitedYaml) -> Any:
-    """Return the value of a YAML text. ValueError, in words of one line, where it is not YAML or beyond the limits."""
+    """Return the value of a YAML text. Raises ValueError, a one-line message, if it is invalid or beyond the limits."""
     try:
         return yaml.load(text.decode("utf-8") if isinstance(text, bytes) else text, loader)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date that does not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: for example, an invalid date
         raise ValueError(f"not YAML: {one_line(error)}") from error
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything is there. UserError where that cannot be known: it would be passed over as if nothing were."""
+    """Return True if the path exists, even as a dangling link.
+
+    Raises UserError if that cannot be determined; treating it as absent would silently skip existing data.
+    """
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -247,12 +262,12 @@ def is_there(path: Path) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Something from a file as it may stand in a message: one line, not long, and nothing that steers a terminal."""
+    """Return a value from a file in a form safe for messages: one line, at most 300 characters, no control codes."""
     return _cut(value if isinstance(value, str) and value.isprintable() else repr(value))
 
 
 def one_line(error: Exception) -> str:
-    """What a library complains of, as it may stand in a message."""
+    """Return a library's error message on one line, safe for messages."""
     words = " ".join(str(error).split())[:400]
     return shown(words) if words else type(error).__name__
 
@@ -272,7 +287,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _complaint(error: ValidationError) -> str:
-    """The first of what pydantic found, in our words."""
+    """Return the first of pydantic's errors as a sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = shown(".".join(str(part) for part in first["loc"] if part != "[key]")) or "it"
     if first["type"] == "missing":

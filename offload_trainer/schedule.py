@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function, so that a resumed run needs no state for it.
+"""Learning-rate schedules as a pure function of the step, so that checkpoints need no scheduler state.
 
 peak |   /‾‾‾\\            warm-up, then the schedule's shape, and from the last step on its final value
      |  /     \\__ final
@@ -16,12 +16,12 @@ _AUTO_DECAY = 0.20
 
 
 def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
-    """Rate of the 0-based `step` in a run of `steps`.
+    """Return the learning rate of the 0-based `step` in a run of `steps`.
 
-    Warm-up: ``lr * (step + 1) / warmup``, so the first step already learns and step ``warmup - 1`` is at the
-    peak. Then `cosine` and `linear` fall over all that is left, `wsd` over its last `decay_steps`, each to
-    exactly ``lr * final_lr_ratio`` at step ``steps - 1``; `constant`, and `wsd` with no decay steps, stay at
-    the peak. Where the warm-up fills the whole run, it ends at the peak. Beyond the last step the rate stays.
+    The warm-up is ``lr * (step + 1) / warmup``, so step 0 has a nonzero rate and step ``warmup - 1`` has the peak.
+    Then `cosine` and `linear` decay over all remaining steps, and `wsd` over the last `decay_steps`. Each reaches
+    exactly ``lr * final_lr_ratio`` at step ``steps - 1``. `constant`, and `wsd` without decay steps, stay at the peak.
+    If the warm-up fills the whole run, the run ends at the peak. Beyond the last step the rate stays constant.
     """
     assert step >= 0, step
     assert steps >= 1, steps
@@ -46,4 +46,4 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     left = min(1.0, (last - step) / span)
     if section.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
-    return section.lr * left + final * (1 - left)  # this form is exactly the peak where left is 1
+    return section.lr * left + final * (1 - left)  # exactly the peak when left is 1

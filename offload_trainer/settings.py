@@ -1,8 +1,9 @@
-"""From a YAML file, flags and `section.key=value` words to one `TrainConfig`, with every mistake at once.
+"""Configuration parser: merge a YAML file, flags and `section.key=value` words into one `TrainConfig`.
 
     defaults  <-  CONFIG.yaml  <-  flags and section.key=value, in the order given
 
-Nothing here imports torch: a mistake is answered in well under a second.
+All mistakes are collected and reported together, each with the nearest valid name. Nothing here imports torch, so a
+mistake is reported in well under a second. Add a flag to `FLAGS`; the keys themselves are in `config.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from offload_trainer.units import is_utf8, shown
 
 @dataclass(frozen=True)
 class Flag:
-    """A short spelling of one key on the command line."""
+    """Command-line flag that sets one configuration key."""
 
     key: str
     metavar: str = ""
@@ -66,7 +67,7 @@ FLAGS: dict[str, Flag] = {
 }
 
 
-# What earlier versions knew: a key with what it then was where nothing was said, or a value; and what to do instead.
+# Keys (with their former default) and values that earlier versions had, and what to do instead.
 _GONE_KEYS: dict[str, tuple[Any, str]] = {
     "model.checkpointing_variant": ("auto", "each engine takes the variant of checkpointing that is right there"),
 }
@@ -74,14 +75,14 @@ _GONE_VALUES = {
     "optim.name=adamw8bit": "8-bit moments are optim.moment_dtype=8bit; with --engine deepspeed they are bitsandbytes'",
     "optim.kernel=deepspeed": "native and torch are faster; leave it at auto",
 }
-# What people look for, and nothing carries out yet.
+# Keys that users look for and that are not implemented.
 _NOT_YET = {
     "parallel.pipeline": "not carried out yet: docs/pipeline.md tells why; `plan --parallel` says what it would bring",
 }
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would take for something else than text, and escapes what a line may not hold."""
+    """YAML dumper that quotes text which `_Loader` would read as another type, and escapes unprintable text."""
 
 
 def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -93,7 +94,7 @@ _TOKENS_OR_ROWS = ("tokens_per_step", "micro_batch_size", "gradient_accumulation
 
 
 class _Loader(LimitedYaml):
-    """YAML without its surprises: 1e-4 is a number, `off` is a word, and a key given twice is a mistake."""
+    """YAML loader in which 1e-4 is a number, `off` is text, and a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -122,15 +123,18 @@ _Dumper.yaml_implicit_resolvers = {
 
 @dataclass
 class _Draft:
-    """The wish while it is collected: nested plain values, and what was wrong on the way."""
+    """Configuration under construction: nested plain values, and the mistakes found so far."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
-    repeated: set[str] = field(default_factory=set)  # flags that already replaced the file's list
-    worded: set[str] = field(default_factory=set)  # keys that the command line gives
+    repeated: set[str] = field(default_factory=set)  # list keys whose values from the file a flag has replaced
+    worded: set[str] = field(default_factory=set)  # keys set on the command line
 
     def put(self, key: str, text: str, *, spelled: str) -> None:
-        """Set one key from its text. A key of text type takes the text as it stands."""
+        """Set one key from its text, parsed as YAML unless the key's type is text.
+
+        `spelled`: how the user wrote it, for the error message.
+        """
         self.worded.add(key)
         section, _, name = key.partition(".")
         if key in _GONE_KEYS:
@@ -161,7 +165,7 @@ class _Draft:
         self.values.setdefault(section, {})[name] = value
 
     def append(self, key: str, text: str) -> None:
-        """Add to a list; the first flag starts the list anew."""
+        """Append to a list. The first flag for a key replaces the list from the file."""
         section, _, name = key.partition(".")
         values = self.values.setdefault(section, {})
         if key not in self.repeated:
@@ -170,9 +174,9 @@ class _Draft:
         values[name].append(text)
 
     def leave_out_what_words_replace(self) -> None:
-        """Leave out the file's half of a choice that the command line makes otherwise.
+        """Drop keys of the file that exclude a key of the command line.
 
-        These are the tokens of a step, or its micro-batch and accumulation; and the steps of a run, or its epochs.
+        The alternatives are tokens_per_step or micro-batch size and accumulation, and steps or epochs.
         """
         train = self.values.get("train", {})
         given = {name for name in _TOKENS_OR_ROWS if f"train.{name}" in self.worded}
@@ -187,7 +191,7 @@ class _Draft:
         self.values["train"] = {name: value for name, value in train.items() if name not in replaced}
 
     def expand_patterns(self) -> None:
-        """Replace patterns such as `books/*.txt` by the files that match, in their names' order."""
+        """Replace patterns such as `books/*.txt` in data paths by the matching files, sorted by name."""
         data = self.values.get("data", {})
         for name in ("path", "validation_path"):
             given = data.get(name)
@@ -196,7 +200,7 @@ class _Draft:
 
 
 def _matching(given: Any) -> list[Any]:
-    """Return the files that match a pattern; anything else, and a pattern that nothing matches, as it is."""
+    """Return the files that match a pattern; return anything else, or a pattern without matches, unchanged."""
     path = Path(given).expanduser() if isinstance(given, str) and any(letter in given for letter in "*?[") else None
     found = [] if path is None or path.exists() else sorted(glob.glob(str(path), recursive=True))
     return list(found) or [given]
@@ -211,7 +215,7 @@ def all_keys() -> Iterator[str]:
 
 
 def describe_key(key: str) -> str:
-    """What a key means, from the configuration's types."""
+    """Return the description of a key from the configuration schema."""
     section, _, name = key.partition(".")
     model = TrainConfig.model_fields[section].annotation
     assert isinstance(model, type)
@@ -219,7 +223,7 @@ def describe_key(key: str) -> str:
 
 
 def annotation_of(section: str, name: str) -> Any:
-    """The type of a key; None where there is no such key."""
+    """Return the type annotation of a key; None if there is no such key."""
     info = TrainConfig.model_fields.get(section)
     if info is None or not isinstance(info.annotation, type):
         return None
@@ -236,7 +240,7 @@ def _is_list(annotation: Any) -> bool:
 
 
 def literals_of(annotation: Any) -> Iterator[str]:
-    """Yield the words that a value of this type may be."""
+    """Yield the literal values that a type allows."""
     if annotation is bool:
         yield from ("true", "false")
     elif get_origin(annotation) is Literal:
@@ -246,11 +250,11 @@ def literals_of(annotation: Any) -> Iterator[str]:
             yield from literals_of(inner)
 
 
-# -- what a word that there is not should have been --------------------------------------------------------------------
+# -- suggestions for unknown names -------------------------------------------------------------------------------------
 
 
 def _no_flag(name: str, text: str | None) -> str:
-    """Return the mistake for a flag that there is not, with what to write instead."""
+    """Return the error message for an unknown flag, with a suggestion."""
     key = plain(name)
     if key in all_keys():
         return f"{name}: a key is written without dashes: {_written(key, text, as_flag=False)}"
@@ -258,7 +262,7 @@ def _no_flag(name: str, text: str | None) -> str:
 
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
-    """Return the mistake for a key that there is not, with what to write instead."""
+    """Return the error message for an unknown key, with a suggestion."""
     if key in _NOT_YET:
         return f"{spelled}: {_NOT_YET[key]}"
     if key in RENAMED_KEYS:
@@ -267,9 +271,9 @@ def _no_key(spelled: str, key: str, text: str | None) -> str:
 
 
 def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
-    """Return what another trainer's word is here, or the name that the word misspells; nothing where neither is known.
+    """Return the equivalent of another trainer's word, or the name that the word misspells; "" if there is neither.
 
-    The end of a dotted word says most: `optimizer.lr` is a rate. Where it says nothing, a part before it may.
+    The last parts of a dotted word are tried first, since `optimizer.lr` is a learning rate; then the parts before.
     """
     parts = word.split(".")
     for start in range(len(parts)):
@@ -288,7 +292,7 @@ def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
 
 
 def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
-    """Return the name that `word` misspells, as a question; nothing where none is near."""
+    """Return the name that `word` misspells, as a question; "" if none is close."""
     leaf = word.rpartition(".")[2]
     leaves = {key.rpartition(".")[2] for key in all_keys()}
     near = nearest(leaf, [*leaves, *(FLAGS if as_flag else ()), *TrainConfig.model_fields])
@@ -302,7 +306,7 @@ def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
 
 
 def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
-    """Return what another trainer's word is here, with its value where that means the same; nothing for other words."""
+    """Return the key and value equivalent to another trainer's word and its value; "" for an unknown word."""
     term = term_of(word)
     if term is None:
         return ""
@@ -324,9 +328,9 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
 
 
 def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) -> str:
-    """Return the words that give a key: its flag where there is one and a flag is wanted, else `section.key=value`.
+    """Return how to set a key on the command line: its flag if `as_flag` and it has one, else `section.key=value`.
 
-    `bare`: the name alone.
+    `bare`: return the name without a value.
     """
     flag = next((name for name, flag in FLAGS.items() if flag.key == key), None) if as_flag else None
     if bare:
@@ -339,21 +343,21 @@ def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) 
 
 
 def _choices(key: str) -> str:
-    """Return what a key may be, in short: `adamw|lion`, `N|auto`, `TEXT`."""
+    """Return a summary of a key's allowed values: `adamw|lion`, `N|auto`, `TEXT`."""
     kind = annotation_of(*key.split(".", 1))
     open_ended = "N" if _holds(kind, int, float) else "TEXT" if _holds(kind, str) or kind is None else ""
     return "|".join(dict.fromkeys([*([open_ended] if open_ended else []), *literals_of(kind)]))
 
 
 def _holds(annotation: Any, *kinds: type) -> bool:
-    """Whether a type is one of `kinds` or a union or list with one of them."""
+    """Return True if a type is one of `kinds`, or a union or list that contains one."""
     if get_origin(annotation) is Literal:
         return False
     return annotation in kinds or any(_holds(inner, *kinds) for inner in get_args(annotation) if inner is not ...)
 
 
 def _is_allowed(key: str, text: str) -> bool:
-    """Whether a key takes such a value."""
+    """Return True if `text` is a valid value of the key."""
     draft = _Draft()
     draft.put(key, text, spelled=key)
     try:
@@ -371,7 +375,7 @@ _TEXT = (".txt", ".md", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".bin", 
 
 
 def _misplaced(word: str) -> str:
-    """Return what to do with a path that stands where a configuration is expected; nothing where it may be one."""
+    """Return advice for a path given in place of a configuration file; "" if it may be a configuration."""
     path = Path(word).expanduser()
     if path.suffix in _TEXT or any(letter in word for letter in "*?["):
         return f"text to train on is named by a flag: --data {quote(word)}"
@@ -409,7 +413,7 @@ def _read_file(path: Path, draft: _Draft) -> None:
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
             draft.values[section] = dict(values or {})
-    # A file that an earlier version wrote holds every key.
+    # Earlier versions wrote every key to the file, so a removed key with its former default is ignored.
     for key, (default, _) in _GONE_KEYS.items():
         section, _, name = key.partition(".")
         if draft.values.get(section, {}).pop(name, default) != default:
@@ -417,7 +421,7 @@ def _read_file(path: Path, draft: _Draft) -> None:
 
 
 def _no_section(path: Path, section: str, values: Any) -> list[str]:
-    """Return the mistakes for a section that there is not: flat keys and sections are other trainers' too."""
+    """Return the error messages for an unknown section, which may be a flat key or section of another trainer."""
     if not isinstance(values, dict):
         text = None if isinstance(values, list) or values is None else str(values)
         return [_no_key(f"{path}: {section}", section, text)]
@@ -428,7 +432,7 @@ def _no_section(path: Path, section: str, values: Any) -> list[str]:
 
 
 def values_given(words: list[str], name: str) -> list[str]:
-    """Return the values that `words` give a flag which may be repeated."""
+    """Return all values in `words` of a repeatable flag."""
     queue, found = list(words), list[str]()
     while queue:
         flag, equals, text = queue.pop(0).partition("=")
@@ -438,7 +442,7 @@ def values_given(words: list[str], name: str) -> list[str]:
 
 
 def _more_values(queue: list[str]) -> list[str]:
-    """Return the words that follow the first value of a flag which may be repeated, up to what cannot be a value."""
+    """Return the words after a repeatable flag's first value that are further values of it."""
     found = []
     for word in queue:
         if word.startswith("-") or "=" in word or word.endswith((".yaml", ".yml")):
@@ -448,7 +452,7 @@ def _more_values(queue: list[str]) -> list[str]:
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:
-    """Flags and overrides in the order given. Mistakes are collected, never raised."""
+    """Apply flags and overrides to the draft in order. Mistakes are collected in it, not raised."""
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -484,7 +488,7 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
 
 
 def _validation_mistakes(error: ValidationError) -> Iterator[str]:
-    """One line a mistake; the several complaints about a union's branches become one."""
+    """Yield one message per invalid key, merging pydantic's errors for the branches of a union."""
     seen: dict[str, list[str]] = {}
     given: dict[str, Any] = {}
     for item in error.errors():
@@ -510,9 +514,9 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
 
 
 def load_config(words: list[str]) -> TrainConfig:
-    """``[CONFIG.yaml] [flags] [section.key=value ...]`` as one validated wish.
+    """Parse ``[CONFIG.yaml] [flags] [section.key=value ...]`` into a validated configuration.
 
-    Raises UserError with every mistake, each with the nearest name.
+    Raises UserError that lists all mistakes, each with a suggestion if there is one.
     """
     refuse_unwritable(words)
     draft = _Draft()
@@ -529,7 +533,7 @@ def load_config(words: list[str]) -> TrainConfig:
     draft.expand_patterns()
     config = None
     try:
-        # JSON, because there a list may fill a tuple while everything else stays strict.
+        # Strict validation accepts a list for a tuple only when the input is JSON.
         config = TrainConfig.model_validate_json(json.dumps(draft.values, default=str))
     except ValidationError as error:
         draft.mistakes.extend(_validation_mistakes(error))
@@ -543,17 +547,20 @@ def load_config(words: list[str]) -> TrainConfig:
 
 
 def refuse_unwritable(words: list[str]) -> None:
-    """UserError for a word whose bytes are no UTF-8."""
+    """Raise UserError if a word is not valid UTF-8, because it could not be written to a file."""
     if broken := [word for word in words if not is_utf8(word)]:
         raise UserError(f"{shown(broken[0])}: not UTF-8, as the files that are written must be; use another name")
 
 
 def dump_config(config: TrainConfig, *, given_only: bool = False) -> str:
-    """The configuration as YAML that `load_config` reads back to an equal one: complete, or what was said of it."""
+    """Return the configuration as YAML, which `load_config` reads back to an equal one.
+
+    `given_only`: leave out keys that were not set explicitly.
+    """
     values = config.model_dump(mode="json", exclude_unset=given_only)
-    if config.train.tokens_per_step != "auto":  # which chooses those two
+    if config.train.tokens_per_step != "auto":  # it determines these two keys
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
             values["train"].pop(name, None)
-    if config.train.epochs != "auto":  # which make the steps
+    if config.train.epochs != "auto":  # it determines the number of steps
         values["train"].pop("steps", None)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,12 +1,13 @@
-"""What SIGHUP, SIGINT, SIGTERM and SIGQUIT do: end at once while nothing can be lost, else once everything is saved.
+"""Handlers of SIGHUP, SIGINT, SIGTERM and SIGQUIT: stop immediately before training, and after saving during it.
 
-    start, build     stop_at_once    Stopped is raised where the program stands; what is open is closed
-    training, end    waiting         noted; the step, the save or the export under way is finished first
-                     a second        at once, unsaved, and tidied up
-                     a third         the kernel's own way
+    start, build     stop_at_once    raises Stopped at the current line; open resources are closed on the way out
+    training, end    waiting         records the signal; the current step, save or export is finished first
+                     second signal   stops immediately, without saving, and cleans up
+                     third signal    default action of the kernel
 
-A terminal that closes sends SIGHUP, often twice (the kernel and the shell), and systemd sends it after SIGTERM: it
-never counts as a second. Where it was ignored from the start (nohup) it stays ignored. SIGUSR1 asks for a checkpoint.
+A terminal that closes sends SIGHUP, often twice (from the kernel and the shell), and systemd sends it after SIGTERM,
+so SIGHUP never counts as a second signal. If it was ignored at the start (nohup) it stays ignored. SIGUSR1 requests a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from typing import Any
 from offload_trainer.errors import Stopped
 
 _STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-_AGAIN = 0.05  # seconds
+_AGAIN = 0.05  # seconds between attempts to raise Stopped
 _Handler = Callable[[int, object], None] | signal.Handlers
 
 
 @dataclass
 class StopRequest:
-    """What signals have asked for."""
+    """Requests received through signals and not handled yet."""
 
-    stop: int = 0  # the first signal that ends a run, or 0
-    save: bool = False  # SIGUSR1
-    insisted: bool = False  # the next but SIGHUP ends at once
-    answer: str = "finishing this step, then saving"  # what the first is told
+    stop: int = 0  # number of the first signal that asked the run to stop, or 0
+    save: bool = False  # SIGUSR1 asked for a checkpoint
+    insisted: bool = False  # the next signal other than SIGHUP stops the run immediately
+    answer: str = "finishing this step, then saving"  # printed when the first signal arrives
 
 
 @contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Inside, a signal raises Stopped; a second one kills, also where Python does not get to run."""
+    """Within this context a signal raises Stopped. A second one kills the process, even inside blocking C code."""
 
     def stop(number: int, _frame: object) -> None:
         _restore_defaults()
@@ -50,16 +51,17 @@ def stop_at_once() -> Iterator[None]:
 
 @contextmanager
 def no_checkpoint_yet() -> Iterator[None]:
-    """Inside, SIGUSR1 asks for nothing: there is no state."""
+    """Ignore SIGUSR1 within this context, since there is no state to save yet."""
     with _handled({signal.SIGUSR1: signal.SIG_IGN}):
         yield
 
 
 @contextmanager
 def waiting(*, say: Callable[[str], None] | None) -> Iterator[StopRequest]:
-    """Inside, signals are only noted. `say` is told of the first; it is called in the handler.
+    """Within this context, record signals in the returned StopRequest instead of stopping.
 
-    A handler may interrupt a line that is being printed: `say` must write to descriptors (`streams.write_now`).
+    `say` is called from the handler of the first signal. The handler may interrupt a print, so `say` must write to the
+    file descriptor directly (`stdio.write_now`).
     """
     asked = StopRequest()
 
@@ -82,7 +84,10 @@ def waiting(*, say: Callable[[str], None] | None) -> Iterator[StopRequest]:
 
 
 def _raise_until_heard(number: int, *, unsaved: bool = False) -> None:
-    """Raise Stopped, and again unless it is on its way out: in a destructor or a library's callback it is lost."""
+    """Raise Stopped, and raise it again on a timer until it propagates.
+
+    An exception raised in a destructor or in a callback from C is swallowed, so a single raise may be lost.
+    """
 
     def again(_number: int, _frame: object) -> None:
         under_way = sys.exception()
@@ -98,9 +103,9 @@ def _raise_until_heard(number: int, *, unsaved: bool = False) -> None:
 
 @contextmanager
 def _quiet_where_lost() -> Iterator[None]:
-    """Inside, nothing is printed of a Stopped that got lost, since it is raised again; after it, none is.
+    """Suppress messages about a swallowed Stopped, which is raised again, and stop that timer on exit.
 
-    What was made another error on its way out is itself again.
+    If a library has converted Stopped to another exception on the way out, raise the Stopped instead.
     """
     told, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
 
@@ -123,10 +128,11 @@ def _quiet_where_lost() -> Iterator[None]:
 
 
 def _turned_into(error: BaseException | None) -> Stopped | None:
-    """The Stopped that was made this error: Python 3.11 makes a RuntimeError of all that `__set_name__` raises.
+    """Return the Stopped that was converted to this error, or None.
 
-    Or that a library's `finally` hid, which asks for a name that its interrupted set-up had not got to yet: so does
-    transformers' `no_init_weights`. Where a line of ours asks for it, that is a bug, and shown.
+    Python 3.11 wraps anything that `__set_name__` raises in a RuntimeError. A library's `finally` may also raise a
+    NameError or AttributeError, because the interrupted set-up had not defined a name yet; transformers'
+    `no_init_weights` does. The same error from this package's code is a bug and is not converted.
     """
     while error is not None and not isinstance(error, Stopped):
         hid = isinstance(error, NameError | AttributeError) and not _is_ours(error)
@@ -135,7 +141,7 @@ def _turned_into(error: BaseException | None) -> Stopped | None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether it was raised by a line of this package."""
+    """Return True if the error was raised by a line of this package."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
 
@@ -148,7 +154,7 @@ def _restore_defaults() -> None:
 
 @contextmanager
 def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """The handlers are in place inside; only SIGHUP may have been ignored on purpose."""
+    """Install the handlers within this context, except for SIGHUP if it is ignored (nohup)."""
     before = {}
     for number, handler in handlers.items():
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -156,7 +162,7 @@ def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
     try:
         yield
     except Stopped:
-        raise  # on the way out the next signal kills
+        raise  # keep the default actions, so that the next signal kills the process while it cleans up
     except BaseException:
         _put_back(before)
         raise

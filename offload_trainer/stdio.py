@@ -1,7 +1,7 @@
-"""stdout and stderr that a command outlives: a terminal that closes, a pipe whose reader has gone, a full disk.
+"""Replacements for stdout and stderr that survive a closed terminal, a closed pipe and a full disk.
 
-A run must not end because nobody looks at it any more. Once the other end is gone the descriptor itself is pointed at
-/dev/null, so that nothing else in the process, in C or in a signal's handler, meets an error there.
+A run must not end because its terminal is gone. Once the other end is closed, the file descriptor is redirected to
+/dev/null, so that other code in the process, such as C libraries and signal handlers, does not fail on it either.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import TextIO
 
 
 class LastingStream(io.RawIOBase):
-    """A descriptor to write to. What nobody can read any more is dropped.
+    """Raw writer to a descriptor that drops output once the reader is gone.
 
-    `must_arrive`: what does not get into a file is an OSError, as for output that somebody asked for.
+    `must_arrive`: raise OSError if output to a file fails, for output that the user asked for.
     """
 
     def __init__(self, descriptor: int, *, must_arrive: bool) -> None:
         self._descriptor, self._must_arrive = descriptor, must_arrive
 
     def write(self, data: object) -> int:
-        """Write all of `data`, and return its bytes."""
+        """Write all of `data` and return its size in bytes."""
         left = whole = memoryview(data).cast("B")  # type: ignore[arg-type]
         while left:
             try:
@@ -55,9 +55,10 @@ class LastingStream(io.RawIOBase):
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Inside, sys.stdout and sys.stderr are lasting ones, if they are the process's own. Closed ones lead nowhere.
+    """Within this context, replace sys.stdout and sys.stderr by lasting streams unless they are already redirected.
 
-    Without that last, the next file to be opened would get the number of stderr, and messages would go into it.
+    Standard descriptors that are closed are opened on /dev/null. Otherwise the next file to be opened could get the
+    number of stderr, and messages would be written into it.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -76,12 +77,12 @@ def lasting_streams() -> Iterator[None]:
 
 
 def write_now(line: str) -> None:
-    """One line to stderr's descriptor, from a signal's handler: Python's files refuse to be entered twice."""
+    """Write one line to stderr's descriptor. It is safe in signal handlers, unlike Python's buffered files."""
     LastingStream(2, must_arrive=False).write(f"{line}\n".encode(errors="backslashreplace"))
 
 
 def _text(before: TextIO | None, descriptor: int, *, must_arrive: bool) -> TextIO:
-    """By whole lines; a name that has no spelling in the terminal's encoding is shown escaped."""
+    """Return a line-buffered text stream that escapes characters which the encoding lacks."""
     if before is not None:
         before.flush()
     encoding = getattr(before, "encoding", None) or "utf-8"
@@ -92,7 +93,7 @@ def _text(before: TextIO | None, descriptor: int, *, must_arrive: bool) -> TextI
 def _is_file(descriptor: int) -> bool:
     try:
         return stat.S_ISREG(os.fstat(descriptor).st_mode)
-    except OSError:  # closed by somebody
+    except OSError:  # the descriptor has been closed
         return False
 
 

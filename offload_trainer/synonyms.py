@@ -1,8 +1,8 @@
-"""Words of other trainers, and what each is called here: flags, keys, values and commands.
+"""Tables that map flags, keys, values and commands of other trainers to this program's names, for error messages.
 
-The words are those of transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. A word that
-is not in the tables is compared with the names that there are, but only a misspelling counts as near: a guess with
-another meaning costs more than none.
+The words come from transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. A word that is
+not in the tables is compared with the known names, but only a likely misspelling is suggested: a wrong guess costs the
+user more than none.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_NEAR = 0.8  # of difflib's ratio: a letter in five is wrong, missing or too much
-_MOST_EDITS = 3  # letters to take away and to add; long words that share a part are not near
+_NEAR = 0.8  # lowest ratio of difflib: about one letter in five differs
+_MOST_EDITS = 3  # letters removed plus added; without it, long words that share a part would match
 
 _ADAPTERS = (
     "the command trains whole weights; adapters (PEFT) are trained with the library: docs/library.md and, for "
@@ -39,18 +39,18 @@ _MODEL_KEYS = "keys of the model's own configuration need random weights: --scra
 
 @dataclass(frozen=True)
 class Term:
-    """What a word of another trainer is here."""
+    """This program's equivalent of another trainer's word."""
 
-    here: str  # a key, a key with its value, or nothing where there is none
-    note: str = ""  # a sentence: what differs, or what to do instead
+    here: str  # a key, a key with its value, or "" if there is no equivalent
+    note: str = ""  # sentence that says what differs or what to do instead
 
     @property
     def key(self) -> str:
-        """The key, without a value."""
+        """The key without a value."""
         return self.here.partition("=")[0]
 
 
-# What it is here, the words of the others, and a sentence where it is not quite the same.
+# (equivalent here, words of other trainers, note if the meaning differs)
 _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.name", "model_name_or_path base_model model_id model_name checkpoint_dir initial_checkpoint_dir", ""),
     ("model.name", "pretrained_model_name_or_path init_from model_path", ""),
@@ -209,7 +209,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of them is a key of its own: docs/config.md"),
     ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
 )
-# Families of words that are told apart by what they begin with.
+# Families of words that share a prefix.
 _FAMILIES = {
     **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
     **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
@@ -222,7 +222,7 @@ _FAMILIES = {
 }
 _BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
 
-# Values of other trainers, by key: the value here, or the words that replace key and value.
+# Values of other trainers, by key: the equivalent value, or a replacement for key and value.
 _EIGHT_BITS = dict.fromkeys(
     ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "pagedadamw8bit"),
     "optim.moment_dtype=8bit",
@@ -251,7 +251,7 @@ _VALUES: dict[str, dict[str, str]] = {
     | {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "true": "cosine"},
     "optim.moment_dtype": {"8": "8bit", "8_bit": "8bit", "int8": "8bit", "bfloat16": "bf16", "float32": "fp32"},
     "placement.engine": dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed") | {"torch": "plain"},
-    # The flag says where the state is; other trainers name the rule with it.
+    # --optimizer places the optimizer state; other trainers use the same flag to choose the optimizer.
     "placement.optimizer": dict.fromkeys(("adamw", *_RULES), "optim.name=adamw")
     | _EIGHT_BITS
     | dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit", "lion_8bit"), "optim.name=lion")
@@ -297,35 +297,35 @@ _COMMAND = {word: (command, note) for command, words, note in _COMMANDS for word
 
 
 def term_of(word: str) -> Term | None:
-    """Return what a flag or key of another trainer is here: "--learning-rate", "zero_optimization.stage"."""
+    """Return the equivalent of another trainer's flag or key, such as "--learning-rate"; None if it is unknown."""
     word = plain(word)
     family = next((term for begin, term in _FAMILIES.items() if word.startswith(begin)), None)
     return _BY_WORD.get(word, family)
 
 
 def value_of(key: str, value: object) -> str | None:
-    """Return the value here of one that other trainers give such a key, or the words that replace key and value."""
+    """Return the equivalent of another trainer's value of a key, or a replacement for key and value."""
     return _VALUES.get(key, {}).get(plain(str(value)).removeprefix("torch."))
 
 
 def command_of(word: str) -> tuple[str, str] | None:
-    """Return the command that other trainers call `word`, or nothing for it, and a sentence."""
+    """Return (command, note) for another trainer's command, the command "" if there is no equivalent."""
     return _COMMAND.get(word.lower())
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the name of `known` that `word` misspells, if there is one; a word of the tables counts too."""
+    """Return the name in `known` or in the tables that `word` misspells, if any."""
     spelled = {plain(name): name for name in (*_BY_WORD, *known)}
     near = difflib.get_close_matches(plain(word), spelled, n=3, cutoff=_NEAR)
     return next((spelled[name] for name in near if _edits(plain(word), name) <= _MOST_EDITS), None)
 
 
 def _edits(one: str, other: str) -> int:
-    """Return how many letters have to be taken from one word, or added, to make the other."""
+    """Return the number of letters to remove and add to turn one word into the other."""
     same = sum(block.size for block in difflib.SequenceMatcher(None, one, other).get_matching_blocks())
     return len(one) + len(other) - 2 * same
 
 
 def plain(word: str) -> str:
-    """Return a word as the tables spell it: without dashes before it, in lower case, with underscores."""
+    """Normalize a word: no leading dashes, lower case, underscores for dashes."""
     return word.lstrip("-").lower().replace("-", "_")

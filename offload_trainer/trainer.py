@@ -1,6 +1,6 @@
-"""The loop: data -> engine -> telemetry -> checkpoint, one optimizer step after the other.
+"""Training loop: data -> engine -> telemetry -> checkpoint, one optimizer step after another.
 
-It knows no engine and no model. What it is given decides everything; what it holds is a TrainState.
+The loop is independent of the engine and the model. Everything it uses is in a Job; its only state is a TrainState.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ from offload_trainer.telemetry.sinks import Telemetry
 
 @dataclass
 class Job:
-    """Everything a run consists of, built and ready."""
+    """Everything that the training loop needs, built and ready to run."""
 
     train: TrainSection
     optim: OptimSection
-    finds_scale: bool  # of the loss, in fp16: steps that overflow are a part of that
+    finds_scale: bool  # fp16 with dynamic loss scaling, in which overflowing steps are expected
     engine: Engine
     train_rows: RowReader
     validation_rows: RowReader | None
-    text_bytes: Callable[[torch.Tensor], int | None]  # that ids stand for; None: not known
+    text_bytes: Callable[[torch.Tensor], int | None]  # bytes of text of some token ids; None: not known
     clock: PhaseClock
     telemetry: Telemetry | None  # rank 0 only
     sample: Callable[[Engine], str] | None
     say: Callable[[str], None]
     checkpoints: Checkpoints
-    cannot_save: str | None  # why no exact checkpoint can be made here
-    save_every: int  # 0: only when asked
-    save_wish: Path  # a file that asks for a checkpoint by being there
-    flops_per_step: float  # of all ranks, forward and backward
-    peak_flops: float | None  # a second's, that products reach on this machine, all ranks; None: not timed
+    cannot_save: str | None  # why this run cannot write exact checkpoints; None: it can
+    save_every: int  # steps between checkpoints; 0: only on request
+    save_wish: Path  # creating this file requests a checkpoint
+    flops_per_step: float  # forward and backward, all ranks
+    peak_flops: float | None  # FLOP/s of matrix products measured on this machine, all ranks; None: not measured
     swaps: list[Path]  # the run's private directories on drives
-    commit: Callable[[TrainState], None] | None = None  # page files are of this state, after all else of its step
-    counted: IoCount | None = None  # where the last step's update went on: what drives had moved when it returned
+    commit: Callable[[TrainState], None] | None = None  # records that the page files hold this state; last in a step
+    counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
 
 
 def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
-    """Train to the last step, or to that in which a signal asks to stop; returns the state there, saved if it can be.
+    """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
 
-    `resume`: a checkpoint that was checked, or None where the engine stands there already, and the state. Raises
-    TrainerError where `optim.on_nonfinite_grad` is `stop` and a gradient was not finite: the weights are those of
-    the step before.
+    `resume`: (checkpoint, state) to start from; the checkpoint must be verified already, and None means that the
+    engine holds that state. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the
+    weights are then those of the previous step.
     """
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
@@ -92,7 +92,8 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
     )
     with job.checkpoints:
         if resume is not None and resume[0] is None and state.step >= job.train.steps:
-            _save_if_due(job, state, stopping=True, wished=False, ended=False)  # nothing else has what was gone on from
+            # The run is already complete, but only the page files hold its state: write the checkpoint now.
+            _save_if_due(job, state, stopping=True, wished=False, ended=False)
         while state.step < job.train.steps:
             state = _step(job, state, batches)
             last = state.step == job.train.steps
@@ -103,17 +104,17 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             stop, wished, ended = _agree(job, asked)
             _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:
-                asked.stop = stop  # another rank's, perhaps; one that came since they agreed is for the next step
+                asked.stop = stop  # the signal may have reached another rank only
                 break
-            if job.commit and state.step < job.train.steps:  # from the last one a next start would have nothing to do
+            if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
     return state
 
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:
-    """A checkpoint where one is due, or wished for, or the last before a stop. Returns once that one is whole.
+    """Save a checkpoint if one is due or requested, or if the run is stopping.
 
-    `ended`: the one under way has, on all ranks.
+    When stopping, wait until it is complete. `ended`: a background save has finished on all ranks, so collect it.
     """
     last = state.step == job.train.steps
     if wished and job.cannot_save:
@@ -127,15 +128,15 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
         except TrainerError as error:
             if not stopping or job.save_every:
                 raise
-            job.say(f"no checkpoint was made: {error}")  # then the weights alone are kept
+            job.say(f"no checkpoint was made: {error}")  # the caller then exports the weights only
     elif ended:
         job.checkpoints.synchronize()
 
 
 def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
-    """The signal to stop for, or 0; whether a checkpoint is wished for; whether the one under way has ended.
+    """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished).
 
-    On every rank the same, after the same step.
+    Collective: every rank gets the same values after the same step.
     """
     wished = False
     if asked.save:
@@ -147,10 +148,10 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
 
 
 def _taken_wish(job: Job) -> bool:
-    """Whether the file that asks for a checkpoint could be taken away; else it would ask for ever."""
+    """Remove the file that requests a checkpoint; return False if that fails, since it would request one every step."""
     try:
         job.save_wish.unlink()
-    except OSError as error:  # a directory, or a file in a directory that others own
+    except OSError as error:  # it is a directory, or its directory is not writable
         job.checkpoints.note(f"{job.save_wish} asks for no checkpoint, for it cannot be removed: {error.strerror}")
         return False
     return True
@@ -161,7 +162,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
-    """One optimizer step, measured."""
+    """Run one optimizer step, record its metrics, and return the new state."""
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
     before = job.counted or read_io()
     group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
@@ -189,7 +190,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 phases=job.clock.take(),
                 nvme_read_bytes=drive.read_bytes,
                 nvme_written_bytes=drive.written_bytes,
-                memory=memory_now(job.swaps),  # before the peak, which is then no less
+                memory=memory_now(job.swaps),  # read before the peak, so that the peak is at least as high
                 host_rss_bytes=peak_rss_bytes(),
                 device_peak_bytes=device_peak_bytes(),
                 skipped=result.skipped,
@@ -205,9 +206,9 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
 
 
 def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
-    """Return the drive traffic and the tokens of all ranks. Traffic is unknown where one rank does not know its own.
+    """Return the drive traffic and tokens summed over all ranks. Traffic is None if any rank cannot measure its own.
 
-    Ranks that share rows (sequence or tensor parallel) each hold all of them, and their tokens count once.
+    Ranks that share rows (sequence or tensor parallelism) report the same tokens, which count once.
     """
     read, written, counts = zip(*all_gather_object((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
     drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
@@ -217,7 +218,10 @@ def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, in
 def _carry_out(
     job: Job, batches: Iterator[Batch], *, lr: float, last: bool = False
 ) -> tuple[list[Batch], StepResult, float]:
-    """The next step's batches, its result, and its seconds; the `last` one's have all of its update."""
+    """Run the next step; return its micro-batches, its result and its duration in seconds.
+
+    `last`: also wait for the update that the engine would otherwise overlap with the next step.
+    """
     start = time.perf_counter()
     with job.clock.phase("data"):
         group = [next(batches) for _ in range(job.train.gradient_accumulation_steps)]
@@ -229,9 +233,9 @@ def _carry_out(
 
 
 def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
-    """The loop without all that is not a step: what each took, its result, and the peak of memory in it.
+    """Run `steps` steps without evaluation or saving; yield each step's timings, result, drive traffic and peak memory.
 
-    Drive traffic is counted from the last step's end to this one's: what an engine leaves for later is in a later one.
+    Drive traffic is counted between the ends of consecutive steps, so I/O that overlaps the next step counts there.
     """
     train = job.train
     batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch_size)
@@ -246,7 +250,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
-    finding = job.finds_scale and result.loss_scale > 1  # skipping is how the scale finds its value
+    finding = job.finds_scale and result.loss_scale > 1  # dynamic loss scaling expects overflows
     if finding:
         return
     if job.optim.on_nonfinite_grad == "stop":

@@ -1,6 +1,6 @@
-"""Bytes, seconds and counts as text. Inside the program they are plain numbers; only the edge uses these.
+"""Format and parse bytes, seconds and counts for messages. Everywhere else they are plain numbers.
 
-Sizes are decimal throughout (1 GB = 10**9 bytes), as drives and bandwidths are sold.
+Sizes are decimal (1 GB = 10**9 bytes), as for drives and bandwidths.
 """
 
 import re
@@ -17,14 +17,14 @@ def _scaled(number: float, suffix: str) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """``format_bytes(12_345_678) == '12.3 MB'``."""
+    """Format a size in bytes: ``format_bytes(12_345_678) == '12.3 MB'``."""
     return _scaled(number, "B")
 
 
 def shown(text: object) -> str:
-    """Text for a terminal, which may hold names and texts of others' files: what is not printable is escaped.
+    """Escape unprintable characters in text for a terminal, which may contain untrusted file names and content.
 
-    Line ends stay. Bytes of names that are no UTF-8, which Python keeps as lone surrogates, are escaped too.
+    Newlines stay. Lone surrogates, by which Python represents bytes that are not UTF-8, are escaped too.
     """
     return "".join(
         letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
@@ -33,12 +33,12 @@ def shown(text: object) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it can be written; names of files whose bytes are no UTF-8 cannot."""
+    """Return False if `text` has lone surrogates, as from a file name whose bytes are not UTF-8."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def parse_bytes(text: str) -> int:
-    """``parse_bytes('500MB') == 500_000_000``; decimal, or binary with an i (MiB). 0 for anything else."""
+    """Parse a size: ``parse_bytes('500MB') == 500_000_000``; binary units have an i (MiB). Return 0 if invalid."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", text.strip(), re.IGNORECASE)
     if not found:
         return 0
@@ -48,12 +48,12 @@ def parse_bytes(text: str) -> int:
 
 
 def format_count(number: float) -> str:
-    """``format_count(10_280_000_000) == '10.3 G'``."""
+    """Format a count: ``format_count(10_280_000_000) == '10.3 G'``."""
     return _scaled(number, "")
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.25 s``, ``12 s``, ``3 min 20 s``, ``5 h 07 min``, ``2 d 03 h``."""
+    """Format a duration: ``0.25 s``, ``12 s``, ``3 min 20 s``, ``5 h 07 min``, ``2 d 03 h``."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     whole = round(seconds)

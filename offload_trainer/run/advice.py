@@ -1,8 +1,8 @@
-"""What would make a run faster or smaller: the plans of the same run with one thing changed, beside its own.
+"""Advice in a run's report: settings that would make it faster or smaller, found by replanning with one change each.
 
-    Planned ── wishes, each with one change ── settle_and_plan ── Advice (faster | smaller, its words, its numbers)
+    Planned ── configurations with one change each ── settle_and_plan ── Advice (faster | smaller, flags, figures)
 
-Every number is a plan's: what `offload-train plan` prints with the same words on this machine.
+All figures are predictions, the same that `offload-train plan` prints with these flags on this machine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from offload_trainer.plan.time.step_time import tokens_that_hide_the_update
 from offload_trainer.run.planning import Planned
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_FASTER = 1.02  # times as many tokens a second, from which it is worth a line
-_SMALLER = 0.05  # of what a tier takes
-_MOST = 4  # lines of each kind
+_FASTER = 1.02  # least speed-up in tokens/s worth a line
+_SMALLER = 0.05  # least saving worth a line, as a share of a tier's bytes
+_MOST = 4  # lines under each heading
 FASTER, SMALLER = "What would make it faster, by the plan", "What would make it smaller, by the plan"
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -30,25 +30,25 @@ Update = tuple[str, dict[str, Any]]  # a section, its keys and values
 
 @dataclass(frozen=True)
 class Advice:
-    """One change, and the run's plan with it."""
+    """One change of the configuration, and the plan with it."""
 
-    told: str  # in words
-    words: str  # of the command line
+    told: str  # description of the change
+    words: str  # flags and keys that make it
     plan: Plan
 
     def gain(self, now: Plan) -> float | None:
-        """Tokens a second over those of `now`; None where one of the two is not timed."""
+        """Return the speed-up in tokens/s over the plan `now`; None if either has no predicted time."""
         step, before = self.plan.forecast.step, now.forecast.step
         return self.plan.tokens_per_step / step / (now.tokens_per_step / before) if step and before else None
 
     def saved(self, now: Plan) -> dict[str, int]:
-        """Bytes of GPU and RAM that it does not take, where they are a part worth a line."""
+        """Return the bytes saved on GPU and in RAM, for tiers where the saving is more than 5 %."""
         fewer = {tier: now.tiers[tier]["need"] - self.plan.tiers[tier]["need"] for tier in ("gpu", "ram")}
         return {tier: less for tier, less in fewer.items() if less > _SMALLER * now.tiers[tier]["need"]}
 
 
 def advice(planned: Planned) -> list[tuple[str, list[str]]]:
-    """A heading and its lines: what would be faster, what smaller; no heading without lines."""
+    """Return (heading, lines) for faster and for smaller settings; headings without lines are left out."""
     now = planned.plan
     found = list(_tried(planned))
     gains = [(one.gain(now), one) for one in found]
@@ -56,7 +56,7 @@ def advice(planned: Planned) -> list[tuple[str, list[str]]]:
     picked = _nearest([one for _, one in faster])
     smaller = [one for one in found if one.plan.fits and one not in picked and one.saved(now)]
     smaller.sort(key=lambda one: -sum(one.saved(now).values()))
-    of_shares = [one for one in smaller if _is_share(one)][1:]  # the most that a smaller share saves is enough
+    of_shares = [one for one in smaller if _is_share(one)][1:]  # show only the share that saves most
     smaller = [one for one in smaller if one not in of_shares]
     lines = [_faster(one, now) for one in picked[:_MOST]]
     if now.forecast.step is None:
@@ -66,7 +66,10 @@ def advice(planned: Planned) -> list[tuple[str, list[str]]]:
 
 
 def _nearest(faster: list[Advice]) -> list[Advice]:
-    """What fits; of shares in RAM the best of that, and the least that does not fit, if it gains more."""
+    """Select the changes to show: all that fit, but only the best RAM share.
+
+    The smallest RAM share that does not fit is added if it is faster than the best that does.
+    """
     shares = [one for one in faster if _is_share(one)]
     fitting = [one for one in shares if one.plan.fits][:1]
     beyond = [one for one in shares if not one.plan.fits and (not fitting or _gains_more(one, fitting[0]))][-1:]
@@ -82,7 +85,7 @@ def _gains_more(one: Advice, other: Advice) -> bool:
 
 
 def _tried(planned: Planned) -> Iterator[Advice]:
-    """The changes that this run could be made with, each with its plan; what cannot be combined is passed over."""
+    """Yield each possible change with its plan; skip changes that conflict with the configuration."""
     now, shape, machine = planned.plan, planned.source.shape, planned.machine
     for told, words, (section, update) in _changes(planned):
         changed = getattr(planned.config, section).model_copy(update=update)
@@ -96,7 +99,7 @@ def _tried(planned: Planned) -> Iterator[Advice]:
 
 
 def _changes(planned: Planned) -> Iterator[tuple[str, str, Update]]:
-    """What is done, its words, and the keys."""
+    """Yield (description, flags, (section, keys)) for each change to try."""
     config, plan, sizes = planned.config, planned.plan, planned.plan.sizes
     if isinstance(sizes, TierSizes) and config.placement.nvme:
         for share in _SHARES:
@@ -112,13 +115,13 @@ def _changes(planned: Planned) -> Iterator[tuple[str, str, Update]]:
     for states in ("bf16", "8bit") if config.optim.moment_dtype == "fp32" else ():
         told = f"moments in {states}, which is another trajectory"
         yield told, f"optim.moment_dtype={states}", ("optim", {"moment_dtype": states})
-    for home in ("nvme",) if planned.machine.gpu is None else ("cpu", "nvme"):  # without a GPU its memory is RAM
+    for home in ("nvme",) if planned.machine.gpu is None else ("cpu", "nvme"):  # without a GPU, device memory is RAM
         if home != plan.placement.params and (home == "cpu" or config.placement.nvme):
             yield f"weights on {home}", f"--params {home}", ("placement", {"params": home})
 
 
 def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, Update]]:
-    """More tokens a step, and the same of them in other micro-batches."""
+    """Yield changes of the batch: four times the tokens per step, and other micro-batch sizes for the same tokens."""
     train, tokens = planned.config.train, 4 * planned.plan.tokens_per_step
     told, rows, times = (
         f"4 x the tokens a step, {format_count(tokens)}",
@@ -136,7 +139,7 @@ def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, Update]]:
         yield what, words, ("train", {"micro_batch_size": micro_batch, "gradient_accumulation_steps": accumulate})
 
 
-# -- in words --------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def _faster(one: Advice, now: Plan) -> str:
@@ -159,7 +162,7 @@ def _smaller(one: Advice, now: Plan) -> str:
 
 
 def _rooms(one: Advice, now: Plan) -> str:
-    """Of each tier that takes another amount, and whether there is as much."""
+    """Return the tiers whose size changes, and whether the plan fits."""
     changed = [
         f"{tier} {format_bytes(room['need'])} instead of {format_bytes(now.tiers[tier]['need'])}"
         for tier, room in one.plan.tiers.items()
@@ -174,6 +177,6 @@ def _seconds(seconds: float) -> str:
 
 
 def _update(plan: Plan) -> float:
-    """Share of a step that is the update's, but for what it hides."""
+    """Return the share of a step spent in the update, without its part that overlaps other phases."""
     update = plan.forecast.seconds["update"]
     return (update - plan.forecast.hidden) / plan.forecast.step if update and plan.forecast.step else 0.0

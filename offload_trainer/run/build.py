@@ -1,6 +1,6 @@
-"""What a run is made of, put together: drives leased, the engine built, the job that the loop carries out.
+"""Build a run: lease directories on drives, construct the engine, and assemble the Job for the training loop.
 
-Setup ── build_job ──> Job        (an ExitStack closes what was opened, also after a failure)
+Setup ── build_job ──> Job        (an ExitStack closes everything that was opened, also after a failure)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from offload_trainer.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Setup:
-    """All that is settled before anything is built."""
+    """Plan, data and metadata of a run, fixed before anything is built."""
 
     planned: Planned
     data: RunData
@@ -61,15 +61,18 @@ class Setup:
 
     @property
     def listed(self) -> Path:
-        """The list of page files that the same command goes on from."""
+        """File that lists the directories of page files from which the same command would resume."""
         return self.output / PAGES
 
 
-Build = Callable[..., Engine]  # as `build_engine`
+Build = Callable[..., Engine]  # same signature as `build_engine`
 
 
 def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
-    """The engine that the plan names; `swaps` are the run's private directories on drives."""
+    """Build the engine that the plan names.
+
+    `swaps`: the run's private directories on drives. `load_weights`: False if a checkpoint supplies the weights.
+    """
     builds = {"tiered": _tiered_engine, "deepspeed": _stock_engine, "plain": _plain_engine}
     return builds[setup.planned.plan.engine](setup, swaps=swaps, load_weights=load_weights)
 
@@ -83,10 +86,14 @@ def build_job(
     instead: Sequence[ScratchDirectory] = (),
     resume: Callable[[Engine], None] = lambda engine: None,
 ) -> Job:
-    """Lease drives and build the engine by `build`; `stack` closes what was opened.
+    """Lease directories on the drives, build the engine and return the Job. `stack` closes everything opened.
 
-    `begins`: the state that it will go on from. `instead`: in place of new directories on the drives. `resume` reads
-    what is in them into the engine, before lines of later steps are removed from the run's records.
+    Args:
+        begins: state that the run resumes from; None at step 0.
+        build: builds the engine.
+        instead: existing directories of page files to use in place of new ones.
+        resume: loads those page files into the engine. It runs before records of later steps are removed from the
+            run's metrics, so that a failure leaves them.
     """
     log = setup.log
     swaps = _leased(setup, stack, instead=instead) if setup.planned.plan.uses_drives else []
@@ -109,7 +116,7 @@ def build_job(
 
 
 def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[ScratchDirectory]) -> list[Path]:
-    """This node's private directories on the drives, which its first rank leases and the others hold."""
+    """Return this node's private directories on the drives. The first rank leases them; the others lock them too."""
     drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
     rank, leases = place_here()[0], list[DriveLease]()
     first = next(its.start for its in nodes() if rank in its)
@@ -148,7 +155,8 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
         load_weights=load_weights,
         say=setup.log.say,
     )
-    if engine.offloaded.node.is_first and not planned.plan.sizes.remainders:  # whose weights go with the run
+    # With split masters the page files are useless without the weights in memory, so they get no index.
+    if engine.offloaded.node.is_first and not planned.plan.sizes.remainders:
         engine.offloaded.keep_account(model=setup.output / "model")
     return engine
 
@@ -171,7 +179,7 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
     )
     if setup.log.loud:
         write_text(setup.output / "deepspeed.json", json.dumps(words, indent=1))
-    # Frozen weights come from the checkpoint too, so a resumed run needs none of the source's.
+    # Frozen weights are in the checkpoint too, so a resumed run loads none from the source.
     return DeepSpeedEngine(
         setup.planned.source,
         config.model,
@@ -214,17 +222,20 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
 
 
 def _what_computes(plan: Plan) -> Callable[[], None]:
-    """Waits for all of the device; where an update goes on beside the model, for the model."""
+    """Return the function that synchronizes the GPU for phase timings.
+
+    If the update overlaps the forward, it waits for the current stream only, so that the update can continue.
+    """
     if plan.forecast.behind:
         return lambda: torch.cuda.current_stream().synchronize()
     return torch.cuda.synchronize
 
 
-_WAITED_FOR = {"adamw": "Adam on the CPU", "adamw_gpu": "Adam on the GPU", "device": "copies"}  # kinds of bounds
+_WAITED_FOR = {"adamw": "Adam on the CPU", "adamw_gpu": "Adam on the GPU", "device": "copies"}  # bottlenecks, as shown
 
 
 def _telemetry(setup: Setup, *, done: int) -> Telemetry | None:
-    """On rank 0 only."""
+    """Create the screen, metrics files and trackers on rank 0; return None on other ranks."""
     if not setup.log.loud:
         return None
     config, plan = setup.planned.config, setup.planned.plan
@@ -270,11 +281,11 @@ def _checkpoints(setup: Setup, *, say: Callable[[str], None]) -> Checkpoints:
     )
 
 
-# -- what a run's checkpoints say of it ------------------------------------------------------------------------------
+# -- metadata of checkpoints -----------------------------------------------------------------------------------------
 
 
 def record_of(planned: Planned, data: RunData) -> RunRecord:
-    """What checkpoints say beside the state. With another identity or layout a run would not go on as it began."""
+    """Return the metadata for checkpoints. Resuming requires an equal identity and layout."""
     return RunRecord(
         identity=planned_identity(planned) | data.identity(),
         layout=layout_of(planned),
@@ -289,7 +300,7 @@ def record_of(planned: Planned, data: RunData) -> RunRecord:
 
 
 def planned_identity(planned: Planned) -> dict[str, Any]:
-    """The part of the identity that is known without the data."""
+    """Return the part of the run's identity that is known without the data."""
     return {
         "seed": planned.config.train.seed,
         "seq_len": planned.plan.seq_len,
@@ -299,6 +310,6 @@ def planned_identity(planned: Planned) -> dict[str, Any]:
 
 
 def layout_of(planned: Planned) -> dict[str, Any]:
-    """Each weight's shape, and whether it is trained."""
+    """Return each weight's shape and whether it is trained, by name."""
     weights = planned.source.shape.weights
     return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in weights}

@@ -1,6 +1,6 @@
-"""The data of a run: tokens on a drive, the rows to train on and those to evaluate, and what tells them from others.
+"""Data of a run: tokenize it into the cache, split it into training and validation rows, and identify it.
 
-DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared when a run goes on
+DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared at resume
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from offload_trainer.config import DataSection
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
 
-_STRETCHES, _CHARACTERS = 16, 300  # of a row that is shown
+_STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads. `split` has numbers of rows: of `tokens` to train on, of `held_out` for validation."""
+    """Tokenizer, tokens and rows of a run.
+
+    `split` holds row numbers: training rows of `tokens` and validation rows of `held_out`.
+    """
 
     tokenizer: Any
     tokens: Any  # Tokens
     held_out: Any  # Tokens: `tokens` themselves, or the validation file's
     split: Any
     end_of_text: int | None
-    vocabulary: int  # the model's
-    apart: int | None = None  # what ends a document, where each is to be by itself
-    mixture: tuple[float, ...] = ()  # weights of the texts, where they are mixed
+    vocabulary: int  # size of the model's vocabulary
+    apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
+    mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
 
     @property
     def paths(self) -> list[Path]:
-        """The token files, those for validation last."""
+        """Paths of the token files, those for validation last."""
         return list(dict.fromkeys((*self.tokens.paths, *self.held_out.paths)))
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must have alike; None: not known."""
+        """Return the facts about the data that must be equal at resume; a value of None is not known."""
         known = {
             "tokens": len(self.tokens),
             "training rows": len(self.split.train),
@@ -54,7 +57,7 @@ class RunData:
 
 
 def unknown_identity(section: DataSection) -> dict[str, Any]:
-    """The same before the data is looked at."""
+    """Return the keys of `RunData.identity` with None as their values, for a check before the data is read."""
     names = ["tokens", "training rows", "text", "tokenizer"]
     if section.mixture:
         names.append("mixture")
@@ -64,7 +67,7 @@ def unknown_identity(section: DataSection) -> dict[str, Any]:
 
 
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
-    """UserError for paths that are not there or no text or tokens, without reading more than their beginnings."""
+    """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
     from offload_trainer.data.sources import find_sources
 
     _refuse_mixture(section)
@@ -80,7 +83,7 @@ def _sum(tokens: Any) -> int:
 
 
 def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
-    """Tokens on the drive, tokenised now if they are not there yet; rank 0 first."""
+    """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective."""
     from offload_trainer.data.prepare import prepare_tokens
     from offload_trainer.data.tokenizer import end_of_text
     from offload_trainer.ranks import rank_zero_first
@@ -115,7 +118,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
 
 
 def _refuse_mixture(section: DataSection) -> None:
-    """UserError for weights that cannot be those of the texts."""
+    """Raise UserError if data.mixture does not fit data.path or data.shuffle."""
     if section.mixture and len(section.mixture) != len(section.path):
         raise UserError(
             f"data.mixture has {len(section.mixture)} weights, and data.path {len(section.path)} texts: give one for "
@@ -126,7 +129,7 @@ def _refuse_mixture(section: DataSection) -> None:
 
 
 def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_len: int) -> Any:
-    """The tokens of data.path: one text, or several in their shares."""
+    """Return the tokens of data.path, mixed with the weights of data.mixture if it is set."""
     _refuse_mixture(section)
     if not section.mixture:
         return prepared(section)
@@ -138,16 +141,16 @@ def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_
 
 
 def _what_ends_documents(end: int | None, *given: Any) -> int | None:
-    """`end`; UserError where there is none and one of the token files needs it."""
+    """Return the end-of-text token. Raises UserError if the tokenizer lacks one and a token file needs it."""
     if end is None and any(tokens.row_length is None for tokens in given):
         raise UserError("data.packing=on: the tokenizer has no end-of-text, so nothing marks where a document ends")
     return end
 
 
 def first_row(data: RunData, *, seq_len: int) -> list[str]:
-    """Return the first row as text, a line for each stretch that is learned or not; nothing where all is learned.
+    """Return the first row as text, one line per span with or without loss; empty if every token has loss.
 
-    Each conversation of a packed row begins with its number, and padding is counted.
+    In a packed row each conversation starts with a line with its number. The last line counts the padding.
     """
     from itertools import groupby
 
@@ -176,12 +179,12 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """Return a text in quotes; line ends and what could steer a terminal are escaped, as `repr` does it."""
+    """Return a text in quotes, cut to a maximum length, with newlines and control characters escaped."""
     return repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
-    """Return how many steps visit each training row once, beside the number of steps of the run."""
+    """Return a line with the number of steps per epoch and the number of epochs of the run."""
     rows = len(data.split.train)
     epochs = steps * rows_per_step / rows
     return (
@@ -206,7 +209,7 @@ def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None])
 
 
 def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
-    """UserError for token files that do not say whose ids they hold: exports would carry a wrong tokenizer."""
+    """Raise UserError for token files that do not name their tokenizer, since exports would include a wrong one."""
     from offload_trainer.data.tokenfile import said_tokenizer
 
     if source.directory is not None:
@@ -220,7 +223,7 @@ def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
 
 
 def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> Any:
-    """The rows of each, the validation's own file whole."""
+    """Split rows into training and validation; separate validation data is used completely."""
     from offload_trainer.data.rows import Split, split_rows
 
     if section.mixture:
@@ -239,7 +242,7 @@ def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> 
 
 
 def _told(tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> str:
-    """What the rows leave unused, too."""
+    """Return a line with the numbers of tokens and rows, and the tokens left over at the end."""
     apart = held_out is not tokens
     used = (len(split.train) + (0 if apart else len(split.validation))) * seq_len + 1
     left = len(tokens) - used

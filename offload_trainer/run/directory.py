@@ -1,8 +1,8 @@
-"""A run directory: what is known at the start, the log, and the lock that keeps a second run out.
+"""Run directory: its initial files, the log, and the lock that excludes a second run.
 
-config.yaml plan.json machine.json environment.json model/    written when the plan has passed
-log.txt                                                       every line for people
-.lock                                                         held while the run lives; not empty if it died
+config.yaml plan.json machine.json environment.json model/    written once the plan has passed its checks
+log.txt                                                       all messages
+.lock                                                         locked while the run lives; not empty after a crash
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.units import shown
 
-# What a run writes in its directory, but for checkpoints and weights, which are looked at by themselves.
+# Files that a run writes in its directory, except checkpoints and weights, which are checked separately.
 WRITTEN = (
     *("config.yaml", "plan.json", "machine.json", "environment.json", "deepspeed.json", "trackers.json"),
     *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "export.json"),
 )
 _MARK = ".lock"
-_TRIES, _INSTANT = 20, 0.05  # seconds: twenty looks of others, one after the other
+_TRIES, _INSTANT = 20, 0.05  # attempts to take the lock, and seconds between them
 
 
 @dataclass
 class Log:
-    """Lines for people: to log.txt once there is a run directory, and to stderr. Silent on ranks other than 0.
+    """Message log: writes to log.txt, once there is a run directory, and to stderr. Silent on ranks other than 0.
 
-    The file comes first: stderr may block, and a terminal or pipe go away.
+    The file is written first, because stderr may block or be closed.
     """
 
     loud: bool
@@ -58,27 +58,27 @@ class Log:
             print(shown(line), file=sys.stderr, flush=True)
 
     def say_now(self, line: str) -> None:
-        """The same from a signal's handler."""
+        """Log a line from a signal handler."""
         if self.loud:
             self.write(line)
             write_now(line)
 
     def write(self, text: str) -> None:
-        """To log.txt alone."""
+        """Write to log.txt only, with a timestamp on each line."""
         if self.file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp} {part}\n" for part in shown(text).splitlines())
         try:
             self.file.write(lines.encode(errors="backslashreplace"))
-        except OSError as error:  # what it is about is more important than the log
+        except OSError as error:  # a failing log must not end the run
             self.file = None
             write_now(f"note: log.txt cannot be written any more: {error.strerror}")
 
 
 @contextmanager
 def _ends_told(log: Log) -> Iterator[None]:
-    """Why a run ended stands in log.txt; who shows it to the user is `cli`."""
+    """Write the reason to log.txt if the body raises. `cli` shows it to the user."""
     try:
         yield
     except BaseException as error:
@@ -87,20 +87,20 @@ def _ends_told(log: Log) -> Iterator[None]:
 
 
 def refuse_second(output: Path) -> None:
-    """UserError where a run is writing in `output`: asked before its checkpoints are looked at."""
+    """Raise UserError if another run is writing in `output`. Call this before reading its checkpoints."""
     lock = _open_lock(output, create=False)
     if lock is None:
         return
     try:
         _take(lock, output, shared=True)
     except NoLocks:
-        pass  # `held` says so
+        pass  # `held` prints a note about it
     finally:
         os.close(lock)
 
 
 def refuse_strangers(output: Path) -> None:
-    """UserError where a run would replace or append to what no run has written: somebody's own files."""
+    """Raise UserError if the run would replace or append to files that no run has written."""
     there = [name for name in WRITTEN if is_there(output / name)]
     odd = [name for name in there if not stat.S_ISREG((output / name).lstat().st_mode)]
     if odd:
@@ -120,9 +120,10 @@ def refuse_strangers(output: Path) -> None:
 
 @contextmanager
 def held(output: Path, log: Log) -> Iterator[int]:
-    """The run directory, made if it is missing, for this run alone; gives the descriptor of its lock.
+    """Create the run directory if needed and lock it within this context; yield the descriptor of the lock.
 
-    UserError where another run has it. Where there are no locks that is said, and nobody keeps a second run out.
+    Raises UserError if another run has the lock. On a filesystem without locks, print a note and continue without
+    protection from a second run.
     """
     make_directories(output)
     lock = _open_lock(output, create=True)
@@ -150,7 +151,7 @@ def _open_lock(output: Path, *, create: bool) -> int | None:
 
 
 def _take_in_the_end(lock: int, output: Path) -> None:
-    """The lock for good. A start that only looks (`refuse_second`) has it for an instant, which is waited for."""
+    """Take the lock for the whole run, retrying while a starting run briefly has it (`refuse_second`)."""
     for _ in range(_TRIES):
         try:
             return take(lock)
@@ -168,7 +169,10 @@ def _take(lock: int, output: Path, *, shared: bool = False) -> None:
 
 @contextmanager
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
-    """The run directory that is `held`, while the run lives: every line goes to its log, and why the run ended."""
+    """Log to the locked run directory within this context, including the reason if the run fails.
+
+    First removes leftovers of killed runs. `lock`: the descriptor from `held`.
+    """
     with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
         try:
             with _ends_told(log), _noted_as_alive(lock, log):
@@ -180,14 +184,14 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
 
 
 def write_known(output: Path, *, config: str, plan: dict[str, Any], machine: dict[str, Any]) -> None:
-    """What is known at the start."""
+    """Write config.yaml, plan.json, machine.json and environment.json."""
     write_text(output / "config.yaml", config)
     for name, about in (("plan", plan), ("machine", machine), ("environment", environment())):
         write_text(output / f"{name}.json", json.dumps(about, indent=1))
 
 
 def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: Any, end_of_text: int | None) -> None:
-    """The configuration and the tokenizer of `source` (a ModelSource), from which its exports are made."""
+    """Save the configuration of `source` (a ModelSource) and the tokenizer, which exports need."""
     from offload_trainer.data.tokenizer import save_tokenizer
     from offload_trainer.model.loader import save_model_config
 
@@ -197,7 +201,10 @@ def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: A
 
 @contextmanager
 def _noted_as_alive(lock: int, log: Log) -> Iterator[None]:
-    """The lock file holds something while a run lives; what a run finds there was left by one that could not say so."""
+    """Keep the pid in the lock file while the run lives, and print a note if a previous run has left one.
+
+    A run that ends in order empties the file, so content found at the start means that a run was killed.
+    """
     if os.fstat(lock).st_size:
         log.say("note: the last run here ended without a word: killed, out of memory, or the power went")
         os.ftruncate(lock, 0)

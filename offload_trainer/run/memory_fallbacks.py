@@ -1,6 +1,6 @@
-"""Ways to run a wish that take less of what computes, as far as the wish leaves them open.
+"""Settings that reduce device memory, tried in order when a configuration does not fit and leaves them at `auto`.
 
-fewer buffers for weights < MLPs on pieces of a row < blocks' weights by the module, with fewer buffers, in pieces
+fewer weight buffers < MLPs on chunks of a row < weights fetched by the module, with fewer buffers, on chunks
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from offload_trainer.plan.tiered.submodule_units import is_divided, undivided
 
 
 def lacks_room(plan: Plan, machine: MachineProfile) -> bool:
-    """Whether what computes has too little, and there are ways that need less."""
+    """Return True if the plan needs more memory on the computing device than there is, and fallbacks exist."""
     room = plan.tiers[machine.device]
     return plan.engine != "deepspeed" and room["need"] > room["have"]
 
 
 class _Preset(NamedTuple):
-    """In a ModelSource's place."""
+    """Stand-in for a ModelSource whose shape is known without torch."""
 
     shape: ModelShape
 
 
 class MemoryFallbacks:
-    """Of one model. What of it runs in pieces or comes in parts is looked for only when it is asked for, and once."""
+    """Fallbacks for one model. Probes for chunked MLPs and per-module fetching run on first use and are cached."""
 
     def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
-        """`source` makes the ModelSource; `preset`: its shape, where that is known without torch."""
+        """Take `source`, which creates the ModelSource, and `preset`, its shape if that is known without torch."""
         self._make = source
         self._preset = preset and _Preset(preset)
-        self._in_parts = dict[bool, Any]()  # on pieces?
+        self._in_parts = dict[bool, Any]()  # key: with chunked MLPs
 
     @cached_property
     def source(self) -> Any:
-        """The model as a configuration that asks for nothing has it."""
+        """The model with whole MLPs and weights fetched by the block."""
         return self._make()
 
     @cached_property
     def tiled(self) -> Any:
-        """The model that knows what of it runs on pieces of a row."""
+        """The model with the modules marked that can run on chunks of a row."""
         return _tiled(self.source)
 
     def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
-        """The model that knows what the configuration asks for; in `pieces` also where it leaves them open."""
+        """Return the model for a configuration's chunk and fetch settings; `pieces`: with chunked MLPs in any case."""
         pieces = pieces or isinstance(config.model.mlp_chunk, int)
         if self._preset and not pieces and config.tiered.fetch_granularity != "module":
             return self._preset
@@ -66,7 +66,7 @@ class MemoryFallbacks:
     def that_fit(
         self, config: TrainConfig, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
     ) -> Iterator[tuple[TrainConfig, Any]]:
-        """Wishes that fit in some homes, with their model, from the one that asks for most room on."""
+        """Yield (configuration, model) that fit with some placement, largest device footprint first."""
         for wish, of in self._ways(config):
             layouts, fewer = Layouts(of.shape), with_fewer_buffers(wish)
 
@@ -77,12 +77,12 @@ class MemoryFallbacks:
                 yield next((one for one in fewer[:-1] if fits(one)), fewer[-1]), of
 
     def least(self, config: TrainConfig) -> tuple[TrainConfig, Any]:
-        """The wish that takes least room, with its model."""
+        """Return the configuration with the smallest device footprint, with its model."""
         *_, (wish, of) = self._ways(config)
         return with_fewer_buffers(wish)[-1], of
 
     def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
-        """Wishes with their model, each with more room on the device than the one before; of the most buffers."""
+        """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
         tiered = config.tiered
         left_open = engine_of(config).name == "tiered" and tiered.fetch_granularity == "auto"
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
@@ -94,7 +94,7 @@ class MemoryFallbacks:
 
 
 def as_wished(source: Any, config: TrainConfig) -> Any:
-    """A ModelSource that knows what runs on pieces of a row, or comes in parts, where the configuration asks for it."""
+    """Return the ModelSource with chunked MLPs and per-module fetching as the configuration requests them."""
     source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
     if config.tiered.fetch_granularity == "module":
         return _divided(source)
@@ -102,7 +102,7 @@ def as_wished(source: Any, config: TrainConfig) -> Any:
 
 
 def may_tile(config: TrainConfig) -> bool:
-    """Whether the configuration leaves open whether MLPs run on pieces of a row."""
+    """Return True if the plan may choose to run MLPs on chunks of a row."""
     return config.model.mlp_chunk == "auto" and engine_of(config).name != "deepspeed"
 
 

@@ -1,19 +1,20 @@
-"""Page files that the same command goes on from after a kill, without a checkpoint.
+"""Resume a killed run from its page files on drives, without a checkpoint.
 
-    RUN/pages           the directories on drives whose page files are this run's, one a line (storage/scratch_dir)
-    <lease>/record      after each step which places hold it, and the rest of the state (offloading/pages/index)
-    <lease>/run.json    what the run was made with, to be compared as a checkpoint's manifest is
+    RUN/pages           paths of the directories with this run's page files, one per line (storage/scratch_dir)
+    <lease>/record      after each step: which copy of each page holds it, and the rest of the state
+    <lease>/run.json    identity, layout and configuration of the run, compared as for a checkpoint
 
-Where all state is on drives and pages have two places, the files always hold one whole step. A run resumes from them
-where they are, if they are newer than the newest checkpoint and hold the same pages; 16-bit weights are made from the
-masters. Each page is read whole for that, and compared with the checksums that the record has of it.
+If all optimizer state is on drives and every page has two copies, the files always hold one complete step. A run
+resumes from them in place if they are newer than the newest checkpoint and have the same page layout; the 16-bit
+weights are rebuilt from the master weights. Every page is read completely for that and compared with the checksums in
+the record.
 
-Where a start cannot use page files that may be newer than any checkpoint, whatever the reason, it is refused, and they
-stay: they may be the only copy of the training. `--resume never` or `--resume CHECKPOINT` lets go of them.
+If a run cannot use page files that may be newer than any checkpoint, for any reason, it refuses to start and keeps
+them, since they may be the only copy of the progress. `--resume never` or `--resume CHECKPOINT` discards them.
 
-Several ranks of one node have the files and the record in common. The first rank looks at them, writes the record once
-all ranks' pages of a step are home, and before that no rank writes a page of the next one. Where a rank of the dead run
-may still write in the files, that is waited for (`lease.wait_for_ranks`).
+The ranks of one node share the files and the record. The first rank reads them, and it writes the record once all
+ranks' pages of a step are on the drives; until then no rank writes a page of the next step. If a rank of the dead run
+may still be writing, the new run waits for it (`wait_for_ranks`).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ from offload_trainer.trainer import Job
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Made:
-    """What a run was made with."""
+    """Content of run.json next to the page files: the metadata compared at resume."""
 
     identity: dict[str, Any]
     layout: dict[str, Any]
@@ -81,17 +82,17 @@ class _Made:
 
 @dataclass(frozen=True)
 class PageFiles:
-    """A dead run's page files, now this run's."""
+    """Page files of a dead run that this run has taken over."""
 
-    places: Sequence[ScratchDirectory]  # none on ranks other than the first
-    train: TrainState  # where its loop stood
+    places: Sequence[ScratchDirectory]  # locked directories; empty on ranks other than the first
+    train: TrainState  # progress of the dead run
     newest: Newest
     pages: int
-    torn: bool  # whether the record may have been of a newer step
-    instead: str  # how to start without them
+    torn: bool  # one slot of the record is damaged, so it may have held a newer step
+    instead: str  # flag that starts the run without the page files
 
     def resume(self, engine: Engine) -> None:
-        """Make the engine stand where they do. All ranks call it. UserError where a page is damaged."""
+        """Load the page files into the engine. Collective. Raises UserError if a page is damaged."""
         assert isinstance(engine, TieredEngine)
         assert self.newest.engine is not None
         try:
@@ -107,9 +108,10 @@ class PageFiles:
 
 
 def keep(setup: Setup, job: Job) -> None:
-    """From now on, where the plan allows it, page files are of one step, and a kill or an error leaves them.
+    """Make the page files resumable from now on, if the plan allows it, and register them for the next start.
 
-    The first rank says so for all, since the record is its own; and where two places were asked for, why not.
+    Sets `job.commit`, which records each completed step. Only rank 0 does this, since it writes the record. If two
+    copies were requested explicitly and resuming is not possible, it prints the reason.
     """
     if not setup.log.loud:
         return
@@ -131,14 +133,14 @@ def keep(setup: Setup, job: Job) -> None:
 
 
 def drop(setup: Setup) -> None:
-    """The run has ended in order: nothing is gone on from."""
+    """Unregister the page files after the run has ended in order, so that no later run resumes from them."""
     if setup.log.loud:
-        with suppress(OSError):  # then the next start looks, and finds nothing
+        with suppress(OSError):  # the directories are removed too, and the next start finds none
             keep_none(setup.listed)
 
 
 def clear_drives(setup: Setup) -> None:
-    """The run had ended before: what is left of one that was killed between its end and the removal goes."""
+    """Remove the page files of a finished run that was killed between its end and their removal."""
     drop(setup)
     if place_here()[0] not in [its.start for its in nodes()]:
         return
@@ -150,7 +152,7 @@ def clear_drives(setup: Setup) -> None:
 
 
 def _why_never(setup: Setup) -> str:
-    """Why page files of this plan are not gone on from; nothing where they are."""
+    """Return why a run with this plan cannot resume from its page files; "" if it can."""
     plan = setup.planned.plan
     sizes = plan.sizes
     if not isinstance(sizes, TierSizes) or not plan.uses_drives:
@@ -176,14 +178,14 @@ def _pages(setup: Setup) -> Sequence[Any]:
     return homes_in(units_of(setup.planned.source.shape), plan.placement, plan.sizes).pages
 
 
-# -- when it starts ----------------------------------------------------------------------------------------------------
+# -- at the start of a run ---------------------------------------------------------------------------------------------
 
 
 def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
-    """Return the page files that this run resumes from, where they are newer than the checkpoint of `begins`.
+    """Return the page files that this run resumes from; None if there are none newer than the checkpoint.
 
-    They are locked until `stack` closes. All ranks call it, and the first one looks. UserError where they may be newer,
-    and this run cannot use them.
+    `begins`: the checkpoint's state. The directories stay locked until `stack` closes. Collective; rank 0 does the
+    search. Raises UserError if the page files may be newer but this run cannot use them.
     """
     if setup.planned.config.save.resume != "auto":
         return None
@@ -194,7 +196,7 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
 
 
 def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> list[PageFiles]:
-    """Return one, or none."""
+    """Return a list with the page files to resume from, or an empty one."""
     with ExitStack() as locks:
         found = _found(setup, locks, begins=begins)
         if found is None:
@@ -207,7 +209,7 @@ def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) ->
 
 
 def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
-    """Return the page files that were kept for the run, locked; None where they are no newer than `begins`."""
+    """Return the page files registered for this run, locked; None if they are not newer than `begins`."""
     instead, step = _instead(setup), 0
     try:
         folders = _folders(setup, begins=begins)
@@ -224,7 +226,7 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
             raise ValueError(f"{folders[0] / DESCRIPTION} says that pages have one place, and such files are not kept")
         newest = read_newest(told, fix=_RESTORE)
         if newest is None or newest.train is None or newest.engine is None:
-            return None  # no step of the run was whole yet
+            return None  # the run was killed before it completed a step
         train = as_kind(newest.train, TrainState)
         if begins and train.step <= begins.step:
             return None
@@ -238,7 +240,7 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
 
 
 def _refused(why: str, *, step: int, instead: str) -> UserError:
-    """Return the refusal of a start that cannot use page files. `step`: which they have, 0 where that is not known."""
+    """Return the error of a start that cannot use the page files. `step`: the step in them; 0 if not known."""
     of = f"of step {step}, newer than any checkpoint" if step else "which may be newer than any checkpoint"
     return UserError(
         f"the page files that this run has left, {of}, cannot be resumed from, and stay: {why}. Once that is mended "
@@ -247,7 +249,7 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
 
 
 def _instead(setup: Setup) -> str:
-    """Return the words that start the run without its page files."""
+    """Return the flag that starts the run without its page files."""
     saved = complete_checkpoints(setup.output / "checkpoints")
     return f"--resume {quote(str(saved[-1]))}" if saved else "--resume never"
 
@@ -257,7 +259,10 @@ def _sentence(error: BaseException) -> str:
 
 
 def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
-    """Return the directories that were kept for the run. ValueError where its list names one that is not there."""
+    """Return the directories of page files registered for the run.
+
+    Raises ValueError if the run's list names one that does not exist.
+    """
     drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
     kept = [folder for drive in drives for folder in kept_for(setup.listed, drive)]
     if not os.path.lexists(setup.listed):
@@ -274,7 +279,7 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
 
 
 def _locked(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
-    """Return a dead run's private directory, locked. TrainerError where another process has it."""
+    """Lock a dead run's directory and return it. Raises TrainerError if another process has the lock."""
     try:
         return taken_over(folder, say=say)
     except BlockingIOError:
@@ -282,15 +287,15 @@ def _locked(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
 
 
 def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest) -> None:
-    """ValueError where this run cannot use them: they are another's, or not whole, or laid out otherwise.
+    """Raise ValueError if this run cannot use the page files: another run's, incomplete, or of another layout.
 
-    Say which other settings differ.
+    Print a note for each other setting that differs.
     """
     if not os.path.lexists(setup.listed):
         raise ValueError(f"{setup.listed}, which named {', '.join(map(str, folders))}, is gone")
     if why := _why_never(setup):
         raise ValueError(why)
-    files_of(told)  # one that was cut short would be made as long as it was, with zeros
+    files_of(told)  # checks sizes: opening a truncated file later would extend it with zeros
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     others = differences(made.identity, _in_json(setup.record.identity))
     others += differences(made.layout, _in_json(setup.record.layout))
@@ -324,7 +329,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
 
 
 def _in_json(told: Mapping[str, Any]) -> dict[str, Any]:
-    """As it would be read back."""
+    """Return `told` as it is after a round trip through JSON."""
     return parsed(json.dumps(dict(told)), dict)
 
 

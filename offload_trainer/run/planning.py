@@ -1,4 +1,8 @@
-"""From a wish to its plan on this machine as it is: the model counted by transformers, nothing loaded."""
+"""Plan a run on this machine: probe it, size the model on the meta device, and choose settings that fit.
+
+No weights are loaded. The planner itself is `plan/planner.py`; this module supplies its inputs, keeps choices of the
+run that is being resumed, and tries the fallbacks of `memory_fallbacks.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ from offload_trainer.run.process_setup import ranks_of_environment
 
 @dataclass(frozen=True)
 class Planned:
-    """A run before anything of it is there."""
+    """Configuration, plan, machine and model of a run that has not started."""
 
-    config: TrainConfig  # with nothing left open that the plan decides
+    config: TrainConfig  # `auto` values replaced by the plan's choices
     plan: Plan
     machine: MachineProfile
     source: Any  # ModelSource
@@ -35,9 +39,9 @@ class Planned:
 
 
 def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> Planned:
-    """The plan of a run here, and on as many machines more as there are other nodes.
+    """Plan a run on this machine, or on `nodes` machines like it.
 
-    `longest`: with the longest row that fits.
+    `longest`: also find the longest row (in tokens) that fits.
     """
     from offload_trainer.model.loader import resolve_model
 
@@ -62,8 +66,10 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
 def _as_before(
     config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int
 ) -> Planned | None:
-    """With the micro-batches and pieces that were chosen for the run that this one goes on from, since its bits are
-    theirs. None where neither is left open, there is no such run, or it would not fit any more.
+    """Plan with the micro-batch size, MLP chunk and fetch granularity of the run that this one resumes.
+
+    Other choices would change the results bit for bit. Returns None if none of them is left open, if there is no run
+    to resume, or if its choices no longer fit.
     """
     from offload_trainer.run.resume_point import made_with
 
@@ -73,7 +79,7 @@ def _as_before(
     if engine_of(config).name == "deepspeed" or not left_open:
         return None
     before = made_with(config.save)
-    if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # page files are laid out by it
+    if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
         count = (
             tiered.weight_buffers if "weight_buffers" in tiered.model_fields_set else before["tiered"]["weight_buffers"]
         )
@@ -95,7 +101,10 @@ def _as_before(
 def planned(
     config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int = 1
 ) -> Planned:
-    """As it is wished; where the device has no room for that, the first roomier way that fits."""
+    """Plan `config`; if the device lacks memory, plan the first fallback that fits.
+
+    If none fits, return the first plan, or the smallest fallback if one unit of weights alone exceeds device memory.
+    """
 
     def plan_of(wish: TrainConfig, of: Any) -> Planned:
         settled, plan = settle_and_plan(wish, of.shape, machine, world=world, nodes=nodes)
@@ -112,7 +121,7 @@ def planned(
 
 
 def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallbacks) -> Planned:
-    """The same, its plan with the longest row that fits, on pieces too where `config` leaves them open."""
+    """Return `found` with the longest row that fits in its plan, also with chunked MLPs if `config` allows them."""
     plan, model = found.plan, found.config.model.model_copy(update={"mlp_chunk": config.model.mlp_chunk})
     wish = found.config.model_copy(update={"model": model})
 
@@ -126,7 +135,10 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
 
 
 def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
-    """With two places, where nothing is said of that and the run's own page files have them: they are gone on from."""
+    """Return the configuration with the number of state copies that the run's existing page files have.
+
+    Without this, `state_copies=auto` could choose 1, and the page files could not be resumed from.
+    """
     from offload_trainer.offloading.pages.manifest import read_description
     from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
@@ -138,7 +150,7 @@ def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
     try:
         folders = folders_in(Path(config.save.output) / PAGES)
         told = read_description(folders[0]) if folders else None
-    except (OSError, ValueError, UserError):  # said once they are looked at as a whole
+    except (OSError, ValueError, UserError):  # the later check of the page files reports this
         return config
     if told is None or told.places == 1:
         return config
@@ -146,7 +158,10 @@ def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
 
 
 def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:
-    """This machine, what is known of its speed, and as free also what a run that writes to `output` will remove."""
+    """Return the profile of this machine with its cached rates.
+
+    Space of files that a run with this `output` will remove counts as free.
+    """
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import with_cached_rates
 
@@ -154,9 +169,9 @@ def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfil
 
 
 def _with_what_goes(machine: MachineProfile) -> MachineProfile:
-    """The machine with the bytes as free that this run's older checkpoints and the page files of dead runs take.
+    """Return the machine with the bytes of prunable checkpoints and of dead runs' page files counted as free.
 
-    Only what this user's run will be able to remove.
+    Files that this user's run cannot remove do not count.
     """
     from offload_trainer.retention import bytes_that_go
     from offload_trainer.storage.atomic_io import bytes_below
@@ -177,6 +192,6 @@ def _with_what_goes(machine: MachineProfile) -> MachineProfile:
 
 
 def refuse_nothing_trained(shape: ModelShape) -> None:
-    """UserError: adapters, which would be trained beside such a model, are a session's."""
+    """Raise UserError if model.freeze freezes every weight. Adapter training needs the library, not this command."""
     if not shape.trainable:
         raise UserError("model.freeze leaves nothing to train")

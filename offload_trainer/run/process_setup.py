@@ -1,7 +1,7 @@
-"""What a process must be before torch is imported: its threads, its place among the ranks, its silence.
+"""Prepare the process before torch is imported: CPU threads, NUMA binding, environment variables and ranks.
 
-`--gpus N` starts N ranks of the same command (`run/ranks/launcher.py`); a process that a launcher has started, this one
-or torchrun, finds its rank in the environment. One process is a group of one.
+`--gpus N` starts N ranks of the same command (`run/ranks/launcher.py`). A process started by that launcher or by
+torchrun finds its rank in the environment; any other process is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def ranks_of_environment() -> tuple[int, int]:
-    """(rank, world) as the launcher says; (0, 1) without one."""
+    """Return (rank, world size) from the launcher's environment variables; (0, 1) without a launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def prepare_process(config: TrainConfig) -> int:
-    """Set the environment for this rank; returns its number of CPU threads. Call before torch is imported.
+    """Set the environment for this rank and return its number of CPU threads. Call it before torch is imported.
 
-    A command that plans for several ranks, or times the machine for them, has the threads of all. torchrun sets
-    OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels bring an OpenMP
-    runtime of their own, which only the environment reaches.
+    A command that plans or benchmarks for several ranks gets the threads of all of them. torchrun sets
+    OMP_NUM_THREADS=1, which would limit the CPU update to one core, so it is overridden. It must be set in the
+    environment, because DeepSpeed's kernels load a separate OpenMP runtime that torch.set_num_threads does not affect.
     """
     begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=config.placement.hang_timeout)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -44,12 +44,12 @@ def prepare_process(config: TrainConfig) -> int:
     threads = each * ranks if alone else each
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Hardware queues of a GPU: 8 by default, while copies each way, the update and NCCL have streams of their own.
+    # The default is 8 hardware queues; copies in each direction, the update and NCCL use separate streams.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
     if not any(os.environ.get(name) for name in _ALLOCATOR):
-        # A segment that grows leaves no holes that only smaller tensors fit. torch before 2.9 knows the second name.
+        # Expandable segments avoid fragmentation. torch before 2.9 reads the second name.
         os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
     if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
@@ -59,7 +59,10 @@ def prepare_process(config: TrainConfig) -> int:
 
 
 def _stay_near(rank: int, *, ranks: int) -> None:
-    """Each of several ranks on its own NUMA nodes, where there are several: ranks follow these as GPUs do."""
+    """Bind a rank to its share of the NUMA nodes, if there are several ranks and nodes.
+
+    Ranks are assigned to nodes in order, as GPUs usually are.
+    """
     nodes = numa.nodes()
     if ranks > 1 and len(nodes) > 1:
         os.sched_setaffinity(0, numa.of_rank(rank, ranks=ranks, nodes=nodes))
@@ -70,9 +73,9 @@ def _is_of_hub(name: str) -> bool:
 
 
 def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
-    """Where more than one rank is wanted, run `count` of the same command, and end with their exit code.
+    """Start `count` ranks of the same command and exit with their exit code; return if this process trains itself.
 
-    UserError, once and not from each rank, where the engine that trains with several is not installed.
+    Raises UserError here, once rather than in each rank, if DeepSpeed is needed and not installed.
     """
     if count == 1 or "RANK" in os.environ:
         return

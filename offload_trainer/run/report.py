@@ -1,4 +1,7 @@
-"""The end of a run: report.html, the plan beside what was measured, and how far off it was, for the next plan."""
+"""Final report of a run: write report.html with planned and measured figures, and calibrate later plans.
+
+The ratios of measured to predicted seconds are stored in the rate cache, from which later plans on this machine read.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from offload_trainer.telemetry.metrics import StepRecord
 from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, steady, write_report
 from offload_trainer.units import format_bytes, format_count
 
-_LOGS = 10**6  # bytes a step; fewer are no page files
-_TELLING = 3  # steps after the warm ones, from which a run's seconds say something about the machine
+_LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page files
+_TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
 def report(setup: Setup, *, swaps: list[Path]) -> None:
-    """Write it; nothing where no step was finished."""
+    """Write report.html and keep the timing ratios. Does nothing if no step was finished."""
     plan, output = setup.planned.plan, setup.output
     rows = read_metrics(output / "metrics.jsonl")
     if not rows:
@@ -41,7 +44,7 @@ def report(setup: Setup, *, swaps: list[Path]) -> None:
 
 
 def wear(rows: Sequence[StepRecord]) -> list[tuple[str, list[str]]]:
-    """What the run has written to its drives, of which they bear only so much; nothing where that is logs alone."""
+    """Return report lines on the bytes written to drives, as a measure of SSD wear; empty if only logs were written."""
     written = [row.nvme_written_bytes or 0 for row in rows]
     each = median(written)
     if each < _LOGS:
@@ -57,7 +60,7 @@ def wear(rows: Sequence[StepRecord]) -> list[tuple[str, list[str]]]:
 def _bytes(
     setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]
 ) -> tuple[dict[str, Any], dict[str, int | None]]:
-    """The plan as JSON, and what was measured of each of its tiers; drive traffic is one more of them."""
+    """Return the plan as JSON and the measured bytes of each tier; drive traffic per step is added as a tier."""
     plan, output = setup.planned.plan, setup.output
     measured: dict[str, int | None] = {}
     measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
@@ -78,7 +81,10 @@ def _bytes(
 
 
 def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str, float]) -> None:
-    """Say how far off the plan's seconds were, and keep what is steady of it. `rows` are the steady ones."""
+    """Print measured / predicted seconds per phase and store the stable ratios for later plans.
+
+    `rows`: the steps after the warm-up steps.
+    """
     from offload_trainer.machine.rate_cache import keep_ratios
 
     plan, log = setup.planned.plan, setup.log
@@ -91,5 +97,5 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
     try:
         taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
         keep_ratios(setup.planned.machine, steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world))
-    except (OSError, TrainerError) as error:  # the run itself is whole
+    except (OSError, TrainerError) as error:  # the run itself has succeeded
         log.say(f"note: these ratios could not be kept for later plans: {error}")

@@ -1,4 +1,7 @@
-"""What the same command would go on from, as the files of a run that has ended say: who has the last word asks."""
+"""Find the checkpoint or page files that rerunning the same command would resume from.
+
+The command line and the launcher add this to the last message of a run that ended early.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ ANEW = "nothing was kept yet: the same command begins anew"
 
 
 def saying_where(told: str, words: Sequence[str]) -> str:
-    """What is told of the end of a command of these words, with from where it goes on, if told that it does."""
+    """Complete the phrase `errors.AGAIN` in a message with the point that the command `words` resumes from."""
     return re.sub(f"{AGAIN}(?! from)", lambda _: goes_on(words), told)
 
 
 def goes_on(words: Sequence[str]) -> str:
-    """How a command of these words would go on; from where is left out where that cannot be looked at."""
+    """Return a sentence on where the command `words` would resume from, without the step if it cannot be read."""
     try:
         save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
         saved, kept = _left(save)
@@ -39,9 +42,9 @@ def goes_on(words: Sequence[str]) -> str:
 
 
 def made_with(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
-    """The configuration, with nothing left open, of the run that such a one goes on from; empty where there is none.
+    """Return the resolved configuration of the run that this one would resume from; empty for a new run.
 
-    Empty too where it cannot be read, which is said once what was left is looked at as a whole.
+    It is also empty if it cannot be read; the later check of the checkpoint or page files reports that error.
     """
     try:
         saved, kept = _left(save)
@@ -52,14 +55,17 @@ def made_with(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _left(save: SaveSection) -> tuple[Path | None, int]:
-    """The checkpoint, if any, and the step that newer page files hold; 0 where there are none."""
+    """Return (checkpoint or None, step of the page files); the step is 0 unless it is newer than the checkpoint."""
     saved = find_resume(save.resume, output=Path(save.output))
     kept = _step_of_pages(Path(save.output) / PAGES) if save.resume == "auto" else 0
     return saved, kept if kept > (step_of(saved) if saved else 0) else 0
 
 
 def _step_of_pages(listed: Path) -> int:
-    """Return the step that a run's page files hold whole, or 0. ValueError, UserError where a start refuses them."""
+    """Return the step that a run's page files hold completely, or 0.
+
+    Raises ValueError or UserError if a run could not start from them.
+    """
     folders = folders_in(listed)
     told = read_description(folders[0]) if folders else None
     if told is None or told.places == 1:

@@ -1,8 +1,9 @@
-"""A training run from wish to report: probe, plan, refuse or build, train, export, report.
+"""A training run from configuration to report: probe, plan, check, build, train, export, report.
 
     TrainConfig -> MachineProfile + ModelShape -> Plan -> (data, drive lease, engine) -> trainer.train -> report
 
-Nothing is written before the plan has passed; torch is imported only here and below.
+Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks. The
+command line imports this module, and with it torch, only after it has a valid configuration.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from offload_trainer.trainer import Job
 
 
 def refuse(planned: Planned) -> None:
-    """UserError for a plan that must not start, wherever it writes."""
+    """Raise UserError for a plan that does not fit, or that cannot write or resume from the requested checkpoints."""
     config, plan = planned.config, planned.plan
     plan.refuse(force=config.placement.force)
     reason = plan.cannot_save
@@ -79,13 +80,13 @@ def refuse(planned: Planned) -> None:
 
 
 def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
-    """UserError for what can be known to go wrong before text is tokenised: what is not there, or no text."""
+    """Raise UserError for missing trackers and for data that is missing or not text, before tokenizing anything."""
     refuse_missing(planned.config.save.all_trackers)
     check_data(planned.config.data, planned.source, say=say)
 
 
 def refuse_output(planned: Planned) -> None:
-    """UserError where the run directory holds what this run can neither go on from nor replace."""
+    """Raise UserError if the run directory holds files that this run can neither resume from nor replace."""
     config = planned.config
     refuse_strangers(planned.output)
     resumes = find_resume(config.save.resume, output=planned.output)
@@ -109,8 +110,11 @@ def train_run(
 ) -> None:
     """Train as `config` says. Raises UserError before anything is written, TrainerError after.
 
-    `instead`: called with the job in place of the loop, for trials and benchmarks; no checkpoint is made and nothing is
-    reported or exported then. `build`: what builds the engine, for benchmarks of others.
+    Args:
+        config: the configuration; `auto` values are settled by the plan.
+        instead: called with the Job in place of the training loop, for trials and benchmarks. No checkpoint, export
+            or report is written then.
+        build: builds the engine; benchmarks use it to run other engines.
     """
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
@@ -132,8 +136,8 @@ def _train_as_rank(
     instead: Callable[[Job], None] | None,
     build: Build,
 ) -> None:
-    """One rank's part of the run, together with the others."""
-    refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # a node names its own
+    """Plan, check and carry out the run on this rank. Collective."""
+    refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # nodes may use other drives
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
     on_rank_zero(lambda: check_start(planned, say=lambda _: None))
@@ -143,16 +147,16 @@ def _train_as_rank(
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
     setup = Setup(planned, data, record_of(planned, data), log)
     refuse_other_data(setup.record.identity, setup.record.layout)
-    with_steps(setup, begins=None)  # refused before anything is written
+    with_steps(setup, begins=None)  # only for its checks, before anything is written
     _carry_out(setup, nodes=nodes, instead=instead, build=build)
 
 
 def with_steps(setup: Setup, *, begins: TrainState | None) -> Setup:
-    """Return the setup with `train.steps` worked out from `train.epochs`, where that is given.
+    """Return the setup with `train.steps` computed from `train.epochs`, unless that is `auto`.
 
-    They are the fewest steps that visit as many rows as the epochs have; the last step may visit a few more. `begins`:
-    the state that the run resumes from, whose rows count as visited, whatever number of rows its steps had. Raises
-    UserError where the warm-up is longer.
+    The result is the smallest number of steps that visits all rows of the epochs; the last step may visit a few more.
+    `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
+    UserError if the warm-up is longer than the run.
     """
     config, plan = setup.planned.config, setup.planned.plan
     if config.train.epochs == "auto":
@@ -169,7 +173,10 @@ def with_steps(setup: Setup, *, begins: TrainState | None) -> Setup:
 
 
 def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
-    """Rank 0's plan, on every rank. UserError where it must not start, or another node has too little for it."""
+    """Return rank 0's plan on every rank. Collective.
+
+    Raises UserError if the plan must not start, or if another node lacks memory or disk space for it.
+    """
     rank, found = place_here()[0], list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))
@@ -184,12 +191,15 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
 
 
 def _with_drives_of(here: TrainConfig, theirs: TrainConfig) -> TrainConfig:
-    """Rank 0's configuration on this node, which names drives of its own."""
+    """Return rank 0's configuration with the drives of this node."""
     return theirs.model_copy(update={"placement": theirs.placement.model_copy(update={"nvme": here.placement.nvme})})
 
 
 def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
-    """Be one of several ranks; the ranks of each node. UserError where they are not as many as `config` says."""
+    """Join the other ranks and return the ranks of each node.
+
+    Raises UserError if the launcher has started another number of ranks than --gpus says.
+    """
     tiered, wished = engine_of(config).name == "tiered", config.placement.gpus
     if tiered and wished not in (1, world):
         raise UserError(f"--gpus {wished}, and the launcher has started {world}: leave one of the two numbers out")
@@ -201,22 +211,22 @@ def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
         from offload_trainer.engine.deepspeed import start_processes
 
         start_processes()
-    return (range(world),)  # DeepSpeed's own ways between nodes are not planned
+    return (range(world),)  # DeepSpeed handles several nodes itself; the plan sees one
 
 
 def use_deterministic_algorithms() -> None:
-    """The same bits from the same command on a GPU. Where torch has no such algorithm it stops and says so.
+    """Make torch deterministic on a GPU; operations without a deterministic algorithm raise an error.
 
-    Told only to warn, it would leave the backward of flash and memory-efficient attention as it is (torch 2.11,
+    `warn_only` would leave the backward of flash and memory-efficient attention nondeterministic (torch 2.11,
     aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     torch.use_deterministic_algorithms(True, warn_only=False)
-    # What it would fill with NaN is also pages and rings of buffers, all of which are written before they are read.
+    # Filling new tensors with NaN would also fill pages and staging buffers, which are written before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job], None] | None, build: Build) -> None:
-    """From the lock on the run directory to the end of the run."""
+    """Lock the run directory, resume if there is something to resume from, and train to the end."""
     chosen: list[Path | None] = []
     on_rank_zero(lambda: chosen.append(find_resume(setup.planned.config.save.resume, output=setup.output)))
     (resume,) = broadcast_object(chosen, list[Path | None])
@@ -251,14 +261,14 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
 
 
 def _say_steps(wished: Setup, setup: Setup) -> None:
-    """Say how many steps the epochs make."""
+    """Log the number of steps computed from the epochs."""
     plan, steps, epochs = setup.planned.plan, setup.planned.config.train.steps, wished.planned.config.train.epochs
     rows, rows_of_step = len(setup.data.split.train), plan.tokens_per_step // plan.seq_len
     setup.log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {steps} steps")
 
 
 def _write_known(setup: Setup) -> None:
-    """What stands in the run directory from the start."""
+    """Write the configuration, plan, machine, model configuration and tokenizer to the run directory."""
     planned, data = setup.planned, setup.data
     write_known(
         setup.output,
@@ -273,7 +283,10 @@ def _write_known(setup: Setup) -> None:
 
 
 def _done_before(setup: Setup, begins: TrainState | None) -> bool:
-    """Whether this very run has ended here already. UserError where it would overwrite what another has left."""
+    """Return True if this run has already finished in this directory. Collective.
+
+    Raises UserError if it would overwrite the results of another run.
+    """
     found: list[str] = []
 
     def look() -> None:
@@ -295,9 +308,10 @@ def _check(resume: Path, record: RunRecord, log: Log) -> None:
 
 
 def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path | None, int]:
-    """From here on the run directory is this run's; what to go on from, chosen again, and the descriptor of the lock.
+    """Lock the run directory; return (checkpoint to resume from, descriptor of the lock, -1 except on rank 0).
 
-    Another run may have ended there since it was chosen, and have left newer checkpoints.
+    The checkpoint is chosen again under the lock, because another run may have ended there meanwhile and have left
+    newer ones.
     """
     chosen, lock = resume, -1
 
@@ -317,7 +331,7 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:
-    """Tokenise the data of `config`; returns the token files' paths, those for validation last."""
+    """Tokenize the data of `config` and return the paths of the token files, those for validation last."""
     planned = plan_run(config)
     say = Log(loud=True).say
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=say)
@@ -329,7 +343,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
 
 
 def _train(setup: Setup, job: Job, *, resume: tuple[Path | None, TrainState] | None) -> None:
-    """The loop, and what follows it."""
+    """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now) as asked:
         if job.cannot_save:
@@ -360,14 +374,14 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
 
 
 def _next_command(output: Path) -> str:
-    """How a run's weights become a model, where it has a checkpoint."""
+    """Return the export command to print at the end of a run; "" if there is no checkpoint."""
     if not complete_checkpoints(output / "checkpoints"):
         return ""
     return f"; its weights as a model: offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
 
 
 def _export_live(setup: Setup, job: Job, *, step: int) -> None:
-    """Weights of a run that makes no checkpoints, straight from the engine. All ranks take part."""
+    """Export the weights directly from the engine, for a run without checkpoints. Collective."""
     weights = job.engine.named_master_parameters()
     if not setup.log.loud:
         for _ in weights:

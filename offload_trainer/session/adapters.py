@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters added to their weights, one at a time, by PEFT's own merge."""
+"""Merge PEFT's LoRA adapters into offloaded weights during export, one weight at a time, with PEFT's merge code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from offload_trainer.offloading.weights.parameter import OffloadedParameter
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-Change = Callable[[str, torch.Tensor], torch.Tensor]  # what is written of a weight: of its name and its fp32 values
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, fp32 values) -> values to export
 
 
 def merging(model: nn.Module) -> Change | None:
-    """Adds the active adapters of `model` to a weight, in the dtype that it is computed with; None where it has none.
+    """Return a function that merges the active adapters of `model` into a weight; None if it has no adapters.
 
-    UserError for parameters in `model` that are neither offloaded nor of an adapter that can be merged.
+    The merge is done in the weight's dtype. Raises UserError for parameters that are neither offloaded nor part of an
+    adapter that can be merged.
     """
     layers: dict[str, list[LoraLayer]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -54,7 +55,7 @@ def merging(model: nn.Module) -> Change | None:
 
 
 def _lora_layers(model: nn.Module) -> list[LoraLayer]:
-    """There are none where nobody has imported PEFT."""
+    """Return the LoRA layers of `model`, without importing PEFT: if nothing has imported it, there are none."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.lora import LoraLayer
@@ -63,7 +64,7 @@ def _lora_layers(model: nn.Module) -> list[LoraLayer]:
 
 
 def _merged(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
-    """PEFT's merge on a copy of the layer whose base has `weight` alone."""
+    """Return `weight` after PEFT's merge, run on a copy of the layer whose base holds only that weight."""
     base, one = copy.copy(layer.get_base_layer()), copy.copy(layer)
     base._parameters = {"weight": nn.Parameter(weight.to(_place(layer)), requires_grad=False)}
     one._modules = {**layer._modules, "base_layer": base}

@@ -1,6 +1,8 @@
-"""From a name or a module to a session: planned as the command plans, said, refused where it does not fit, built.
+"""`load` and `offload`: create a Session from a model name or from a module in memory.
 
-keys ── TrainConfig ── plan ── drives leased, homes made, weights in ──> Session
+    keywords ── TrainConfig ── plan ── lease drives, allocate placements, copy weights ──> Session
+
+The plan is made as for the command line, printed, and refused with UserError if it does not fit.
 """
 
 from __future__ import annotations
@@ -48,10 +50,14 @@ Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> Session:
-    """A causal language model of transformers in its homes: a directory, a hub id, or a preset.
+    """Load a causal language model of transformers with offloaded weights.
 
-    `keys` are the command's (docs/library.md): dtype, nvme, params, optimizer, ram_fraction, ... The plan's lines go to
-    `say`. Raises UserError for keys that cannot be, a model that is none, and a plan that does not fit.
+    Args:
+        name: a directory, a hub id, or a preset.
+        say: receives the plan as text.
+        keys: configuration as on the command line: dtype, nvme, params, optimizer, ram_fraction, ... (docs/library.md).
+
+    Raises UserError for invalid keys, an unusable model, or a plan that does not fit.
     """
     words = session_words(str(name), _with_nvme(keys))
     with in_callers_words():
@@ -78,11 +84,18 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
 def offload(
     module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say = print, **keys: Unpack[SessionKeys]
 ) -> Session:
-    """Any module in memory, moved to its homes; its parameters stay the same objects.
+    """Offload a module that is in memory. Its parameters stay the same objects.
 
-    `blocks` names the repeated blocks, whose weights come and go one at a time: parts of the module, or ModuleLists
-    of them; None: the children of each ModuleList and Sequential of modules of one class. `dtype` is by default the
-    parameters' own; UserError where they have several. Those with requires_grad=False have neither masters nor moments.
+    Args:
+        module: any module with bf16 or fp32 parameters. Those with requires_grad=False get no master weights or
+            moments.
+        blocks: names of the repeated blocks, whose weights are on the device one block at a time, or of ModuleLists
+            of them. None: the children of each ModuleList or Sequential of modules of one class.
+        say: receives the plan as text.
+        keys: as for `load`. `dtype` defaults to the parameters' dtype.
+
+    Raises UserError for invalid keys, parameters of several dtypes without `dtype`, a compiled module, or a plan that
+    does not fit.
     """
     _refuse_parts(module)
     parameters = dict(module.named_parameters())
@@ -114,7 +127,7 @@ def offload(
 
 
 def _with_nvme(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """One drive may be given as it is."""
+    """Return the keywords with `nvme` as a list of strings, left out if it is empty."""
     drives = keys.get("nvme", ())
     drives = [drives] if isinstance(drives, str | Path) else drives
     return (
@@ -125,16 +138,16 @@ def _with_nvme(keys: Mapping[str, Any]) -> dict[str, Any]:
 def _planned(
     config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, say: Say, moves: int = 0
 ) -> tuple[TrainConfig, Plan]:
-    """The plan, said. UserError where it does not fit, or for fp16, whose losses nobody would scale.
+    """Plan the session and print the plan. Raises UserError if it does not fit, or for fp16, which needs loss scaling.
 
-    `moves`: bytes that this process holds of the model, which go as its homes are filled.
+    `moves`: bytes of the model in this process, which are freed while the weights are placed.
     """
     process = ThisProcess.now(machine, moves=moves)
     tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
-    whole = config.model.model_copy(update={"loss_chunk": tokens})  # the loss is the caller's: all logits at once
+    whole = config.model.model_copy(update={"loss_chunk": tokens})  # the caller's loss uses all logits, unchunked
     tried = list[tuple[TrainConfig, Plan]]()
     for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):
-        # Its saves go wherever they are told to.
+        # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
         settled, plan = settle_and_plan(wish, shape, process.free(machine), saves=False)
         tried.append((settled, process.count_in(plan)))
         if tried[-1][1].fits or not lacks_room(tried[-1][1], machine):
@@ -151,32 +164,37 @@ def _planned(
 
 
 def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> EngineParts:
-    """Drives leased, the device and the kernels."""
+    """Lease directories on the drives and open device, drives and kernels; `stack` closes them."""
     keep_heap("tiered")
     drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
     leases = [stack.enter_context(DriveLease(drive, say=say)) for drive in drives]
     assert isinstance(plan.sizes, TierSizes)
-    one_use = replace(shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights))  # one object each
+    one_use = replace(
+        shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights)
+    )  # one parameter object each
     places = [lease.path for lease in leases]
     return opened(workload(config, one_use), plan.placement, plan.sizes, places, stack=stack, say=say)
 
 
 def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *, random: bool) -> RunRecord:
-    """What saves say beside the state."""
+    """Return the metadata for saves."""
     told = {"config": config.model_dump(mode="json"), "plan": plan.to_json(), "environment": environment()}
     layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in shape.weights}
     return RunRecord(identity={"session": True}, layout=layout, run={**told, "random": random}, model=folder)
 
 
 def _folder(stack: ExitStack) -> Path:
-    """For the model's configuration, which goes into each save: beside the workplace's own lock, not with it."""
+    """Create a scratch directory for the model's configuration, which is copied into each save.
+
+    It is a subdirectory, so that the scratch directory's lock file is not copied with it.
+    """
     folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
     folder.mkdir()
     return folder
 
 
 def _refuse_parts(module: nn.Module) -> None:
-    """Raise UserError for parts of a module that would not do here what they do outside."""
+    """Raise UserError for submodules that would behave differently when offloaded: max_norm, torch.compile."""
     for name, part in module.named_modules():
         told = f"{name or 'the module'} ({type(part).__name__})"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
@@ -223,7 +241,10 @@ def _offloaded(
 
 
 def _with_memory(model: nn.Module, parts: EngineParts) -> dict[str, list[nn.Parameter]]:
-    """Parameters that can be given memory in place of those that have none; tied ones stay one."""
+    """Replace the model's meta parameters by ones that can be given memory; return them by name.
+
+    Tied parameters stay one object.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for module in model.modules():
@@ -242,7 +263,7 @@ def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _refuse_without_values(module: nn.Module) -> None:
-    """UserError for lazy modules that have seen no batch, and for the meta device."""
+    """Raise UserError for uninitialized lazy parameters and for tensors on the meta device."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(f"{name} has no shape before the first forward: call the module once, then offload it")
@@ -251,7 +272,10 @@ def _refuse_without_values(module: nn.Module) -> None:
 
 
 def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
-    """The key of the parameters' dtype. UserError for what cannot be trained, and for several unless one is `given`."""
+    """Return the name of the dtype that most parameter elements have.
+
+    Raises UserError for unsupported dtypes, and for several dtypes unless the caller has `given` one.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
     found: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -270,13 +294,13 @@ def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
 
 
 def _keep_configuration(module: nn.Module, folder: Path) -> bool:
-    """Write the configuration of a transformers model; whether it is a causal language model."""
+    """Write the configuration of a transformers model to `folder`; return True if it is a causal language model."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return False
     copy.deepcopy(config).save_pretrained(folder)
     try:
         built = meta_model(config, trust_remote_code=False)
-    except Exception:  # of transformers' constructors: it is another kind of model
+    except Exception:  # transformers' constructors fail in many ways for another kind of model
         return False
     return [name for name, _ in built.named_parameters()] == [name for name, _ in module.named_parameters()]

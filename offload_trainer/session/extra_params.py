@@ -1,7 +1,8 @@
-"""Parameters that are trained beside the offloaded ones: adapters, a value head. They are the caller's, in memory.
+"""Resident parameters: trained parameters that are not offloaded, such as adapters or a value head.
 
-A step takes both: one norm, one factor, and torch's own AdamW for these, by the groups of the session's optimizer. In a
-save they have a directory of their own, what torch keeps of each in a file of its name:
+They belong to the caller and stay in memory. A step treats them together with the offloaded ones: one gradient norm,
+one clipping factor, and the groups of the session's optimizer. torch's AdamW, or Lion, updates them. A save stores them
+in a separate directory, one file per kind of state:
 
     resident/weight.safetensors  step ...  exp_avg ...  exp_avg_sq ...     by name, each in its dtype
 """
@@ -29,13 +30,16 @@ from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 from offload_trainer.units import format_bytes
 
 Groups = Sequence[Mapping[str, Any]]  # an optimizer's param_groups
-State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: of each parameter, by kind
+State = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]  # an optimizer's state: parameter -> kind -> tensor
 Changes = dict[torch.Tensor, int]
 _WEIGHT = "weight"
 
 
 def named_residents(model: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
-    """The groups' parameters that are not offloaded: by their names in `model`, others as beside.0, beside.1, ..."""
+    """Return the groups' parameters that are not offloaded, by name.
+
+    Parameters outside `model` are named beside.0, beside.1, ...
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = [p for group in groups for p in group["params"] if not isinstance(p, OffloadedParameter)]
     others = iter(range(len(found)))
@@ -46,7 +50,10 @@ def named_residents(model: nn.Module, groups: Groups) -> dict[str, nn.Parameter]
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that are not offloaded and have a gradient, each once. UserError where it is sparse."""
+    """Return the parameters that are not offloaded and have a gradient, each once.
+
+    Raises UserError for a sparse gradient.
+    """
     held = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter)]
     found = [p for p in held if p.grad is not None]
     for parameter in found:
@@ -59,15 +66,15 @@ def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def changes_of(parameters: Iterable[nn.Parameter]) -> Changes:
-    """Their gradients, and how often each has been written: equal to another only if nothing came in between."""
+    """Return the version counter of each gradient; equal results mean that no gradient was added or modified."""
     return {g: g._version for parameter in parameters if (g := parameter.grad) is not None}
 
 
 def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torch.Tensor], order: float = 2.0) -> float:
-    """The norm of all gradients, added up in the order of `parameters`; `offloaded`: the norms of sums, by weight.
+    """Return the norm of all gradients, combined in the order of `parameters`; 0 if there are none.
 
-    As torch.nn.utils.clip_grad_norm_ takes it of a plain model: of each gradient, then of these, on the first one's
-    device. 0 where there are none.
+    `offloaded`: norms of the offloaded gradients by weight name. The result equals that of
+    torch.nn.utils.clip_grad_norm_ on a plain model: the norm of the per-gradient norms, on the first one's device.
     """
     left, norms = dict(offloaded), []
     for parameter in dict.fromkeys(parameters):
@@ -83,7 +90,10 @@ def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torc
 
 @torch.no_grad()
 def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: float) -> None:
-    """One step of those that have a gradient, with `scale` times it; `state` is as torch's AdamW keeps it."""
+    """Update the resident parameters that have a gradient, in place, with gradients multiplied by `scale`.
+
+    `state` has the layout of torch's AdamW.
+    """
     for group in groups:
         parameters = with_gradient(group["params"])
         for parameter in parameters:
@@ -96,7 +106,7 @@ def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: f
             adamw = torch.optim.AdamW(
                 parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
             )
-            adamw.state = state  # type: ignore[assignment]  # what it has kept so far, and keeps now
+            adamw.state = state  # type: ignore[assignment]  # continue with the existing state
             adamw.step()
 
 
@@ -111,15 +121,15 @@ def _lion(parameters: Iterable[nn.Parameter], state: State, hyper: Lion) -> None
 
 
 def steps_of(state: State) -> int:
-    """The most that any of them has been updated."""
+    """Return the largest step count in an optimizer's state."""
     return max((int(kept["step"]) for kept in state.values() if kept), default=0)
 
 
-# -- what they take --------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def counted_in(plan: Plan, parameters: Iterable[nn.Parameter], rule: UpdateRule) -> Plan:
-    """The plan with values, gradients and moments of `parameters`. UserError where it fits without them only."""
+    """Add the values, gradients and moments of `parameters` to the plan. Raises UserError if it no longer fits."""
     added: dict[str, int] = {}
     for parameter in parameters:
         tier = "gpu" if parameter.is_cuda else "ram"
@@ -139,7 +149,7 @@ def counted_in(plan: Plan, parameters: Iterable[nn.Parameter], rule: UpdateRule)
 
 
 def layout_of(residents: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """What a save's manifest says of them, to be compared at resume."""
+    """Return the shapes and dtypes for a save's manifest, compared at resume."""
     return {
         f"{RESIDENT}/{name}": {"shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
         for name, p in residents.items()
@@ -147,7 +157,10 @@ def layout_of(residents: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 
 
 def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], state: State) -> dict[str, Any]:
-    """Their files, with size and CRC-32 by name for the manifest. TrainerError for values that cannot be used."""
+    """Write the parameters and their state; return size and CRC-32 of each file for the manifest.
+
+    Raises TrainerError for values that cannot be used.
+    """
     if not residents:
         return {}
     kinds: dict[str, dict[str, torch.Tensor]] = {_WEIGHT: dict(residents)}
@@ -168,13 +181,16 @@ def _files(kinds: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[StateFil
 def read_residents(
     directory: Path, residents: Mapping[str, nn.Parameter], *, rule: UpdateRule
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What a save, whose layout has been compared, holds of each, by kind. UserError where a file is another's."""
+    """Read the parameters and their state from a save whose layout was already compared: name -> kind -> tensor.
+
+    Raises UserError if a file has other names or shapes.
+    """
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
     kinds = [_WEIGHT, "step", *(moment.name for moment in rule.moments)] if residents else []
     for kind in kinds:
         path = directory / RESIDENT / f"{kind}.safetensors"
         if not path.exists() and kind != _WEIGHT:
-            continue  # no step was done yet
+            continue  # saved before the first step
         with TensorFileReader(path) as file:
             for name, entry in file.entries.items():
                 here = residents.get(name)
@@ -188,7 +204,7 @@ def read_residents(
 def set_residents(
     residents: Mapping[str, nn.Parameter], state: State, found: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Values in place, and in `state` what else was kept of each; of one that had none, nothing."""
+    """Copy the read values into the parameters and replace their entries in `state`."""
     for name, parameter in residents.items():
         kept = dict(found[name])
         parameter.copy_(kept.pop(_WEIGHT))

@@ -1,4 +1,8 @@
-"""From the caller's keys to the command's words, and refusals in the caller's."""
+"""Convert keyword arguments of `ot.load` and `ot.offload` to command-line words, and error messages back.
+
+The library reuses the parser and planner of the command line. Their errors name flags and keys, which
+`in_callers_words` replaces by the keywords that the caller used.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from offload_trainer.config import RENAMED_KEYS
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys
 
-_SECTIONS = ("model", "placement", "tiered")  # all of these, and single ones of the others
+_SECTIONS = ("model", "placement", "tiered")  # sections of which all keys are keywords, except those in _NOT
 _SINGLE = (
     "optim.moment_dtype",
     "optim.kernel",
@@ -24,8 +28,8 @@ _SINGLE = (
     "train.seed",
     "data.seq_len",
 )
-_RULE = "optim.name"  # name is the model's
-_NOT = {  # what a session has in another way, or not yet
+_RULE = "optim.name"  # the keyword is `rule`, since `name` is the model's
+_NOT = {  # keys that a session does not accept, and what to do instead
     "model.name": "give it to ot.load",
     "model.loss_chunk": "the loss is yours",
     "model.mlp_chunk": "a session's forward is transformers' own",
@@ -84,15 +88,15 @@ class SessionKeys(TypedDict, total=False):
 
 
 def known_keys() -> dict[str, str]:
-    """The configuration's key of each of the caller's."""
+    """Return the configuration key of each keyword."""
     keys = [key for key in all_keys() if key.partition(".")[0] in _SECTIONS or key in _SINGLE]
     return {key.rpartition(".")[2]: key for key in keys if key not in _NOT} | {"rule": _RULE}
 
 
 def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
-    """The words for a model called `name`, or for one that is in memory. UserError for a key that there is not.
+    """Return the command-line words for the model `name`, or for a module in memory if it is None.
 
-    Where nothing is said of it, gradients may be added up over micro-batches.
+    Without gradient_accumulation_steps, the plan allows for accumulation. Raises UserError for unknown keywords.
     """
     known = known_keys()
     for key in given:
@@ -103,7 +107,7 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
             "overlap='backward': a session knows rates and factor of a step only once its backward is through; use "
             "overlap='forward'"
         )
-    words = ["--engine", "tiered", "--save-every", "1"]  # a plan counts what a save needs
+    words = ["--engine", "tiered", "--save-every", "1"]  # makes the plan count memory for saves
     words += ["--model", name] if name is not None else ["model.activation_checkpointing=off"]
     if "gradient_accumulation_steps" not in given:
         words.append("train.gradient_accumulation_steps=2")
@@ -113,7 +117,7 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(value: Any) -> Any:
-    """A path, or several of something."""
+    """Convert a path or a collection for JSON."""
     return list(value) if isinstance(value, tuple | set | frozenset) else str(value)
 
 
@@ -130,7 +134,7 @@ def _unknown(key: str, known: Mapping[str, str]) -> str:
 
 @contextmanager
 def in_callers_words() -> Iterator[None]:
-    """A refusal that names flags and keys of the command line names keywords instead."""
+    """Within this context, replace flags and keys in UserError messages by the caller's keywords."""
     try:
         yield
     except UserError as error:
@@ -138,6 +142,7 @@ def in_callers_words() -> Iterator[None]:
 
 
 def callers_words(message: str) -> str:
+    """Replace flags and keys in an error message by keywords: `--nvme /a` becomes `nvme=["/a"]`."""
     message = message.replace(_RULE, "rule")
     for flag in sorted(FLAGS, key=len, reverse=True):
         leaf = FLAGS[flag].key.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""An offloaded model's state_dict as a list of weights that are read when something is done with them."""
+"""state_dict of an offloaded model whose tensors are read only when they are used, so that it needs no memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def listed(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> dict[str, Any]:
-    """As `nn.Module.state_dict`; an offloaded weight's values are `read` by its name, each time anew.
+    """Return a state_dict as `nn.Module.state_dict` does, with a LazyWeight for each offloaded weight.
 
-    Embeddings, the head and vectors, which PEFT's adapters may be saved with, can be written by safetensors too.
+    `read` returns a weight's values by name and is called for every operation on it. The values of embeddings, the
+    output head and vectors can also be written by safetensors, because PEFT may save them together with adapters.
     """
     found = {} if destination is None else destination
     tables = _tables(model)
@@ -41,7 +42,7 @@ def listed(
 
 
 def _tables(model: nn.Module) -> set[nn.Parameter]:
-    """Weights of embeddings, and of the head of a transformers model."""
+    """Return the weights of embeddings and of the output head of a transformers model."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = [module for module in (*model.modules(), head) if isinstance(module, nn.Embedding) or module is head]
     return {weight for module in modules if isinstance(weight := getattr(module, "weight", None), nn.Parameter)}

@@ -1,4 +1,4 @@
-"""The shape of any module in memory, counted from the module itself: its weights, and the blocks that they are in."""
+"""Derive the ModelShape that the planner needs from a module in memory: its weights and its repeated blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from offload_trainer.plan.shape import ModelShape, Weight
 
 
 def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
-    """Names, shapes, `requires_grad` and ties as they are; what a plan guesses from, a configuration.
+    """Return the shape of a module.
 
-    `blocks`: names of modules, or of ModuleLists, whose children are meant; None: `repeated_blocks`. UserError for
-    another name.
+    Weights are those of the module; layers, hidden size, vocabulary and context come from its transformers
+    configuration if it has one, and are estimated otherwise. `blocks`: names of modules, or of ModuleLists whose
+    children are the blocks; None: `repeated_blocks`. Raises UserError for an unknown name.
     """
     names = repeated_blocks(module) if blocks is None else list(_named(module, blocks))
     weights = []
@@ -41,7 +42,7 @@ def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
 
 
 def repeated_blocks(module: nn.Module) -> list[str]:
-    """Names of the blocks: the children of each outermost ModuleList or Sequential of several modules of one class."""
+    """Return the names of the blocks: children of each outermost ModuleList or Sequential of modules of one class."""
     found: list[str] = []
     for name, part in module.named_modules():
         alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
@@ -71,7 +72,7 @@ def _below(name: str, key: str) -> str:
 
 
 def _told(module: nn.Module, key: str) -> int | None:
-    """What a transformers configuration says, wherever the model has one."""
+    """Return an integer of the module's transformers (text) configuration; None if it lacks the key."""
     config = getattr(module, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     found = getattr(text, key, None)

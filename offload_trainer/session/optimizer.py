@@ -1,7 +1,7 @@
-"""The update of an offloaded model as an optimizer of torch: real groups of parameters, any scheduler of rates, betas.
+"""torch.optim.Optimizer interface of a Session, so that parameter groups and learning-rate schedulers work as usual.
 
-`step` is the session's update; the session saves and loads what it keeps, which is in `state` for parameters beside the
-offloaded ones (`extra_params.py`) alone.
+`step` runs the session's update. `state` holds only parameters that are not offloaded (`extra_params.py`); the session
+keeps, saves and loads the state of the offloaded ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAVES = (
 
 
 class _OffloadedState(dict[str, torch.Tensor]):
-    """The empty state of an offloaded parameter."""
+    """Empty state of an offloaded parameter, which raises UserError for any key."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _OffloadedState(dict[str, torch.Tensor]):
 
 
 class _State(defaultdict[torch.Tensor, dict[str, Any]]):
-    """An optimizer's state, which has nothing of offloaded parameters and says so."""
+    """Optimizer state that holds no offloaded parameters and explains that when one is accessed."""
 
     def __init__(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         super().__init__(dict, state)
@@ -53,9 +53,9 @@ class _State(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Made by `Session.adamw` and `lion`. `param_groups` have `lr`, `betas`, `weight_decay` and AdamW's `eps`.
+    """Optimizer of a Session, created by `Session.adamw` or `Session.lion`.
 
-    They are read at each step.
+    `param_groups` have `lr`, `betas`, `weight_decay` and, for AdamW, `eps`. They are read at each step.
     """
 
     def __init__(
@@ -69,9 +69,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         clear: Callable[[], None],
         steps: Callable[[], int],
     ) -> None:
-        """`model`: where the names of parameters that are not offloaded come from.
+        """Take the parameters or groups and the session's callbacks.
 
-        `steps`: how many updates the state of the offloaded ones has.
+        Args:
+            params: parameters or groups, as for torch.optim.Optimizer.
+            model: gives the names of parameters that are not offloaded.
+            rule: AdamW or Lion.
+            defaults: options of groups that do not set them.
+            update: runs the session's update.
+            clear: drops all gradients.
+            steps: returns the number of updates of the offloaded parameters' state.
         """
         self.rule, self._model, self._update, self._clear, self._steps = rule, model, update, clear, steps
         self._saved_apart = False
@@ -79,7 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.state = _State(self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Offloaded ones, and any others beside them. UserError for what Lion cannot update exactly."""
+        """Add a group of offloaded or other parameters. Raises UserError for non-fp32 others with Lion."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             kept = isinstance(parameter, OffloadedParameter) or parameter.dtype is torch.float32
@@ -96,12 +103,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return named_residents(self._model, self.param_groups)
 
     def names(self) -> list[list[str]]:
-        """Of each group's parameters."""
+        """Return the parameters' names, one list per group."""
         beside = {parameter: name for name, parameter in self.residents.items()}
         return [[beside.get(p) or p.weight for p in group["params"]] for group in self.param_groups]
 
     def rules(self) -> dict[str, Hyper]:
-        """What each offloaded weight is updated by, as the groups say now."""
+        """Return the current hyperparameters of each offloaded weight, from its group."""
         return {
             parameter.weight: hyper_of_group(self.rule, group)
             for group in self.param_groups
@@ -110,11 +117,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         }
 
     def update_residents(self, *, scale: float) -> None:
-        """The step of those that are not offloaded, with `scale` times their gradients."""
+        """Update the parameters that are not offloaded, with gradients multiplied by `scale`."""
         update_residents(self.param_groups, self.state, rule=self.rule, scale=scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter of the groups that got a gradient; the gradients are used up."""
+        """Update every parameter of the groups that has a gradient, and clear the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,7 +130,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that came since the last step, of all parameters. UserError for set_to_none=False."""
+        """Drop all gradients accumulated since the last step. Raises UserError for set_to_none=False."""
         if not set_to_none:
             raise UserError(
                 "zero_grad(set_to_none=False) would keep zeros as gradients, by which a step changes weights that no "
@@ -131,12 +138,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         self._clear()
 
-    # -- torch's way of saving ----------------------------------------------------------------------------------------
+    # -- state_dict ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, as long as the session keeps no moments of offloaded parameters; after a step UserError.
+        """Return torch's state_dict before the first step, when there are no moments; raise UserError afterwards.
 
-        accelerate reads it when it prepares an optimizer, and loads it again.
+        It must work before the first step, because accelerate calls it and loads the result in `prepare`.
         """
         if self._steps() and not self._saved_apart:
             raise UserError(
@@ -146,7 +153,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, of a state without moments of offloaded parameters while there are none. Else UserError."""
+        """Load a state_dict without moments of offloaded parameters, before the first step.
+
+        Raises UserError if it has moments of offloaded parameters, or after the first step.
+        """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         saved = dict(zip(numbers, parameters, strict=False))
@@ -161,7 +171,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def saved_apart(self) -> Iterator[None]:
-        """Inside, state_dict() and load_state_dict() leave moments to the caller, who uses save() and resume()."""
+        """Within this context, state_dict() and load_state_dict() omit the moments of offloaded parameters silently.
+
+        The caller must save and load them with the session's `save` and `resume`.
+        """
         self._saved_apart = True
         try:
             yield

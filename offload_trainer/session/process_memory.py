@@ -1,4 +1,8 @@
-"""What a plan counts for a process, in one that runs already, with the caller's own libraries and data in it."""
+"""Account for memory that the caller's process already uses when a plan is made inside it.
+
+A plan reserves RAM for a fresh process. This module avoids counting that part twice, and adds the caller's libraries
+and data to the plan.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,26 @@ from offload_trainer.plan.plan import Plan
 
 @dataclass(frozen=True)
 class ThisProcess:
-    """Bytes of host memory that it holds: of what a plan counts for a process, beside that, and of the model."""
+    """Host memory of this process in bytes, divided by how a plan treats it."""
 
-    counted: int
-    beside: int
-    moves: int
+    counted: int  # part of the plan's reserve for a process that is already in use
+    beside: int  # use beyond that reserve
+    moves: int  # parameters of the model, freed while they are placed
 
     @classmethod
     def now(cls, machine: MachineProfile, *, moves: int) -> ThisProcess:
-        """`moves`: bytes of the model, which go as its homes are filled."""
+        """Measure this process. `moves`: bytes of the model, which are freed while its weights are placed."""
         found = psutil.Process().memory_info()
         usual = PROCESS + cuda_process("gpu" if machine.gpu else "ram")
-        own = found.rss - found.shared - moves  # files that are mapped give way, and count nowhere as taken
+        own = found.rss - found.shared - moves  # mapped files are reclaimable
         return cls(counted=max(0, min(own, usual)), beside=max(0, found.rss - moves - usual), moves=moves)
 
     def free(self, machine: MachineProfile) -> MachineProfile:
-        """The machine with the RAM as free that the plan counts once more."""
+        """Return the machine with the RAM as free that is in use now and that the plan counts again."""
         return replace(machine, ram_bytes=machine.ram_bytes + self.counted + self.moves)
 
     def count_in(self, plan: Plan) -> Plan:
-        """The plan with what is here beside the usual, as needed and as had."""
+        """Add the memory beyond the usual reserve to the plan, both as needed and as available."""
         if not self.beside:
             return plan
         item = Item("ram", "libraries and data", self.beside, "of the caller, in this process when it was planned")

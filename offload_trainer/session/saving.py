@@ -1,11 +1,11 @@
-"""A session's saves: checkpoints that the command's `export` reads too, each whole or not there.
+"""Save, resume and export of a Session. A save is either complete or absent, and `offload-train export` can read it.
 
-DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as a run's (checkpoint.py)
-    session.json   the optimizer's groups, and the state of what was given with them: plain data
-    model/         the model's configuration, where it has one
-    resident/      what is trained beside the offloaded weights (extra_params.py)
+DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as in a run's checkpoint (checkpoint.py)
+    session.json   the optimizer's groups and the state of schedulers and other objects: plain data
+    model/         the model's configuration, if it has one
+    resident/      trained parameters that are not offloaded (extra_params.py)
 
-Where none of those is trained, a save holds no weights of the model: they are as they were loaded.
+If all offloaded weights are frozen, a save contains none of them, since they are unchanged since loading.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 _STATE = "session.json"
 _FIX = "Go on from another save"
-_COMPARED = 1024  # elements of each weight that a base is known by
+_COMPARED = 1024  # elements of each frozen weight in the checksum that identifies a base model
 
 
 class Stateful(Protocol):
-    """A scheduler, a loader of data, ..."""
+    """Object with a state_dict, such as a scheduler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -53,25 +53,29 @@ class Stateful(Protocol):
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _SessionState:
-    """What session.json holds."""
+    """Content of session.json."""
 
-    groups: list[dict[str, Any]]  # as param_groups, the weights by name
-    stateful: list[dict[str, Any]]
-    base: Crc32 | None = None  # where nothing of the model is trained: which weights it had
+    groups: list[dict[str, Any]]  # param_groups, with names in place of parameters
+    stateful: list[dict[str, Any]]  # state_dicts of the caller's objects
+    base: Crc32 | None = None  # checksum of the model's weights if all are frozen
 
 
 @dataclass(frozen=True)
 class Saves:
-    """What saves of one session say beside its state."""
+    """Writer and reader of one session's saves, with the metadata that they contain."""
 
     record: RunRecord
-    causal_lm: bool  # whether transformers makes a causal language model of `record.model`
+    causal_lm: bool  # transformers builds a causal language model from `record.model`
 
-    # -- out ----------------------------------------------------------------------------------------------------------
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     def save(
         self, final: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
     ) -> None:
+        """Write a save to `final`, replacing an older save there once the new one is complete.
+
+        Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
+        """
         final = final.absolute()
         if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
             raise UserError(f"{final} holds something that is no save, and is not replaced: name another directory")
@@ -98,7 +102,10 @@ class Saves:
     def export(
         self, destination: Path, offloaded: OffloadedModel, *, dtype: str, change: Change | None, step: int
     ) -> None:
-        """`change`: what is written of each weight; `step`: after how many of them, for the card."""
+        """Export the weights in `dtype`.
+
+        `change`: function applied to each weight, such as merging an adapter. `step`: step count for the model card.
+        """
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
         places = offloaded.places
@@ -115,11 +122,16 @@ class Saves:
         else:
             _write_by_name(source, destination.absolute(), dtype=dtype)
 
-    # -- back ---------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def resume(
         self, directory: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
     ) -> int:
+        """Load a save into the model, the optimizer and the `stateful` objects; return its step count.
+
+        Returns 0 if there is no save. The save is checked before anything is changed. Raises UserError if it is damaged
+        or does not fit this session.
+        """
         save = _newest(directory.absolute())
         if save is None:
             return 0
@@ -151,12 +163,12 @@ def _changed(offloaded: OffloadedModel, change: Change) -> Iterator[tuple[str, t
 
 
 def steps_done(offloaded: OffloadedModel, optimizer: OffloadedOptimizer | None) -> int:
-    """The most that any weight has been updated."""
+    """Return the largest number of updates of any weight, offloaded or not."""
     return max(offloaded.steps_done, steps_of(optimizer.state) if optimizer else 0)
 
 
 def _base(offloaded: OffloadedModel) -> int | None:
-    """CRC-32 of the beginnings of all weights, where none is trained: they are in no save. None where some are."""
+    """Return a CRC-32 over the first elements of all weights if all are frozen, and so not saved; else None."""
     if offloaded.trained:
         return None
     crc = 0
@@ -168,7 +180,7 @@ def _base(offloaded: OffloadedModel) -> int | None:
 
 
 def _groups(optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups as plain data."""
+    """Return the optimizer's groups as plain data, with names in place of parameters."""
     return [
         _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
         | {"params": names}
@@ -177,7 +189,7 @@ def _groups(optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """`value`, if JSON gives it back; tuples become lists. UserError naming where it holds something else."""
+    """Return `value` as JSON-compatible data, tuples as lists. Raises UserError that names anything else in it."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -190,9 +202,9 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _newest(directory: Path) -> Path | None:
-    """The save that `directory` is, or the newest below it; None where there is nothing at all."""
+    """Return `directory` if it is a save, else the newest save in it; None if it is missing or empty."""
     if directory.parent.is_dir():
-        clear(directory, what=WORK)  # what a killed save has left; the older one goes back to its place
+        clear(directory, what=WORK)  # remove a killed save, and restore the older one that it was replacing
     if is_there(directory / MANIFEST):
         return directory
     if not directory.exists():
@@ -215,7 +227,7 @@ def _refuse_other_groups(save: Path, saved: Sequence[Mapping[str, Any]], now: Se
 
 
 def _write_by_name(source: Source, destination: Path, *, dtype: str) -> None:
-    """model.safetensors by the parameters' names, beside a configuration if there is one."""
+    """Write model.safetensors with the parameters' names, and the configuration if there is one."""
     entries = [TensorEntry(name, DTYPES[dtype], shape) for name, shape in source.shapes.items()]
     check_destination(destination, sum(entry.bytes for entry in entries))
     try:

@@ -1,9 +1,9 @@
-"""A model in its homes, for whoever writes the loop: the forward and the backward are theirs, the bytes are ours.
+"""Session: an offloaded model for a custom training loop, with its optimizer, gradient clipping, saving and export.
 
-with session.micro_batch(last=...):   the forward, the loss and its backward; weights come, gradients go
-session.clip_grad_norm_(limit)        the norm of the sums; the factor goes into the next step
-optimizer.step()                      the update, wherever the state is
-session.save, resume, export          `saving.py`
+with session.micro_batch(last=...):   forward, loss and backward; weights are prefetched, gradients offloaded
+session.clip_grad_norm_(limit)        gradient norm; the clipping factor is applied in the next step
+optimizer.step()                      update, wherever the optimizer state is placed
+session.save, resume, export          see `saving.py`
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ from offload_trainer.session.saving import Saves, Stateful, steps_done
 
 
 class Session:
-    """Made by `ot.load` and `ot.offload`. As a context manager it is closed at the end."""
+    """An offloaded model and its training state, created by `ot.load` and `ot.offload`.
+
+    Use it as a context manager, or call `close`, to free memory and drives. `model` is the module to call; `plan` the
+    placement; `device` the device that computes.
+    """
 
     def __init__(
         self, model: nn.Module, offloaded: OffloadedModel, *, plan: Plan, saves: Saves, opened: ExitStack
     ) -> None:
-        """`opened` closes what the session is made of."""
+        """Install the hooks on the model. `opened` is closed with the session."""
         self.model = model
         self.plan = plan
         self.device = next(iter(offloaded.parameters.values()))[0].device
@@ -53,29 +57,30 @@ class Session:
         self._model_parameters = [use for uses in offloaded.parameters.values() for use in uses]
         self._optimizer: OffloadedOptimizer | None = None
         self._pass = ExitStack()
-        self._depth = 0  # forwards of the model inside each other
-        self._counted = False  # whether the norms of the sums are taken already
-        self._norm: float | None = None  # of the sums, as they were when `_taken` gradients had come
+        self._depth = 0  # nesting depth of the model's forwards
+        self._counted = False  # norms of the accumulated gradients are being computed
+        self._norm: float | None = None  # norm of the accumulated gradients when `_taken` was recorded
         self._taken: tuple[int, Changes] = (0, {})
         self._clip = 1.0
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
-        model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls it without the hooks
-        self._equal: set[str] = set()  # keys of a state_dict that is being loaded
+        model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls forward directly, without hooks
+        self._equal: set[str] = set()  # keys left out of a state_dict that is being loaded
         model.register_load_state_dict_pre_hook(self._leave_equal)
         model.register_load_state_dict_post_hook(self._have_equal)
         model.register_forward_pre_hook(not_compiled(self._begin_forward), prepend=True)
         model.register_forward_hook(not_compiled(self._end_forward), always_call=True)
-        model.forward = torch.compiler.disable(model.forward)  # its weights come and go, which no graph can hold
+        model.forward = torch.compiler.disable(model.forward)  # a graph cannot follow weights that move
         model.state_dict = self._state_dict  # type: ignore[method-assign, assignment]
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     @contextmanager
     def micro_batch(self, *, last: bool = True) -> Iterator[None]:
-        """Around a micro-batch's forward, loss and backward. `last`: its step follows, so the norms are taken now.
+        """Mark the forward, loss and backward of one micro-batch.
 
-        Without it each backward counts as the last one, which costs a norm more, and changes nothing else.
+        `last`: the optimizer step follows, so gradient norms are computed during this backward. Outside this context
+        every backward counts as the last one, which computes additional norms and changes nothing else.
         """
         self._refuse_closed()
         self._counted = self._counted or last
@@ -93,7 +98,7 @@ class Session:
             self._pass.enter_context(self._offloaded.forward(then=torch.is_grad_enabled()))
 
     def _end_forward(self, *_: Any) -> None:
-        self._depth = max(self._depth - 1, 0)  # it may have been refused before it was counted
+        self._depth = max(self._depth - 1, 0)  # `_begin_forward` may have raised before it counted
         if self._depth == 0:
             self._pass.close()
 
@@ -119,11 +124,12 @@ class Session:
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> OffloadedOptimizer:
-        """The session's optimizer, with torch.optim.AdamW's arguments and groups. None: all that is trained.
+        """Create the session's optimizer, with the arguments and parameter groups of torch.optim.AdamW.
 
-        Groups may hold any parameters beside the offloaded ones, adapters for one: torch's fused AdamW updates those.
-        Parameters that are in none of its groups stay as they are, although they have a state: freeze them with
-        `requires_grad_(False)` before the model is offloaded, and they have none.
+        `params`: None means all parameters with requires_grad. Groups may include parameters that are not offloaded,
+        such as adapters; torch's fused AdamW updates those. Offloaded parameters outside all groups are not updated but
+        still occupy optimizer state; to avoid that, call `requires_grad_(False)` on them before offloading the model.
+        Raises UserError if the session already has an optimizer or stores Lion's state.
         """
         return self._made(ADAMW, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -135,7 +141,10 @@ class Session:
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> OffloadedOptimizer:
-        """The same by Lion, of a session that was made with rule="lion": one moment a parameter instead of two."""
+        """Create the session's optimizer with the Lion rule, which has one moment per parameter instead of two.
+
+        The session must have been created with rule="lion". Raises UserError as `adamw` does.
+        """
         return self._made(LION, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _made(self, rule: UpdateRule, params: Iterable[Any] | None, defaults: dict[str, Any]) -> OffloadedOptimizer:
@@ -167,18 +176,21 @@ class Session:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Return the norm of all gradients since the last step: fp32, 0-dim, before clipping.
+        """Clip all gradients accumulated since the last step; return their norm before clipping, fp32 and 0-dim.
 
-        The next step takes the gradients times max_norm / (norm + 1e-6), if that is less than 1. Arguments and bits are
-        those of torch.nn.utils.clip_grad_norm_, and a second call clips what the first has clipped. Norms are added up
-        in the order of the model's parameters, then of those in the optimizer's groups that are not the model's. A
-        `norm_type` other than 2 reads every gradient once more.
+        The next step multiplies the gradients by max_norm / (norm + 1e-6) if that is less than 1. Arguments and results
+        equal those of torch.nn.utils.clip_grad_norm_ bit for bit; a second call clips the clipped gradients. Norms are
+        combined in the order of the model's parameters, then of the other parameters in the optimizer's groups. A
+        `norm_type` other than 2 reads every gradient a second time.
+
+        Raises UserError if `max_norm` is not positive, and NonFiniteGradient if `error_if_nonfinite` and the norm is
+        not finite.
         """
         self._refuse_closed()
         if max_norm <= 0:
             raise UserError(f"clip_grad_norm_({max_norm}): a limit above 0 is needed; float('inf') only takes the norm")
         self._apply_clip()
-        norm = self._norm_of_sums()  # of any type: it is compared with what the step finds
+        norm = self._norm_of_sums()  # taken for any norm_type, so that later gradients are detected
         if norm_type != 2.0:
             with torch.no_grad():
                 norm = norm_of_all(self._parameters(), self._offloaded.norms(norm_type), norm_type)
@@ -189,7 +201,7 @@ class Session:
 
     @torch.no_grad()
     def _apply_clip(self) -> None:
-        """Multiply the gradients by the factor that waits for the step, as torch does when it clips."""
+        """Multiply the gradients by the pending clipping factor now, as torch does when it clips."""
         if self._clip == 1.0:
             return
         self._refuse_later_gradients()
@@ -201,7 +213,7 @@ class Session:
 
     @torch.no_grad()
     def _norm_of_sums(self) -> float:
-        """The 2-norm of all gradients, as they are without the factor that waits for the step."""
+        """Return the 2-norm of all gradients, without the pending clipping factor."""
         self._refuse_later_gradients()
         taken = self._gradients_now()
         if self._norm is None or taken != self._taken:
@@ -210,27 +222,30 @@ class Session:
         return self._norm
 
     def _refuse_later_gradients(self) -> None:
-        """UserError where gradients came after the factor for those before was taken."""
+        """Raise UserError if a clipping factor is pending and gradients have changed since it was computed."""
         if self._clip != 1.0 and self._gradients_now() != self._taken:
             raise UserError("a backward came after clip_grad_norm_, which was for the gradients before it")
 
     def _gradients_now(self) -> tuple[int, Changes]:
-        """Equal to another only if no gradient came or was changed in between."""
+        """Return a value that stays equal only as long as no gradient arrives or is modified."""
         return self._offloaded.taken, changes_of(with_gradient(self._parameters()))
 
     def _parameters(self) -> list[nn.Parameter]:
-        """The model's, then what else is in the optimizer's groups."""
+        """Return the model's parameters, then all parameters of the optimizer's groups; some appear twice."""
         groups = self._optimizer.param_groups if self._optimizer else ()
         return [*self.model.parameters(), *(parameter for group in groups for parameter in group["params"])]
 
     @torch.no_grad()
     def _step(self, rules: dict[str, Hyper]) -> None:
-        """NonFiniteGradient, with nothing changed, where a sum holds a NaN or an infinity."""
+        """Update all parameters that have gradients, then clear the gradients.
+
+        Raises NonFiniteGradient, with nothing changed, if a gradient holds NaN or infinity.
+        """
         self._refuse_closed()
         refuse_written(self._model_parameters)
         arrived, made = self._offloaded.gradients.arrived, self.optimizer
         if not arrived and not with_gradient(self._parameters()):
-            return  # as torch's, where no parameter has a gradient
+            return  # like torch's optimizers when no parameter has a gradient
         norm = self._norm_of_sums()
         if not isfinite(norm):
             raise NonFiniteGradient(
@@ -255,32 +270,35 @@ class Session:
 
     @property
     def configuration(self) -> Path:
-        """The directory with the model's configuration, as it was when the session began."""
+        """Directory with a copy of the model's configuration from when the session was created."""
         return self._saves.record.model
 
     @property
     def trained(self) -> Sequence[str]:
-        """Names of the weights that have a state, those beside the offloaded ones last."""
+        """Names of the weights with optimizer state, those that are not offloaded last."""
         return (*self._offloaded.trained, *(self._optimizer.residents if self._optimizer else ()))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight as the model computes with it, on the CPU), one at a time, tied ones once."""
+        """Yield (name, copy on the CPU in the model's dtype) of each offloaded weight, tied weights once."""
         self._refuse_closed()
         for name in self._offloaded.parameters:
             yield name, self._offloaded.weight(name)
 
     def weight(self, name: str) -> torch.Tensor:
-        """A copy of one weight as the model computes with it, on the CPU."""
+        """Return a copy of one weight on the CPU, in the model's dtype."""
         self._refuse_closed()
         return self._offloaded.weight(name)
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master on the CPU), one at a time; of frozen weights the weight."""
+        """Return an iterator over (name, fp32 master weight on the CPU); for a frozen weight, the weight itself."""
         self._refuse_closed()
         return self._offloaded.masters()
 
     def _state_dict(self, *_: Any, destination: Any = None, **words: Any) -> dict[str, Any]:
-        """For the state_dict() of a module around the model, PEFT's for one, which takes from it what is its own."""
+        """Return lazily read weights to the state_dict() of an outer module, such as PEFT's, which filters them.
+
+        Raises UserError if called directly, since that would load all weights into memory.
+        """
         if destination is not None:
             return listed(self.model, self.weight, destination=destination, **words)
         raise UserError(
@@ -289,9 +307,9 @@ class Session:
         )
 
     def _leave_equal(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Before load_state_dict: leave out weights that are given the values that they have.
+        """Before load_state_dict: remove weights whose given values equal the current ones.
 
-        PEFT saves embeddings with adapters on them, and loads both. Other values are refused by the parameter.
+        PEFT saves embeddings together with adapters on them and loads both. The parameter itself refuses other values.
         """
         self._equal = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -303,26 +321,26 @@ class Session:
                 del state_dict[prefix + name]
 
     def _have_equal(self, _: nn.Module, keys: Any) -> None:
-        """After load_state_dict: what was left out is not missing."""
+        """After load_state_dict: do not report the removed weights as missing."""
         keys.missing_keys[:] = [key for key in keys.missing_keys if key not in self._equal]
 
     # -- saves --------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path, *stateful: Stateful) -> None:
-        """Save masters, moments, steps, the optimizer's groups and each `stateful`'s state_dict() as `directory`.
+        """Save master weights, moments, step counts, optimizer groups and each `stateful`'s state_dict().
 
-        What stands there is replaced when the new one is whole, so that a kill at any moment leaves one of them.
-        UserError for a state that is no plain data; TrainerError where the disk refuses.
+        An existing save at `directory` is replaced only once the new one is complete, so a kill at any moment leaves
+        one of the two. Raises UserError for a state_dict that is not plain data, and TrainerError if writing fails.
         """
         self._refuse_closed()
         refuse_written(self._model_parameters)
         self._saves.save(Path(directory), self._offloaded, self.optimizer, stateful)
 
     def resume(self, directory: str | Path, *stateful: Stateful) -> int:
-        """Go on from a save, or from the newest one below `directory`; returns the optimizer steps that it has done.
+        """Load the save at `directory`, or the newest one below it; return its number of optimizer steps.
 
-        0, and nothing is changed, where `directory` does not exist or is empty. UserError for what is damaged, or of
-        another model or other groups.
+        Pending gradients are dropped in any case. Returns 0 and loads nothing if `directory` does not exist or is
+        empty. Raises UserError if the save is damaged or belongs to another model or other parameter groups.
         """
         self._refuse_closed()
         self._clear()
@@ -332,10 +350,11 @@ class Session:
         return steps
 
     def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
-        """Write the weights as transformers loads them, one at a time: "bf16", "fp16" or "fp32".
+        """Export the weights, streamed one at a time, to a directory that transformers can load.
 
-        A module that is none of transformers' becomes model.safetensors, by the parameters' names. `merge` adds LoRA
-        adapters to their weights: the bits of PEFT's merge_and_unload. UserError for others in the model.
+        `dtype`: "bf16", "fp16" or "fp32". A module that is not a transformers model is written to model.safetensors
+        under its parameters' names. `merge`: merge LoRA adapters into the weights, bit for bit as PEFT's
+        merge_and_unload; raises UserError for other parameters that cannot be merged.
         """
         self._refuse_closed()
         refuse_written(self._model_parameters)
@@ -345,19 +364,19 @@ class Session:
 
     @property
     def optimizer(self) -> OffloadedOptimizer:
-        """What `adamw` or `lion` returned. UserError before."""
+        """The optimizer that `adamw` or `lion` returned. Raises UserError if neither was called."""
         if self._optimizer is None:
             raise UserError("call adamw() or lion() first: a save holds the rates of its groups")
         return self._optimizer
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- closing ------------------------------------------------------------------------------------------------------
 
     def _refuse_closed(self) -> None:
         if self._offloaded.closed:
             raise UserError("the session is closed")
 
     def close(self) -> None:
-        """Give back memory and files. The model has no weights any more: reading one is an error."""
+        """Free memory and files. The model has no weights afterwards, and reading one raises an error."""
         self._pass.close()
         self._opened.close()
 

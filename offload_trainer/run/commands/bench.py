@@ -1,4 +1,4 @@
-"""This machine and its drives timed as a run would use them, and what was found kept for later plans."""
+"""The `bench` command: measure this machine and its drives as a run would use them, and cache the rates for plans."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ def bench_here(
     drive_bytes: int | None,
     say: Callable[[str], None],
 ) -> MachineProfile:
-    """Time this machine and each of `drives`, and keep the rates for later plans.
+    """Measure this machine and each of `drives`, store the rates for later plans, and return the profile.
 
-    `dtype`: of a run's products; `page`: parameters updated at a time; `drive_bytes`: written in one direction, however
-    long it takes; None: as much as goes in some seconds; `ranks`: between how many links are timed, one a GPU; 1:
-    as many as there are GPUs. CPU threads are the process's.
+    Args:
+        drives: a directory on each drive to measure.
+        output: the run directory of later plans.
+        dtype: dtype of the matrix products.
+        page: parameters updated at a time.
+        ranks: number of ranks between which links are measured, one per GPU; 1: all GPUs.
+        drive_bytes: bytes to write in one direction, without a time limit; None: as many as fit in a few seconds.
+        say: prints progress.
+
+    CPU measurements use the threads of this process.
     """
     import torch
 
@@ -43,7 +50,7 @@ def bench_here(
     machine = probe_machine(drives=drives, output=output)
     count = _ranks_to_time(ranks, gpus=torch.cuda.device_count() if machine.gpu is not None else None)
     if machine.gpu is None:
-        use_fp32_products(DTYPES[dtype])  # what is timed is what a run does
+        use_fp32_products(DTYPES[dtype])  # measure what a run would compute with
     budget = Budget(update_page=page)
     if drive_bytes is not None:
         budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
@@ -63,22 +70,25 @@ def bench_here(
         timed = replace(timed, links=bench_links(timed.links, ranks=count, say=say))
     try:
         keep_rates(timed)
-    except OSError as error:  # it could be written when the bench began; what was measured is shown all the same
+    except OSError as error:  # the cache was writable at the start; still return the measured rates
         say(f"note: these rates could not be kept for later plans: {reason(error)}")
     return timed
 
 
 def _ranks_to_time(wish: int, *, gpus: int | None) -> int:
-    """As many as asked for, or one a GPU; without GPUs each is on the CPU."""
+    """Return the number of ranks to measure links between: as many as requested, or one per GPU if that is 1.
+
+    `gpus`: None on a machine without GPUs. Raises UserError if more ranks than GPUs are requested.
+    """
     if gpus is not None and wish > gpus:
         raise UserError(f"--gpus {wish}: there are {gpus} here")
     return gpus if gpus is not None and wish == 1 else wish
 
 
 def _ways_to_drives(*, kernel: bool) -> dict[str, Callable[[], Any]]:
-    """What moves bytes, by the words of the configuration that ask for it, the default first; DeepSpeed's `kernel` too.
+    """Return factories of the I/O backends to measure, by the configuration words that select each, default first.
 
-    Each makes Transfers.
+    `kernel`: include DeepSpeed's async_io.
     """
     from offload_trainer.engine.op_builder import load_async_io
     from offload_trainer.storage.transfer import AioTransfers, ThreadedTransfers, async_io_handle

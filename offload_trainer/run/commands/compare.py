@@ -1,6 +1,6 @@
-"""Runs side by side, from what stands in their directories: what differs between them, and what it did.
+"""The `report` command: compare runs by their differing settings, losses, speed and memory.
 
-config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each ── compared ── a table, JSON, or a page of charts
+config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each ── compared ── a table, JSON, or an HTML page
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _TELLING = (
     "optim.moment_dtype",
     "optim.lr",
 )
-_NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # where things lie changes no number
+_NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # paths do not affect results
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run. `facts`: numbers and words by what they are called; what is not known is not among them."""
+    """Settings and results of one run. `facts` maps labels to values; unknown values are left out."""
 
     directory: Path
-    name: str  # what tells it from the others
+    name: str  # path relative to the runs' common parent directory
     facts: dict[str, Any]
     rows: list[StepRecord]
     evaluations: list[EvalRecord]
@@ -54,7 +54,7 @@ class RunSummary:
 
 
 def compared(directories: Sequence[Path]) -> list[RunSummary]:
-    """These runs. UserError for a directory that holds none, or one whose files cannot be read."""
+    """Read the runs. Raises UserError for a directory that is not a run or whose files cannot be read."""
     read = [_read(directory) for directory in directories]
     configs = [config for _, config, _ in read]
     differ = {key for key in configs[0] if len({str(config.get(key)) for config in configs}) > 1}
@@ -68,24 +68,24 @@ def compared(directories: Sequence[Path]) -> list[RunSummary]:
 
 
 def table(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:
-    """A head, and a row for each fact that at least one of the runs has."""
+    """Return table rows: a header, then one row for each fact that at least one run has."""
     names = list(dict.fromkeys(name for run in runs for name in run.facts))
-    names.sort(key=lambda name: list(_TEXT).index(name) if name in _TEXT else -1)  # numbers after what was wished
+    names.sort(key=lambda name: list(_TEXT).index(name) if name in _TEXT else -1)  # settings first, then results
     rows = [(name, *(_shown(name, run.facts.get(name)) for run in runs)) for name in names]
     return [("", *(run.name for run in runs)), *(row for row in rows if any(cell != "-" for cell in row[1:]))]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """In columns, as wide as their longest cell."""
+    """Format rows as text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in told)
 
 
 def write_page(path: Path, runs: Sequence[RunSummary]) -> None:
-    """Write the same as a page, with the losses in one chart and the steps as bars.
+    """Write the comparison as an HTML page with a chart of losses and bars of step times.
 
-    UserError where `path` is there already, and no page of this program.
+    Raises UserError if `path` exists and was not written by this program.
     """
     refuse_foreign(path)
     losses = [
@@ -111,7 +111,7 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 
 
 def _on_cpu(directory: Path) -> bool:
-    """Return whether a run was on a machine without a GPU; False where its machine.json does not say."""
+    """Return True if machine.json says that the run's machine had no GPU; False if it cannot be read."""
     try:
         return parsed(file_bytes(directory / "machine.json"), dict).get("gpu", "") is None
     except (OSError, ValueError):
@@ -121,7 +121,7 @@ def _on_cpu(directory: Path) -> bool:
 def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str, Any]) -> RunSummary:
     rows, evaluations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     homes = {f"plan: {home}": plan.get(home) for home in _HOMES}
-    if plan["on_cpu"]:  # what computes has no memory of its own
+    if plan["on_cpu"]:  # the CPU computes, so "gpu" and "cpu" are both RAM
         homes |= {name: "RAM" for name, home in homes.items() if home in ("gpu", "cpu")}
         on_gpu, in_ram = (homes.pop(f"plan: {name}") for name in ("gpu_fraction", "ram_fraction"))
         homes["plan: ram_fraction"] = None if on_gpu is None or in_ram is None else round(on_gpu + in_ram, 9)
@@ -163,7 +163,7 @@ def _of_rows(rows: Sequence[StepRecord]) -> dict[str, Any]:
     }
 
 
-# In the order of the table; all others come first, as they are written.
+# Labels in the order of the table, with their format. All other labels come before them.
 _TEXT: dict[str, Callable[[Any], str]] = {
     "tokens a step": format_count,
     "steps": str,

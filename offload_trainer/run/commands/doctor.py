@@ -1,7 +1,7 @@
-"""Everything that a run needs, looked at one by one; each failure with what mends it.
+"""The `doctor` command: check everything that a run needs, and name a fix for each failure.
 
-What only the stock engine needs is a warning, unless that engine is asked for: then it is built, and a failure shows
-the compiler's own words.
+Requirements of the DeepSpeed engine only are warnings, unless that engine is selected. Then its kernels are built, and
+a failure shows the compiler's messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LITTLE_RAM = 4_000_000_000
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. `fix` is empty where nothing is to be done."""
+    """Result of one check. `fix` is empty if nothing needs to be done."""
 
     name: str
     state: State
@@ -49,7 +49,10 @@ def examine(
     engine: Tiered | DeepSpeed | Plain,
     threads_given: str | None = None,
 ) -> list[Check]:
-    """All checks for such a run. `threads_given`: OMP_NUM_THREADS as this process was started."""
+    """Run all checks for a run with these settings.
+
+    `threads_given`: OMP_NUM_THREADS when this process was started, before it was overridden.
+    """
     needed = [package for _, package in engine.packages()]
     stock = isinstance(engine, DeepSpeed)
     checks = [_threads(place, threads_given), _torch(), *_packages(), _native_kernel()]
@@ -71,7 +74,7 @@ def examine(
 
 
 def report(checks: list[Check]) -> str:
-    """The checks as a person reads them, failures last."""
+    """Format the checks as text, failures last."""
     order = {"ok": 0, "warning": 1, "failure": 2}
     lines = []
     for check in sorted(checks, key=lambda check: order[check.state]):
@@ -117,7 +120,7 @@ def _torch() -> Check:
 
 
 def _driver() -> str | None:
-    """The driver of a GPU that shows without torch: NVIDIA's, WSL2's, AMD's."""
+    """Return the GPU driver (NVIDIA, WSL2 or AMD) found without torch, if any."""
     version = Path("/proc/driver/nvidia/version")
     if version.exists():
         return version.read_text().splitlines()[0].strip()
@@ -126,7 +129,7 @@ def _driver() -> str | None:
 
 
 def _packages() -> Iterator[Check]:
-    """Those that every run needs are here, or this would not run: what is left to see is how old they are."""
+    """Check the versions of the required packages, which must be installed for this program to start at all."""
     found = {name: too_old(name) for name in REQUIRED}
     for name, old in found.items():
         if old:
@@ -146,11 +149,11 @@ def _native_kernel() -> Check:
     return Check("native AdamW kernel", "ok", why)
 
 
-# -- what DeepSpeed's kernels need -------------------------------------------------------------------------------------
+# -- requirements of DeepSpeed's kernels -------------------------------------------------------------------------------
 
 
 def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
-    """Compiler, ninja, libaio and the builds themselves."""
+    """Check DeepSpeed, compiler, ninja and libaio, and build the kernels if `needed`."""
     missing: State = "failure" if needed else "warning"
     only = "" if needed else " (only --engine deepspeed needs it)"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
@@ -202,7 +205,7 @@ def _memory(machine: MachineProfile) -> Check:
 
 
 def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed | Plain, machine: MachineProfile) -> Iterator[Check]:
-    """DeepSpeed's async_io locks its buffers, which the limit holds for; what CUDA pins the driver holds by itself."""
+    """Warn if RLIMIT_MEMLOCK limits the buffers that DeepSpeed's async_io locks. Memory pinned by CUDA is exempt."""
     limit, asked = machine.memlock_bytes, "deepspeed" in (package for _, package in engine.packages())
     if limit is None or not asked or (isinstance(engine, DeepSpeed) and not place.nvme):
         return
@@ -243,7 +246,7 @@ def _drive(drive: DriveFacts) -> Iterator[Check]:
 
 
 def _output(output: DriveFacts) -> Check:
-    """Little room is no failure: what a run's checkpoints take is the plan's to say, and small models take little."""
+    """Check free space for checkpoints. Too little is a warning only, since small models need little; see the plan."""
     name, found = f"output {output.directory}", f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
     if output.free_bytes > 1e9:
         return Check(name, "ok", found)

@@ -1,11 +1,11 @@
-"""Text from what a run has saved: `sample` and `chat`, on the CPU, in fp32.
+"""The `sample` and `chat` commands: generate text from saved weights, on the CPU in fp32.
 
     run, checkpoint ─┐
-    export          ─┴─ _Weights ── all in memory, where they take at most half of what is free
-                                 └─ else a module's are read as it is called, and let go behind it: each token reads
-                                    the model once
+    export          ─┴─ _Weights ── all in memory, if they need at most half of the free RAM
+                                 └─ otherwise each module's weights are read when it is called and freed afterwards,
+                                    so that every token reads the whole model once
 
-The model's configuration and tokenizer are the run's own, and so is what ends a text.
+The model's configuration, the tokenizer and the end-of-text token are those saved with the run.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from offload_trainer.units import format_bytes
 
 @dataclass(frozen=True)
 class _Weights:
-    """A model without memory, and where its weights are."""
+    """A model without weights, and the access to its saved weights."""
 
     model: Any
-    directory: Path  # its configuration and tokenizer
-    told: str
-    shapes: Mapping[str, tuple[int, ...]]  # of the parameters, by the model's own names
-    weights: Callable[[], Iterator[NamedTensor]]
-    read: Callable[[str], torch.Tensor]  # any of them
-    buffers: Mapping[str, torch.Tensor]  # that were saved with them
+    directory: Path  # configuration and tokenizer of the model
+    told: str  # description of the source
+    shapes: Mapping[str, tuple[int, ...]]  # shapes of the parameters, by the model's names
+    weights: Callable[[], Iterator[NamedTensor]]  # reads all weights in turn
+    read: Callable[[str], torch.Tensor]  # reads one weight by name
+    buffers: Mapping[str, torch.Tensor]  # buffers saved with the weights
 
 
 @contextmanager
 def inference_model(
     path: Path, *, say: Callable[[str], None], most_bytes: int | None = None
 ) -> Iterator[InferenceModel]:
-    """The model of a run (its newest checkpoint), of a checkpoint, or of an export's directory.
+    """Open the model of a run (its newest checkpoint), a checkpoint, or an exported directory, for inference.
 
-    `most_bytes` of weights are kept in memory: half of what is free where nothing is said. UserError for a source that
-    is none.
+    `most_bytes`: largest size of the weights to keep in memory, by default half of the free RAM. Raises UserError if
+    `path` is none of these.
     """
     most = available_ram_bytes() // 2 if most_bytes is None else most_bytes
     with _of_export(path) if (path / "config.json").is_file() else _of_run(path) as found:
@@ -82,7 +82,7 @@ def _of_run(path: Path) -> Iterator[_Weights]:
 
 @contextmanager
 def _of_export(path: Path) -> Iterator[_Weights]:
-    """As transformers lays them out, so that some are made of several in the files."""
+    """Open an exported directory. transformers may build one weight from several tensors of the files."""
     model = empty_model(path)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     with opened_weights(path, model) as found:
@@ -93,7 +93,7 @@ def _of_export(path: Path) -> Iterator[_Weights]:
 def sample(
     path: Path, prompt: str, draw: SamplingOptions, *, say: Callable[[str], None], most_bytes: int | None = None
 ) -> str:
-    """`prompt` and what the model goes on with."""
+    """Return `prompt` followed by the generated continuation."""
     with inference_model(path, say=say, most_bytes=most_bytes) as found:
         ids = found.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if not ids:
@@ -105,7 +105,11 @@ def sample(
 def chat(
     path: Path, lines: Iterable[str], draw: SamplingOptions, *, say: Callable[[str], None], show: bool = True
 ) -> list[str]:
-    """Answers to the lines, each with all that was said before; `show`: on the terminal, as they come."""
+    """Return the model's answer to each line, with all earlier lines and answers as context.
+
+    `show`: also print the answers to the terminal while they are generated. Raises UserError if the tokenizer has no
+    chat template.
+    """
     with inference_model(path, say=say) as found:
         if not found.tokenizer.chat_template:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Three questions, and what they come to: a configuration with its plan above the keys."""
+"""The `init` command: ask for model, data and drive, and write a configuration with its plan as a comment."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _refuse_drive(answer: str) -> None:
 @dataclass(frozen=True)
 class _Question:
     flag: str
-    asked: str  # in a line
-    otherwise: str  # what an empty answer means; "" leaves the key at its default
-    refuse: Callable[[str], None]  # UserError for an answer that cannot be
+    asked: str  # the question, one line
+    otherwise: str  # used for an empty answer; "" leaves the key at its default
+    refuse: Callable[[str], None]  # raises UserError for an invalid answer
 
 
 _QUESTIONS = (
@@ -47,9 +47,9 @@ _KEYS = {"--model": ("model", "name"), "--data": ("data", "path"), "--nvme": ("p
 
 
 def ask_for(words: list[str], answers: IO[str], *, say: Callable[[str], None]) -> list[str]:
-    """The words of a configuration, and a flag for each of model, data and drive that they leave open.
+    """Return `words` with a flag added for each of model, data and drive that they leave open.
 
-    Each is asked until it can be; UserError where `answers` end before that.
+    Each question is repeated until the answer is valid. Raises UserError if `answers` ends first.
     """
     config = load_config(words)
     found = list(words)
@@ -78,7 +78,7 @@ def _answer(question: _Question, answers: IO[str], *, say: Callable[[str], None]
 
 
 def configured(words: list[str], plan: str, path: Path) -> str:
-    """The text of a configuration file: the command, the plan as comments, and the keys that the words say."""
+    """Return the text of a configuration file: command and plan as comments, then the keys set by `words`."""
     return "".join(f"{line}\n" for line in _head(plan, path)) + dump_config(load_config(words), given_only=True)
 
 

@@ -1,4 +1,4 @@
-"""Which runs a directory holds: how far each is, what its losses are, and whether it can go on."""
+"""The `runs` command: list the runs below a directory with their progress, losses and whether they can resume."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from offload_trainer.telemetry.report import read_evaluations, read_metrics
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory."""
+    """Summary of one run directory."""
 
     directory: str
-    step: int  # the last in metrics.jsonl
-    steps: int | None  # of the whole run, as its configuration says
+    step: int  # last step in metrics.jsonl
+    steps: int | None  # steps of the whole run in its configuration; None: not readable
     loss: float | None
     validation_loss: float | None
     saved: int | None  # step of the newest checkpoint
-    state: str  # what can be done with it, in words
+    state: str  # short description: running, done, or how it would resume
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def runs_in(directory: Path) -> list[Run]:
-    """The runs in `directory`, at any depth, by their paths; itself, where it is one. UserError where there is none."""
+    """Return the runs at or below `directory`, sorted by path. Raises UserError if no run is found."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; runs are in the --output that they were started with")
     found = []
@@ -49,7 +49,7 @@ def runs_in(directory: Path) -> list[Run]:
 def _run(directory: Path) -> Run:
     try:
         return _read(directory)
-    except UserError as error:  # the others are listed all the same
+    except UserError as error:  # one unreadable run must not hide the others
         return Run(str(directory), step=0, steps=None, loss=None, validation_loss=None, saved=None, state=str(error))
 
 
@@ -81,7 +81,7 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     if _is_alive(directory):
         return "is running"
     if (saved is None or saved != steps) and _has_page_files(directory):
-        return "goes on from its page files"  # or its checkpoint, where that is newer
+        return "goes on from its page files"  # a newer checkpoint takes precedence
     if saved is None:
         exported = (directory / "export").is_dir()
         return "exported, cannot go on" if exported else "no checkpoint: starts anew"
@@ -93,7 +93,7 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
 def _has_page_files(directory: Path) -> bool:
     try:
         return bool(folders_in(directory / PAGES))
-    except (OSError, ValueError):  # the run says what is wrong with it
+    except (OSError, ValueError):  # resuming the run reports the error
         return False
 
 
@@ -114,7 +114,7 @@ def _is_alive(directory: Path) -> bool:
 
 
 def table(runs: list[Run]) -> str:
-    """A line each, in columns."""
+    """Format the runs as an aligned table, one line each."""
     rows = [("run", "step", "loss", "validation", "")]
     rows += [
         (

@@ -1,6 +1,7 @@
-"""Plans of machines that a file describes, and of every way to divide a step over ranks.
+"""The `plan` command for other machines: plans from a machine file, and a comparison of parallelism modes.
 
-A preset as it is needs no torch; everything else counts on transformers' model without memory.
+An unmodified preset is planned without importing torch. Other models are sized from a transformers model on the meta
+device.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from offload_trainer.run.planning import machine_here, planned, refuse_nothing_t
 from offload_trainer.settings import values_given
 
 _MOST_NODES = 1024
-_MICRO = (16, 4, 1)  # rows of a micro-batch that the tiered engine is compared with, the first of them that fits
+_MICRO = (16, 4, 1)  # micro-batch sizes to try for the tiered engine in a comparison, the first that fits
 
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
-    """The plan of a run on a machine that is only described, with the longest row that fits."""
+    """Plan a run on a described machine, with the longest row that fits."""
     models = _models(config)
     found = planned(config, models, machine, world=config.placement.gpus)
     return with_longest_row(found, config, models).plan
 
 
 def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> list[Plan]:
-    """The plan of a run on each number of machines as described, from least to most: "2", or "1,2,4".
+    """Plan a run for each number of nodes in `nodes`, such as "2" or "1,2,4", in ascending order.
 
-    Each has as many ranks as --gpus says, or the machine has GPUs. UserError for what is no such number.
+    Each node has as many ranks as --gpus says, or else as the machine has GPUs. Raises UserError for invalid numbers.
     """
     counts = nodes.split(",")
     if not all(count.isdigit() and 0 < int(count) <= _MOST_NODES for count in counts):
@@ -54,9 +55,10 @@ def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> li
 
 
 def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: str | None) -> Comparison:
-    """Every way to divide the step over the ranks of `nodes` machines as described; None: over --gpus ranks here.
+    """Compare the ways to divide a step over ranks.
 
-    UserError where that is one rank, or for what is no number of machines.
+    `machine`: the described machine; None: this one. `nodes`: the number of such machines; None: as described. Raises
+    UserError for a single rank or an invalid number of nodes.
     """
     if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
         raise UserError(f"--nodes {nodes}: of --parallel a whole number from 1 to {_MOST_NODES}")
@@ -107,7 +109,10 @@ def _of_rows(
     world: int,
     layouts: Layouts,
 ) -> Plan:
-    """In the largest micro-batches that fit; where the device has no room for the smallest, the first roomier way."""
+    """Plan `rows` rows per step with the largest micro-batch that fits.
+
+    If even the smallest micro-batch does not fit, try the memory fallbacks for it.
+    """
     how: dict[str, Any] = {"world": world, "nodes": nodes, "saves": False}
     micros = sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True)
     trains = [
@@ -129,7 +134,7 @@ def _of_rows(
 
 
 def _why_whole(source: Any) -> str:
-    """Why ranks cannot share this model's rows; nothing where they can. Presets' have been tried."""
+    """Return why ranks cannot share rows of this model (sequence parallelism); "" if they can."""
     from offload_trainer.model.init_weights import meta_model
     from offload_trainer.model.ulysses import refuse_pieces
 
@@ -146,9 +151,9 @@ def _models(config: TrainConfig) -> MemoryFallbacks:
 
 
 def _preset(config: TrainConfig) -> ModelShape | None:
-    """Of a preset as it is, counted without torch."""
+    """Return the shape of an unmodified preset, computed without torch; None for any other model."""
     section = config.model
-    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # with torch
+    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # probes need torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
     changed = changed or config.data.packing == "on" or looked_at
     return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
@@ -157,17 +162,18 @@ def _preset(config: TrainConfig) -> ModelShape | None:
 def _source(config: TrainConfig) -> Any:
     from offload_trainer.model.loader import resolve_model
 
-    pieces = config.parallel.sequence > 1  # presets have been tried: GPT-2 can be cut
+    pieces = config.parallel.sequence > 1
     source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on", pieces=pieces)
     refuse_nothing_trained(source.shape)
     return source
 
 
 def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:
-    """A described machine and the words, with the same drives: all that it has, or those that --nvme names.
+    """Make a described machine and the words agree on drives; return both.
 
-    Where a machine's drives lie is made up unless it was probed: there --nvme says where they lie, one after the other.
-    UserError for more drives than it has, or, of a probed machine, for another.
+    Without --nvme, all drives of the machine are added to the words. The directories of a hand-written description are
+    placeholders, so other names in --nvme are assigned to its drives in order. Raises UserError for more drives than
+    the machine has, or for an unknown drive of a measured machine.
     """
     known = [drive.directory for drive in machine.drives]
     given = values_given(words, "--nvme")

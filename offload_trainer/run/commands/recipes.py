@@ -1,10 +1,11 @@
-"""The recipes that come with the package: what they are, and a copy to change.
+"""The `ls` and `cp` commands: list the recipes shipped with the package, and copy one to edit.
 
-# What it is, in a sentence or more.
-# run:    offload-train configs/NAME.yaml ...
-# plan:   offload-train plan configs/NAME.yaml --machine ...      where it needs a large machine
-# memory: gpu ..., ram ..., ...                                   what that plan says
-keys
+A recipe is a configuration file that begins with comments in this format:
+
+    # Description, in one or more sentences.
+    # run:    offload-train configs/NAME.yaml ...
+    # plan:   offload-train plan configs/NAME.yaml --machine ...      only if it needs a large machine
+    # memory: gpu ..., ram ..., ...                                   figures of that plan
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ _HEAD = re.compile(r"^# (run|plan|memory): +(.*)$")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the first lines of one say."""
+    """A recipe file, with the parsed comments at its start."""
 
     name: str
-    file: str  # NAME.yaml, or NAME.py for one of a loop that is not this program's
-    told: str
-    run: str  # the command, which names it as configs/FILE
-    memory: str | None  # of the machine in its `plan` line
-    text: str  # all of it
+    file: str  # NAME.yaml, or NAME.py for a recipe with a custom training loop
+    told: str  # description
+    run: str  # command, which refers to the recipe as configs/FILE
+    memory: str | None  # memory needed on the machine of its `plan` line
+    text: str  # complete content
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def recipes() -> list[Recipe]:
-    """All of them, by name."""
+    """Return all recipes, sorted by name."""
     folder = files("offload_trainer") / "recipes"
     found = {item.name: item.read_text(encoding="utf-8") for item in folder.iterdir() if item.is_file()}
     return [_recipe(file, text) for file, text in sorted(found.items())]
@@ -58,7 +59,7 @@ def _recipe(file: str, text: str) -> Recipe:
 
 
 def listing(found: list[Recipe]) -> str:
-    """A line for each, and below it what it needs."""
+    """Format the recipes as text: a line for each, and a second line with the memory it needs."""
     width = max(len(recipe.name) for recipe in found)
     lines = []
     for recipe in found:
@@ -69,9 +70,10 @@ def listing(found: list[Recipe]) -> str:
 
 
 def copy_recipe(words: list[str]) -> tuple[Path, str]:
-    """Write the recipe NAME to DEST, a file or a directory, or else here; where it is, and its command.
+    """Copy the recipe NAME to DEST, a file or directory, by default the current one; return (path, command).
 
-    The commands in it name the copy. UserError for other words, a name that there is not, and where something is there.
+    The commands in the copy refer to its new path. Raises UserError for an unknown recipe, wrong arguments or an
+    existing file.
     """
     if not 1 <= len(words) <= 2 or any(word.startswith("-") for word in words):
         given = ", ".join(map(shown, words)) or "nothing"
@@ -96,13 +98,13 @@ def copy_recipe(words: list[str]) -> tuple[Path, str]:
 
 
 def refuse_taken(path: Path) -> None:
-    """UserError where something is there already."""
+    """Raise UserError if `path` exists."""
     if path.is_symlink() or path.exists():
         raise UserError(f"{shown(str(path))}: already there; name another file, or move it away")
 
 
 def write_new(path: Path, text: str) -> None:
-    """UserError where something is there already, or its directory is not there or not writable."""
+    """Write `text` to a new file. Raises UserError if it exists, or if its directory is missing or not writable."""
     refuse_taken(path)
     try:
         with open(path, "x", encoding="utf-8") as file:

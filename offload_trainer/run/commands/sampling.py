@@ -1,4 +1,4 @@
-"""How text is drawn, as the command line says it."""
+"""Sampling options of `sample` and `chat`: their defaults, and parsing from the command line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from offload_trainer.units import shown
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Of `sample` and `chat`."""
+    """Options with which `sample` and `chat` generate text."""
 
-    tokens: int = 100  # at most
-    temperature: float = 0.8  # 0: the likeliest token always
+    tokens: int = 100  # largest number of generated tokens
+    temperature: float = 0.8  # 0: greedy decoding
     seed: int = 0
 
 
 def draw_of(words: list[str], command: str, **given: str | None) -> SamplingOptions:
-    """From the texts of its fields, None where they were not given; `words` are what is left: one SOURCE.
+    """Parse the options from their texts, None for those that were not given.
 
-    UserError for mistakes.
+    `words`: the remaining words, which must be one SOURCE. Raises UserError for mistakes.
     """
     if len(words) != 1 or words[0].startswith("-"):
         told = ", ".join(map(shown, words)) or "nothing"

@@ -1,10 +1,10 @@
-"""Short real runs around the plan, each in a process of its own, and the fastest settings as a file.
+"""The `tune` command: try settings around the plan in short real runs and keep the fastest.
 
     plan -> groups of changes, each tried on top of the best so far -> FILE.yaml, and the ratio of measured to predicted
 
-A trial that runs out of memory costs only itself. What decides is the median, over the steps without the first two, of
-the phase that the keys steer. Settings that are not at least 2 % faster than what they replace are left out, since
-steps differ by as much from run to run.
+Each trial runs in a separate process, so that running out of memory ends that trial only. Trials are compared by the
+median time of the phase that the settings affect, without the first two steps. A setting must be at least 2 % faster to
+be kept, since steps vary by that much from run to run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ALWAYS = (
 
 @dataclass
 class Trial:
-    """Words added to the given ones, and what came out."""
+    """One trial: the words added to the user's command, and its measured steps."""
 
     words: str
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Of a step; infinite for one that failed."""
+        """Median seconds of a step; infinite for a failed trial."""
         return self.phase("step")
 
     def phase(self, name: str) -> float:
@@ -69,7 +69,10 @@ class Trial:
 
 
 def steered_phase(plan: Plan) -> str:
-    """What the keys of `Plan.tunable` make longer or shorter; forward and backward would only add their noise."""
+    """Return the phase by which trials are compared: "update" if the settings affect nothing else, else "step".
+
+    Comparing whole steps would add the noise of forward and backward.
+    """
     alone = plan.placement.params == "gpu" and not plan.forecast.behind
     return "update" if alone and plan.uses_drives else "step"
 
@@ -82,7 +85,10 @@ def tune(
     steps: int,
     say: Callable[[str], None],
 ) -> list[Trial]:
-    """The trials, the one with the shortest `phase` first. TrainerError where not even the plan itself runs."""
+    """Run the trials and return them, the chosen one first.
+
+    Each change of a group is tried on top of the best settings so far. Raises TrainerError if the unchanged plan fails.
+    """
     best = run_trial(words, "", steps=steps, say=say)
     if best.failed:
         raise TrainerError(f"the plan itself does not run, so there is nothing to tune: {best.failed}")
@@ -97,7 +103,7 @@ def tune(
 
 
 def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[str], None]) -> Trial:
-    """One real run of a few steps, in a process of its own."""
+    """Run a few steps in a separate process, with `added` after the user's words."""
     trial = Trial(added)
     start = time.perf_counter()
     with scratch("tune-") as folder:
@@ -127,13 +133,16 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
 
 
 def ratios(plan: Plan, trial: Trial) -> dict[str, float]:
-    """Measured / predicted seconds, as far as the trial's steps say anything of the next run."""
+    """Return the stable ratios of measured to predicted seconds, by phase."""
     taken = {phase: [step[phase] for step in trial.steps[_WARM:]] for phase in PHASES}
     return steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world)
 
 
 def _child(words: list[str]) -> None:
-    """Carry out a trial: one JSON line a step on stdout, which libraries do not get to see."""
+    """Run a trial in this process and write one JSON line per step to stdout.
+
+    Descriptor 1 is redirected to stderr, so that output of libraries does not mix with the JSON.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from offload_trainer.run.process_setup import prepare_process

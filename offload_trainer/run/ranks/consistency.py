@@ -1,4 +1,7 @@
-"""What the ranks of a run must have alike: compared before anything is written, and what differs is named."""
+"""Check that all ranks have the same versions, hardware, configuration, data and model, before anything is written.
+
+The error lists each difference with its values on rank 0 and on the other rank.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.ranks import all_gather_object, place_here
 from offload_trainer.safe_files import shown
 
-_MOST = 10  # lines
+_MOST = 10  # lines in a message
 
 
 def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
-    """UserError where ranks differ in versions, in what decides the last bits of their results, or in configuration."""
+    """Raise UserError if ranks differ in versions, configuration, or hardware that changes results in the last bits.
+
+    Collective.
+    """
     facts: dict[str, Any] = {
         "offload_trainer": __version__,
         "Python": platform.python_version(),
@@ -40,7 +46,7 @@ def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-    """UserError where ranks see other tokens, or a model of other weights."""
+    """Raise UserError if ranks have different training data, or weights of different names or shapes. Collective."""
     weights = zlib.crc32(json.dumps(layout, sort_keys=True).encode())
     _refuse_different(
         {**identity, "the model's weights": weights}, fix="Every node must see the same data and the same model"

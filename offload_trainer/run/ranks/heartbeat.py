@@ -1,9 +1,10 @@
-"""A node that is not heard of any more: one that has lost its power or its network, or whose ranks are all stopped.
+"""Detect nodes that stop sending heartbeats: lost power or network, or all ranks of the node stopped.
 
-    a thread of each node's first rank, each 5 s ── counts in the launcher's store ── looks at others' counts
+    a thread in each node's first rank, every 5 s ── increments its counter in the launcher's store ── reads the others
 
-Connections to a machine that has vanished stay open, and nobody waits at them for less than a step's, a start's or a
-save's time. What is wrong within one node its own ranks see (`run/ranks/watchdog.py`).
+TCP connections to a machine that has vanished stay open, and collectives wait on them for as long as a step, a start
+or a save may take. Without heartbeats the failure would be noticed only then. Failures within a node are detected by
+its own ranks (`run/ranks/watchdog.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Protocol
 from offload_trainer.ranks import launchers_store
 from offload_trainer.run.ranks.watchdog import ON_AGAIN
 
-_EVERY, _LOST = 5.0, 60.0  # seconds from one beat to the next; without one
+_EVERY, _LOST = 5.0, 60.0  # seconds between heartbeats, and without one until a node counts as lost
 _ENDED = b"ended"
 
 
 class Store(Protocol):
-    """What of torch's is used."""
+    """The part of torch.distributed.Store that is used."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -32,7 +33,11 @@ class Store(Protocol):
 
 @contextmanager
 def beating(nodes: Sequence[range], *, rank: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Within it nodes hear of each other. One that hears nothing of another for 60 s says so, in a thread, and ends."""
+    """Exchange heartbeats with the other nodes within this context.
+
+    If a node sends none for 60 s, print that and end this process. `say` is called in a thread. Does nothing on a
+    single node and on ranks other than each node's first.
+    """
     if len(nodes) == 1 or rank not in [its.start for its in nodes]:
         yield
         return
@@ -50,13 +55,13 @@ def beating(nodes: Sequence[range], *, rank: int, say: Callable[[str], None]) ->
 
 
 class _Heartbeats:
-    """One node's, and what it hears of the others."""
+    """Heartbeat counter of this node, and the last ones seen of the others."""
 
     def __init__(self, store: Store, nodes: Sequence[range], *, number: int) -> None:
         self._store, self._nodes, self._number = store, nodes, number
         self._count = 0
         self._heard = {other: (b"", time.monotonic()) for other in range(len(nodes)) if other != number}
-        self.answered = time.monotonic()  # when the store did last
+        self.answered = time.monotonic()  # last time the store answered
         self.over = threading.Event()
 
     def tell(self) -> None:
@@ -67,9 +72,9 @@ class _Heartbeats:
         self._store.set(f"beat/{self._number}", _ENDED.decode())
 
     def listen(self) -> str | None:
-        """Which node is lost, in words."""
+        """Read the other nodes' counters; return a message if a node is lost, else None."""
         for other, (last, since) in self._heard.items():
-            told = self._store.get(f"beat/{other}")  # compared, and never interpreted: others can write there
+            told = self._store.get(f"beat/{other}")  # untrusted: compared only, never parsed
             if told not in (last, _ENDED):
                 self._heard[other] = told, time.monotonic()
             elif told != _ENDED and time.monotonic() - since >= _LOST:
@@ -92,13 +97,19 @@ def _exchange_heartbeats(beats: _Heartbeats, say: Callable[[str], None]) -> None
 
 
 def _guard(beats: _Heartbeats, say: Callable[[str], None]) -> None:
-    """Where the store's node has vanished, whoever asks it waits for as long as the kernel sends again: minutes."""
+    """End the process if the store's node has vanished.
+
+    A request to it would block for as long as TCP retransmits, which is minutes, so a second thread keeps the time.
+    """
     while not beats.over.wait(_EVERY):
-        if time.monotonic() - beats.answered >= 2 * _LOST:  # a first beat may be waited for
+        if time.monotonic() - beats.answered >= 2 * _LOST:  # `get` may block for _LOST on a first heartbeat
             _end(f"the launcher of the first node has not answered for {2 * _LOST:g} s", say)
 
 
 def _end(why: str, say: Callable[[str], None]) -> None:
-    """At once: who trains waits for a rank that does not answer. The launcher then ends this node's other ranks."""
+    """Print the reason and exit immediately, because the training thread is blocked on the lost node.
+
+    The launcher then ends the other ranks of this node.
+    """
     say(f"{why}, and the run ends. {ON_AGAIN}")
     os._exit(1)

@@ -1,8 +1,8 @@
-"""Start the ranks of one node, pass signals on to them, and say why the run ended if one of them failed.
+"""Launcher for the ranks of one node: start them, forward signals, and report why the run ended if one failed.
 
-The reason that the rank tells which failed first stays the last thing said: a rank that ends because another has gone
-tells nothing (`errors.LOST`). The exit code is that of the rank that failed first, or 128 and the number of the signal
-that ended the run.
+The first rank that fails prints its error; ranks that end only because another is gone print nothing (`errors.LOST`),
+so that the reason is the last message. The exit code is that of the rank that failed first, or 128 + the number of the
+signal that ended the run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from offload_trainer.mesh import RUN
 from offload_trainer.run.ranks.watchdog import LAUNCHER, begin_launchers_watch
 
 _STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-_GRACE = 30.0  # seconds that ranks have to end once one of them has failed
-_LOOK = 1.0  # seconds
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to the other ranks after one has failed
+_LOOK = 1.0  # seconds between checks of the ranks when no signal arrives
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: its exit code, negative for a signal, and when."""
+    """Exit code of a rank, negative for a signal, and the time at which the launcher saw it."""
 
     code: int
     timestamp: float
@@ -47,15 +47,15 @@ def run_ranks(words: Sequence[str], *, count: int) -> int:
 
 @dataclass
 class _Ranks:
-    """The processes of one run."""
+    """Processes of the ranks of one run."""
 
-    waited: set[signal.Signals]  # signals, which are blocked
-    before: set[int]  # the signals that were blocked before
-    stopped: int = 0  # the first signal that asked for the end, or 0
-    living: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # by rank
+    waited: set[signal.Signals]  # signals that the launcher blocks and receives by sigtimedwait
+    before: set[int]  # signal mask before that, which the ranks inherit
+    stopped: int = 0  # first signal that asked the run to stop, or 0
+    living: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # rank -> process
 
     def start(self, command: Sequence[str], *, count: int) -> None:
-        """Start them in sessions of their own, so that a terminal's signals reach this process alone."""
+        """Start the ranks in separate sessions, so that a terminal's signals reach the launcher only."""
         all_alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, LAUNCHER: os.getpid(), RUN: secrets.token_hex(16)}
         for rank in range(count):
             place = {name: str(value) for name, value in {**all_alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
@@ -67,7 +67,7 @@ class _Ranks:
             )
 
     def wait(self) -> dict[int, Ended]:
-        """Return how each rank that failed has ended, once all have. The first to fail ends the others."""
+        """Wait until all ranks have ended; return how each failed one ended. The first failure ends the others."""
         failed: dict[int, Ended] = {}
         until: float | None = None
         while self.living:
@@ -96,9 +96,9 @@ class _Ranks:
 
 
 def first_failure(failed: dict[int, Ended]) -> tuple[int, int]:
-    """Return (rank, exit code, negative for a signal) of the one that the others only followed.
+    """Return (rank, exit code) of the rank whose failure caused the others; the code is negative for a signal.
 
-    The launcher ends those that are left with SIGTERM, which is nobody's reason where there is another.
+    The launcher ends the remaining ranks with SIGTERM, so SIGTERM and `LOST` count only if there is nothing else.
     """
     codes = {rank: one.code for rank, one in failed.items()}
     own = [rank for rank in codes if codes[rank] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
@@ -107,7 +107,7 @@ def first_failure(failed: dict[int, Ended]) -> tuple[int, int]:
 
 
 def _told(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> int:
-    """Say why the run ended, unless a rank has, and what a run of these `words` would resume from; the exit code."""
+    """Print why the run ended, unless a rank has, and where the command `words` resumes; return the exit code."""
     if stopped:
         print(f"offload-train: stopped by {signal.Signals(stopped).name}; {_goes_on(words)}", file=sys.stderr)
         return 128 + stopped
@@ -129,7 +129,7 @@ def _told(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> in
 
 
 def _goes_on(words: Sequence[str]) -> str:
-    """Return from where a run of these words would go on."""
-    from offload_trainer.run.resume_point import goes_on  # nothing that a launcher needs while its ranks train
+    """Return a sentence on where the command `words` would resume from."""
+    from offload_trainer.run.resume_point import goes_on  # imported late to keep the launcher small while ranks train
 
     return goes_on(words)

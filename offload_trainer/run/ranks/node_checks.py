@@ -1,4 +1,4 @@
-"""What every node of a run must have: room for what the plan puts on each, and the one run directory."""
+"""Checks of each node in a multi-node run: the same kind of device, enough memory, and the shared run directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _PATIENCE, _AGAIN = 10.0, 0.2  # seconds until a shared filesystem shows what an
 
 
 def refuse_node(planned: Planned, machine: MachineProfile) -> None:
-    """UserError where this node, which is `machine`, is another kind than rank 0's, or has too little for its plan."""
+    """Raise UserError if this node differs in kind from rank 0's node or lacks memory or disk space for its plan.
+
+    `machine`: the profile of this node.
+    """
     here, plan, config = f"node {socket.gethostname()}", planned.plan, planned.config
     if machine.device != planned.machine.device:
         kinds = {"gpu": "computes on a GPU", "ram": "has none"}
@@ -40,9 +43,9 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
 
 
 def refuse_unseen(output: Path, *, first: int) -> None:
-    """UserError where a node does not see the run directory, in which all of them write checkpoints.
+    """Raise UserError if a node does not see the run directory, in which all nodes write checkpoints.
 
-    All ranks call it; `first`: of this node.
+    Collective. `first`: the first rank of this node, which checks for a file that rank 0 has written.
     """
     token = output / broadcast_object(f".seen-{secrets.token_hex(4)}")
     on_rank_zero(partial(token.write_text, ""))

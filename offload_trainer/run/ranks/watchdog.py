@@ -1,17 +1,18 @@
-"""What the ranks of a node would wait for without end: one of them that is stopped or hangs, a launcher that has gone.
+"""Watchdog of the ranks on one node: end the run if a rank is stopped or hung, or if the launcher is gone.
 
-    a thread of each, each second ── the launcher's children, by name ── stopped? ──> counted ──> told, and killed
-                      each 10 s   ── their threads ── in the same wait within the kernel? ──> the same
+    a thread in each rank, every second ── state of the launcher's children ── stopped? ── counted ──> killed
+                           every 10 s   ── state of their threads ── same uninterruptible wait? ──> killed
 
-A rank that is stopped (SIGSTOP) answers nobody and closes no connection. The kernel says which are, whatever they were
-at, and never says it of one that is merely slow: in a long step or save, in C with Python's lock held, on a machine
-that swaps. So no rank has to show that it lives. The lowest of the others kills it, and the run ends as it does where
-a rank dies. Looks are counted and not seconds: a machine that has slept has stopped nobody. A debugger's stop is none.
+A rank that is stopped (SIGSTOP) neither answers nor closes its connections, so the others would wait forever. The
+kernel reports the stopped state in /proc, and never for a rank that is merely slow: in a long step or save, in C code
+that holds the GIL, or on a machine that swaps. So ranks on one node need no heartbeats. The lowest rank that is not
+stopped kills the stopped one, and the run ends as after any death of a rank. The watchdog counts checks rather than
+seconds, so that a suspended machine triggers nothing. A stop by a debugger is a different state and is ignored.
 
-Slow or hung, in a set-up or a save that may well take a day, is told as the kernel tells it of its own tasks
-(`khungtaskd`): a thread that is in an uninterruptible wait and has not been switched to since the last look is in the
-same one. A transfer that goes on, however slowly, wakes its thread now and then; one that a driver has lost does not.
-Who waits for another rank is in no such wait, so nobody is blamed for that.
+A set-up or save may take a day, so a timeout cannot tell a slow rank from a hung one. The watchdog uses the criterion
+of the kernel's `khungtaskd`: a thread in an uninterruptible wait whose context-switch count has not changed since the
+last check is still in the same wait. A slow transfer wakes its thread now and then; one that a driver has lost does
+not. A rank that waits for another rank is not in an uninterruptible wait, so it is never killed for that.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ from pathlib import Path
 
 from offload_trainer.mesh import RUN
 
-LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # in the environment: its process, which may be gone before a rank can look
+LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
 
-_EVERY = 1.0  # seconds from one look to the next
-_LOOKS = 10  # at which a rank must have been stopped, in a row
-_INTO_KERNEL = 10  # looks from one at the ranks' threads to the next
-_GRACE = 30  # looks after SIGTERM for want of a launcher; as many seconds as a launcher gives ranks that it ends
-_GONE = ("Z", "X")
-ON_AGAIN = "The same command goes on"  # from where the launcher says, once all have ended
+_EVERY = 1.0  # seconds between checks
+_LOOKS = 10  # consecutive checks that must find a rank stopped
+_INTO_KERNEL = 10  # checks between two inspections of the ranks' threads
+_GRACE = 30  # checks between SIGTERM and SIGKILL after the launcher is gone; the launcher's own grace is as long
+_GONE = ("Z", "X")  # zombie and dead
+ON_AGAIN = "The same command goes on"  # the launcher prints the step it resumes from once all ranks have ended
 
 
 def _name(rank: str) -> str:
-    """Return a rank's process name, at most 15 characters: its number, and what all ranks of its run share."""
+    """Return a rank's process name, at most 15 characters: its number and an id of the run."""
     return f"rank {rank}:{os.environ.get(RUN) or os.environ['MASTER_PORT']:.6}"
 
 
 def begin_watch(say: Callable[[str], None], *, hung: float = 0) -> None:
-    """Look after the other ranks of this node from now on, and be found by them; nothing where there is one alone.
+    """Start the watchdog thread and set the process name by which other ranks recognize this one.
 
-    `say` is called in a thread. `hung`: seconds in one wait within the kernel that end the run; 0: none do.
+    Does nothing in a run with a single rank. `say` is called in the thread. `hung`: seconds in one uninterruptible
+    wait after which the run is ended; 0: no limit.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         Path("/proc/self/comm").write_text(_name(os.environ["RANK"]))
@@ -54,14 +56,14 @@ def begin_watch(say: Callable[[str], None], *, hung: float = 0) -> None:
 
 
 class _Watch:
-    """One rank's looks at the others."""
+    """Watchdog that one rank runs over the other ranks of its node."""
 
     def __init__(self, say: Callable[[str], None], *, hung: float = 0) -> None:
         self._say, self._hung = say, hung
         self._rank, self._launcher = int(os.environ["RANK"]), int(os.environ.get(LAUNCHER, os.getppid()))
-        self._is_theirs = bool({LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ))  # a shell may go, and leave them
-        self._stopped: dict[int, int] = {}  # looks in a row, by process
-        self._waits: dict[_Wait, int] = {}  # looks in a row
+        self._is_theirs = bool({LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ))  # a shell as parent may exit
+        self._stopped: dict[int, int] = {}  # consecutive checks that found the process stopped, by pid
+        self._waits: dict[_Wait, int] = {}  # consecutive inspections that found the same wait
 
     def look_on(self) -> None:
         for number in count(1):
@@ -74,9 +76,10 @@ class _Watch:
                 self._look_into_kernel({pid: rank for pid, (rank, _) in found.items()})
 
     def _found(self) -> dict[int, tuple[int | None, str]]:
-        """{process: (rank, the kernel's letter for its state)} of this run's ranks on this machine that live.
+        """Return {pid: (rank, state letter of /proc)} of this run's live ranks on this machine.
 
-        The rank is not known of one that has not begun; under a launcher of ours every child is one.
+        The rank is None for a process that has not set its name yet. Such a process counts only under this program's
+        launcher or torchrun, all of whose children are ranks.
         """
         found: dict[int, tuple[int | None, str]] = {}
         named = re.compile(_name("([0-9]+)"))
@@ -100,7 +103,10 @@ class _Watch:
                 os.kill(pid, signal.SIGKILL)
 
     def _look_into_kernel(self, found: dict[int, int | None]) -> None:
-        """`found`: the rank of each process."""
+        """Kill ranks with a thread that has been in one uninterruptible wait for too long, then end this process.
+
+        `found`: the rank of each process. Only the lowest rank that is not hung acts.
+        """
         waits = [wait for pid in found for wait in _waits_of(pid)]
         self._waits = {wait: self._waits.get(wait, 0) + 1 for wait in waits}
         hung = {wait.pid: wait for wait, looks in self._waits.items() if self._seconds(looks) >= self._hung}
@@ -118,18 +124,18 @@ class _Watch:
             )
             os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOKS * _EVERY)
-        os._exit(1)  # the kernel may never let go of the other, whose connections are open until then
+        os._exit(1)  # SIGKILL may not take effect inside the kernel, and then the connections stay open
 
     def _seconds(self, looks: int) -> float:
-        """From the first of so many into the kernel to the last."""
+        """Return the seconds between the first and the last of `looks` inspections."""
         return (looks - 1) * _INTO_KERNEL * _EVERY
 
     def _end_alone(self) -> None:
-        """SIGTERM to this process, and SIGKILL where that does not end it."""
+        """Send SIGTERM to this process because the launcher is gone, and SIGKILL if that does not end it."""
         if int(os.environ["LOCAL_RANK"]) == 0:
             self._say(f"the launcher of the ranks (process {self._launcher}) has ended, and the run ends. {ON_AGAIN}")
         else:
-            time.sleep(_EVERY)  # the first has looked by then, and told why before this one's end stops it
+            time.sleep(_EVERY)  # let the first rank print the reason before this rank's end stops it
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE * _EVERY)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -137,7 +143,7 @@ class _Watch:
 
 @dataclass(frozen=True)
 class _Wait:
-    """One that cannot be interrupted, of one thread; with its next one it has been switched to more often."""
+    """One uninterruptible wait of one thread; a later wait of the thread has higher context-switch counts."""
 
     pid: int
     thread: int
@@ -145,7 +151,7 @@ class _Wait:
 
 
 def _waits_of(pid: int) -> list[_Wait]:
-    """Of all threads of a process that are in one."""
+    """Return the uninterruptible waits of a process, one for each thread in state D."""
     found = []
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         if _text(stat).rpartition(")")[2].split()[:1] == ["D"]:
@@ -155,7 +161,7 @@ def _waits_of(pid: int) -> list[_Wait]:
 
 
 def _text(path: Path) -> str:
-    """What a file of /proc says; nothing where its process is gone."""
+    """Return the content of a /proc file; "" if its process is gone."""
     try:
         return path.read_text()
     except OSError:
@@ -163,7 +169,7 @@ def _text(path: Path) -> str:
 
 
 def _children(process: int) -> Iterator[tuple[int, str, str]]:
-    """(process, name, the kernel's letter for its state) of all that live."""
+    """Yield (pid, name, state letter) of a process's live children."""
     for listed in Path(f"/proc/{process}/task").glob("*/children"):
         for pid in map(int, _text(listed).split()):
             name = _text(Path(f"/proc/{pid}/comm")).strip()
@@ -173,28 +179,28 @@ def _children(process: int) -> Iterator[tuple[int, str, str]]:
 
 
 def _counted(stopped: dict[int, int], found: Mapping[int, tuple[object, str]]) -> dict[int, int]:
-    """Looks in a row at which a process was stopped, after one that has `found` its state."""
+    """Return the counts of consecutive checks per stopped process, updated with the states in `found`."""
     return {pid: stopped.get(pid, 0) + 1 for pid, (_, state) in found.items() if state == "T"}
 
 
-# -- the launcher's own ----------------------------------------------------------------------------------------------
+# -- watchdog of the launcher ----------------------------------------------------------------------------------------
 
 
 def begin_launchers_watch(say: Callable[[str], None]) -> None:
-    """Look, as the launcher, after a rank that is stopped when all others have ended: none of them sees it.
+    """Start the launcher's watchdog thread, which kills a stopped rank when no other rank is left to do so.
 
-    `say` is called in a thread.
+    `say` is called in the thread.
     """
     threading.Thread(target=_LaunchersWatch(say).look_on, name="watch", daemon=True).start()
 
 
 class _LaunchersWatch:
-    """Its looks at the ranks that it has started."""
+    """Watchdog that the launcher runs over its ranks."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._begun: set[int] = set()
-        self._stopped: dict[int, int] = {}  # looks in a row, by process
+        self._stopped: dict[int, int] = {}  # consecutive checks that found the process stopped, by pid
 
     def look_on(self) -> None:
         while True:
@@ -206,7 +212,7 @@ class _LaunchersWatch:
         self._begun |= set(found)
         self._stopped = _counted(self._stopped, found)
         if self._begun == set(found) or set(self._stopped) != set(found):
-            return  # none has ended, or one that is left sees the others
+            return  # all ranks still run, or a running rank can watch the stopped ones
         for pid, looks in self._stopped.items():
             if looks >= _LOOKS:
                 self._say(

@@ -86,7 +86,7 @@ class DeepSpeedEngine:
             dtype=self._dtype,
             context=_zero_init(words, placement),
             # The other variant gives wrong gradients there: DeepSpeed reuses a weight's buffer that the recomputation
-            # still needs (0.19.8; docs/log.md).
+            # still needs (0.19.8; docs/known_upstream_bugs.md).
             reentrant=placement.params == "nvme",
             offload=bool(model.offload_activations) and not partition_activations,
         )

@@ -17,7 +17,7 @@ def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, cont
     """Keys of transformers' GPT2Config. 50304 is GPT-2's 50257 tokens rounded up to a multiple of 128.
 
     The initial standard deviation falls with the width, as 0.25 / sqrt(hidden): with GPT-2's 0.02 the tied head of a
-    wide model starts far from guessing (docs/log.md has the losses; GPT-3's and OPT's largest use 0.006).
+    wide model starts far from guessing (docs/design.md has the losses; GPT-3's and OPT's largest use 0.006).
     """
     return {
         "model_type": "gpt2",

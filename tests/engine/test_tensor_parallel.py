@@ -86,7 +86,7 @@ def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: 
     """And what each rank has whole stays the same on all of them, to the last bit.
 
     After an update other weights round otherwise: norms of one process and of its halves are 1e-2 apart in 20 steps,
-    those of two engines of one process 9e-3 (docs/log.md).
+    those of two engines of one process 9e-3 (docs/parallel.md).
     """
     model, rows, lr = directory(tmp_path / "model", name), ACCUMULATE * ranks // 2, 1e-3
     words = ["--dtype", "bf16", "--optimizer", "cpu", "--lr", str(lr), "parallel.tensor=2"]

@@ -21,8 +21,8 @@ from offload_trainer.run.commands.sampling import draw_of
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Run by tests of their own; what was tried, not what to do.
-ELSEWHERE = {"docs/scaling.md", "docs/parallel.md", "docs/log.md"}
+# Run by tests of their own.
+ELSEWHERE = {"docs/scaling.md", "docs/parallel.md"}
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES if page not in ELSEWHERE}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)

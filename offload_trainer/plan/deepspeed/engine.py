@@ -47,7 +47,7 @@ class DeepSpeed:
                 "8-bit AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
             )
         if place.params == "nvme" and self.section.prefetch_bucket_size not in ("auto", 0):
-            # Seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
+            # Seen with DeepSpeed 0.19.8; docs/known_upstream_bugs.md.
             mistakes.append(
                 "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
                 "step (`already assigned swap buffer`); leave it at auto, which is 0 there"

@@ -36,7 +36,7 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
 # Resident once it trains, beside tensors and what products take: DeepSpeed imports parts of itself as it begins.
-# Measured on 2 cores of an AMD EPYC, torch 2.13 for CPUs (docs/log.md), libraries' pages included.
+# Measured on 2 cores of an AMD EPYC, torch 2.13 for CPUs, libraries' pages included.
 PROCESS = 450_000_000
 # What a CPU's heap keeps of what is freed (malloc_threshold.py), seen and not worked out: of short rows, where glibc
 # keeps it as it likes, bytes for each of those of the weights' gradients, which come and go; of long ones bytes of a

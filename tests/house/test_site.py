@@ -24,7 +24,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    assert "Choosing a placement" in (tmp_path / "site" / "choosing" / "index.html").read_text()
+    assert "Choosing a placement" in (tmp_path / "site" / "tuning" / "index.html").read_text()
 
 
 def test_each_page_is_in_it() -> None:

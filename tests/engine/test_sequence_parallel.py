@@ -175,7 +175,7 @@ def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
         (["parallel.sequence=3"], 3, {}, "16 attention heads are not a multiple of 3"),
         (["parallel.sequence=4", "--seq-len", "1022"], 4, {}, "rows of 1022 tokens are not a multiple of 4"),
         (["parallel.sequence=2"], 2, {"heads": 0}, "number of attention heads is not known"),
-        (["parallel.sequence=2"], 2, {"packed": True}, "data.packing=on: no mask is made between documents"),
+        (["parallel.sequence=2"], 2, {"packed": True}, "data.packing=on: attention masks between documents"),
     ],
 )
 def test_what_cannot_be_in_pieces_is_refused(words: list[str], ranks: int, changes: dict[str, Any], told: str) -> None:

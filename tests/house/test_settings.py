@@ -108,13 +108,13 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["placement.gradients=nvme"], "add --nvme DIR"),
         (["placement.gradients=nvme", "--engine", "plain"], "belongs to --engine tiered"),
         (["optim.moment_dtype=bf16", "--gpus", "2", "--engine", "deepspeed"], "belongs to --engine tiered"),
-        (["--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state is in RAM and on dr"),
+        (["--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state must be in RAM or on dr"),
         (["--gpus", "2", "--optimizer", "gpu"], "--optimizer gpu with 2 ranks"),
         (["--gpus", "2", "placement.gradients=gpu"], "placement.gradients=gpu with 2 ranks"),
         (["--gpu-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
         (
             ["--gpu-fraction", "0.7", "--ram-fraction", "0.4", "--nvme", "/a"],
-            "make 1.1 of the state: lower one of them",
+            "add up to 1.1 of the state: lower one of them",
         ),
         (["--gpu-fraction", "0.7", "--ram-fraction", "0.2"], "leaves 0.1 of the state for a drive: add --nvme DIR"),
         (["--ram-fraction", "0.2"], "add --nvme DIR, or --gpu-fraction 0.8"),
@@ -134,8 +134,8 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
             ["parallel.tensor=2", "--engine", "deepspeed", "--nvme", "/a", "--optimizer", "nvme"],
             "--optimizer gpu or cpu",
         ),
-        (["parallel.tensor=2", "--engine", "deepspeed", "optim.moment_dtype=8bit"], "was never tried"),
-        (["parallel.sequence=2", "--engine", "deepspeed"], "is the tiered engine's: leave --engine deepspeed out"),
+        (["parallel.tensor=2", "--engine", "deepspeed", "optim.moment_dtype=8bit"], "is untested"),
+        (["parallel.sequence=2", "--engine", "deepspeed"], "belongs to --engine tiered, not to deepspeed"),
         (["parallel.pipeline=2"], "not carried out yet: docs/pipeline.md tells why; `plan --parallel`"),
         (["optim.decay_steps=5"], "belongs to optim.schedule=wsd"),
         (["optim.warmup_steps=500"], "more than train.steps"),
@@ -349,7 +349,7 @@ def test_steps_of_a_run_or_its_epochs(file: str, words: list[str], expected: tup
     path = tmp_path / "a.yaml"
     path.write_text(file)
     if expected is None:
-        assert "makes the steps: leave train.steps (--steps) out" in "\n".join(mistakes(str(path), *words))
+        assert "determines the steps: leave train.steps (--steps) out" in "\n".join(mistakes(str(path), *words))
         return
     config = load_config([str(path), *words])
     assert (config.train.steps, config.train.epochs) == expected

@@ -145,7 +145,7 @@ def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
     words = [*TINY, "optim.name=lion", *RATE, "--steps", 4, "--save-every", 2, "--nvme", tmp_path / "drive"]
     words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "optim.schedule=constant", "train.eval_every=0"]
     whole = call(*words, output=tmp_path / "whole")
-    assert "Lion's, with betas 0.9 and 0.99" in whole.text
+    assert "optimizer Lion: betas 0.9 and 0.99" in whole.text
     shutil.copytree(whole.output, tmp_path / "half")
     shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000004")
     (tmp_path / "half" / "metrics.jsonl").unlink()
@@ -230,8 +230,8 @@ def test_the_plan_names_rule_and_betas() -> None:
     [
         (["--engine", "plain"], "optim.name=lion belongs to --engine tiered, not to plain"),
         (["--engine", "deepspeed"], "optim.name=lion belongs to --engine tiered, not to deepspeed"),
-        (["optim.moment_dtype=8bit"], "it would stand still; use bf16"),
-        (["optim.eps=1e-6"], "divides by nothing"),
+        (["optim.moment_dtype=8bit"], "would undo; use bf16"),
+        (["optim.eps=1e-6"], "which has no eps"),
     ],
 )
 def test_what_lion_is_not_is_refused(words: list[str], told: str) -> None:

@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no such drive": ("--nvme nowhere", "nowhere"),
     "a drive that is a file": ("--nvme little.txt", "little.txt"),
     "a run directory that is a file": ("--output little.txt", "little.txt"),
-    "a model that does not fit": ("--model gpt2-10b --optimizer cpu --params gpu", "--force tries all the same"),
+    "a model that does not fit": ("--model gpt2-10b --optimizer cpu --params gpu", "--force runs it anyway"),
     "no such checkpoint": ("--resume nowhere", "nowhere"),
     "another seed where a run was": ("--seed 7 --output run TINY", "seed"),
     "another shape where a run was": (

@@ -95,9 +95,9 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: i
             one.count * sizes.format.page_bytes(one.page.elements) for one in homes.page_groups if one.page.home == home
         )
         if home == RAM:
-            items.append(Item(tier, "state in RAM", held, f"{sizes.ram_fraction:.0%} of it; {why}"))
+            items.append(Item(tier, "state in RAM", held, f"{sizes.ram_fraction:.0%} of the optimizer state; {why}"))
         elif home == DEVICE:
-            items.append(Item(tier, "state on the GPU", held, f"{sizes.gpu_fraction:.0%} of it; {why}"))
+            items.append(Item(tier, "state on the GPU", held, f"{sizes.gpu_fraction:.0%} of the optimizer state; {why}"))
         else:
             items.append(Item(tier, "state", held, why))
             if sizes.places > 1:
@@ -116,7 +116,7 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: i
                 "ram",
                 "page buffers",
                 sum(count * each for count, each in slots),
-                f"{count} buffers for pages in transfer",
+                f"{count}, each for one page in transfer",
             )
         )
     each = device_slot([route for route, _ in routes], gradient=g, weight=e).total

@@ -197,7 +197,7 @@ class Checkpoints:
         if _place_of(self._root.parent) != self._place:
             raise TrainerError(
                 f"{self._root.parent} is not the directory that this run began in: a drive that is no longer mounted? "
-                "Nothing was saved. Mount it, and the same command goes on from the newest checkpoint in it"
+                "Nothing was saved. Mount it, and the same command resumes from the newest checkpoint in it"
             )
         try:
             self._root.mkdir(exist_ok=True)
@@ -233,7 +233,7 @@ class Checkpoints:
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
-                "space there, and the same command goes on from the newest of them"
+                "space there, and the same command resumes from the newest of them"
             ) from error
         if group.rank == 0:
             self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.behind)
@@ -368,7 +368,7 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
 def _fix(checkpoint: Path) -> str:
     """What to do where a checkpoint is damaged."""
     earlier = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
-    offer = f"goes on from the one before it, {earlier[-1]}" if earlier else "starts anew"
+    offer = f"resumes from the one before it, {earlier[-1]}" if earlier else "starts anew"
     return f"Move {checkpoint.name} away, and the same command {offer}"
 
 

@@ -11,7 +11,7 @@ import signal
 
 from offload_trainer.packages import explain_import
 
-AGAIN = "the same command goes on"  # from where says who looks at its files: run/resume_point.py
+AGAIN = "the same command resumes"  # from where says who looks at its files: run/resume_point.py
 LOST = 69  # exit code of a rank whose only trouble is that another has gone
 
 

@@ -141,7 +141,7 @@ class Trial:
         """A start that came as far said that it goes on from `step`, if page files were left."""
         if "engine ready" not in text:
             return
-        said = [line for line in text.splitlines() if "going on from the page files" in line]
+        said = [line for line in text.splitlines() if "resuming from the page files" in line]
         if step and not any(f", step {step};" in line for line in said):
             raise Difference(
                 f"page files of step {step} were left, and the next start did not go on from them:\n{text}"

@@ -118,7 +118,7 @@ def keep(setup: Setup, job: Job) -> None:
         why = "locks do not work on the drive, so the next start could not know that this run has died"
     if why:
         if setup.planned.config.tiered.state_copies == 2:
-            setup.log.say(f"note: a kill will leave no page files to go on from: {why}")
+            setup.log.say(f"note: a kill will leave no page files to resume from: {why}")
         return
     engine, record = job.engine, setup.record
     assert isinstance(engine, TieredEngine)
@@ -202,7 +202,7 @@ def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) ->
         stack.push(locks.pop_all())
     where = ", ".join(str(place.path) for place in found.places)
     than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
-    setup.log.say(f"going on from the page files in {where}, step {found.train.step}; they are newer than {than}")
+    setup.log.say(f"resuming from the page files in {where}, step {found.train.step}; they are newer than {than}")
     return [found]
 
 
@@ -242,7 +242,7 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
     of = f"of step {step}, newer than any checkpoint" if step else "which may be newer than any checkpoint"
     return UserError(
         f"the page files that this run has left, {of}, cannot be resumed from, and stay: {why}. Once that is mended "
-        f"the same command goes on from them; {instead} lets go of them"
+        f"the same command resumes from them; {instead} lets go of them"
     )
 
 
@@ -266,7 +266,7 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
     gone = [folder for folder in named if not folder.is_dir()]
     if gone and len(gone) == len(named) and begins and not kept:
         told = ", ".join(map(str, gone))
-        setup.log.say(f"note: page files were in {told}, which is not there now; going on from the checkpoint")
+        setup.log.say(f"note: page files were in {told}, which is not there now; resuming from the checkpoint")
         return []
     if gone:
         raise ValueError(f"{gone[0]} is not there; is its drive mounted?")

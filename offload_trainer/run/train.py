@@ -352,7 +352,7 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
     if step == steps:
         return f"stopped after step {step}, the last; all is done and kept"
     if saved:
-        return f"stopped after step {step}, everything saved; the same command goes on from there"
+        return f"stopped after step {step}, everything saved; the same command resumes from there"
     return (
         f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
         f"moments are lost: to train on from the weights give --model {output / 'export'} and another --output"

@@ -100,7 +100,7 @@ def test_what_is_asked_for_is_not_chosen_otherwise(words: tuple[str, ...], left:
     ("words", "more", "out"),
     [
         ((), {"world": 2}, {REMAINDER: "2 ranks"}),
-        ((), {"saves": False}, {REMAINDER: "a session stores fp32 masters", FULL: "a session knows"}),
+        ((), {"saves": False}, {REMAINDER: "a session stores fp32 masters", FULL: "in a session, the learning rate"}),
         (("--dtype", "fp32"), {}, {REMAINDER: "--dtype fp32"}),
     ],
 )

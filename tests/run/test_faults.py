@@ -168,7 +168,7 @@ def test_a_drive_without_room_for_the_page_files(disk: Path, tmp_path: Path) -> 
 def test_a_drive_that_returns_errors(fault: str, verb: str, words: list, alone: Run, tmp_path: Path) -> None:
     """In the middle of the tenth update or so: what was updated before it is not what a checkpoint holds."""
     run = faulty(fault, 32, *words, output=tmp_path / "out")
-    assert_told(run, f"could not be {verb}: Input/output error", "the same command goes on from the checkpoint step-")
+    assert_told(run, f"could not be {verb}: Input/output error", "the same command resumes from the checkpoint step-")
     assert 4 < len(run.steps) < 20
     assert_goes_on(words, tmp_path / "out", alone)
 

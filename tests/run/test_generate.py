@@ -257,13 +257,13 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
     assert [Path(one.directory).name for one in found] == ["done", "b", "c", "d", "e", "f", "g", "h"]
     assert [one.state for one in found] == [
         "done",
-        "goes on from step 2",
-        "no checkpoint: starts anew",
-        "exported, cannot go on",
+        "resumes from step 2",
+        "no checkpoint: starts from step 0",
+        "exported, cannot resume",
         "is running",
-        "goes on from step 2",
-        "goes on from its page files",
-        "no checkpoint: starts anew",
+        "resumes from step 2",
+        "resumes from its page files",
+        "no checkpoint: starts from step 0",
     ]
     assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
     lines = table(found).splitlines()

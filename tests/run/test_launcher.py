@@ -70,7 +70,7 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
         assert line.startswith("offload-train: rank 1 was killed by SIGKILL, and the run ended with it; ")
         assert where in line
     assert told(killed, stopped=signal.SIGTERM) == 128 + signal.SIGTERM
-    line = "offload-train: stopped by SIGTERM; the same command goes on from the checkpoint step-00000012\n"
+    line = "offload-train: stopped by SIGTERM; the same command resumes from the checkpoint step-00000012\n"
     assert capsys.readouterr().err == line
     assert told({}) == 0
 
@@ -152,12 +152,12 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, to
     ("told", "whole"),
     [
         (
-            "a rank has not come; the same command goes on",
-            "a rank has not come; nothing was kept yet: the same command begins anew",
+            "a rank has not come; the same command resumes",
+            "a rank has not come; nothing was saved yet: the same command starts from step 0",
         ),
         (
-            "everything saved; the same command goes on from there",
-            "everything saved; the same command goes on from there",
+            "everything saved; the same command resumes from there",
+            "everything saved; the same command resumes from there",
         ),
     ],
 )

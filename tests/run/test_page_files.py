@@ -47,7 +47,7 @@ def killed(where: str, number: int, *words: object, output: Path) -> None:
 
 def gone_on(run: Run) -> int | None:
     """The step of the page files that a run says that it goes on from."""
-    said = [line for line in run.text.splitlines() if "going on from the page files" in line]
+    said = [line for line in run.text.splitlines() if "resuming from the page files" in line]
     return int(said[0].split(" step ")[1].split(";")[0]) if said else None
 
 
@@ -218,7 +218,7 @@ def test_resume_never_lets_go_of_them(words: list[str], place: Path, tmp_path: P
     run = call("--nvme", place, *ALL, *words, "--resume", "never", output=tmp_path / "run")
     assert gone_on(run) is None
     assert "removed what 1 run(s) left that died" in run.text
-    assert ("a kill will leave no page files to go on from" in run.text) == bool(words)
+    assert ("a kill will leave no page files to resume from" in run.text) == bool(words)
     assert [row[0] for row in lines(run.output)] == [1, 2, 3, 4, 5, 6]
     assert not list((place / "offload-trainer").iterdir())
 

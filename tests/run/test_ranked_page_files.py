@@ -114,8 +114,8 @@ def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> N
     end = time.monotonic() + 600  # until it has started; from then on it waits for 60 s
     while "waiting for" not in told.read_text() and time.monotonic() < end:
         time.sleep(0.02)
-    assert "going on from" not in told.read_text()
+    assert "resuming from" not in told.read_text()
     os.close(rank)
     assert command.wait(600) == 0
     assert f"waiting for {folder}/.ranks" in told.read_text()
-    assert "going on from the page files" in told.read_text()
+    assert "resuming from the page files" in told.read_text()

@@ -81,13 +81,13 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     if _is_alive(directory):
         return "is running"
     if (saved is None or saved != steps) and _has_page_files(directory):
-        return "goes on from its page files"  # or its checkpoint, where that is newer
+        return "resumes from its page files"  # or its checkpoint, where that is newer
     if saved is None:
         exported = (directory / "export").is_dir()
-        return "exported, cannot go on" if exported else "no checkpoint: starts anew"
+        return "exported, cannot resume" if exported else "no checkpoint: starts from step 0"
     if steps is not None and saved >= steps:
         return "done"
-    return f"goes on from step {saved}"
+    return f"resumes from step {saved}"
 
 
 def _has_page_files(directory: Path) -> bool:

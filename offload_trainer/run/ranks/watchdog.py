@@ -35,7 +35,7 @@ _LOOKS = 10  # at which a rank must have been stopped, in a row
 _INTO_KERNEL = 10  # looks from one at the ranks' threads to the next
 _GRACE = 30  # looks after SIGTERM for want of a launcher; as many seconds as a launcher gives ranks that it ends
 _GONE = ("Z", "X")
-ON_AGAIN = "The same command goes on"  # from where the launcher says, once all have ended
+ON_AGAIN = "The same command resumes"  # from where the launcher says, once all have ended
 
 
 def _name(rank: str) -> str:

@@ -68,7 +68,7 @@ FLAGS: dict[str, Flag] = {
 
 # What earlier versions knew: a key with what it then was where nothing was said, or a value; and what to do instead.
 _GONE_KEYS: dict[str, tuple[Any, str]] = {
-    "model.checkpointing_variant": ("auto", "each engine takes the variant of checkpointing that is right there"),
+    "model.checkpointing_variant": ("auto", "each engine chooses its own variant of checkpointing"),
 }
 _GONE_VALUES = {
     "optim.name=adamw8bit": "8-bit moments are optim.moment_dtype=8bit; with --engine deepspeed they are bitsandbytes'",
@@ -76,7 +76,7 @@ _GONE_VALUES = {
 }
 # What people look for, and nothing carries out yet.
 _NOT_YET = {
-    "parallel.pipeline": "not carried out yet: docs/pipeline.md tells why; `plan --parallel` says what it would bring",
+    "parallel.pipeline": "not implemented: docs/pipeline.md explains why; `plan --parallel` forecasts its gain",
 }
 
 

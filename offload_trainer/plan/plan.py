@@ -209,8 +209,8 @@ class Plan:
         if hidden and hidden > self.tokens_per_step:
             of_others = [f"{way.words} {format_count(way.tokens)}" for way in others if way.tokens]
             more = f"; with {', '.join(of_others)}" if of_others else ""
-            words = f"the update falls to a tenth of a step at {format_count(hidden)} tokens a step (--accumulate){more}"
-            lines.append(f"    {words}")
+            tokens = f"{format_count(hidden)} tokens a step"
+            lines.append(f"    the update falls to a tenth of a step at {tokens} (--accumulate){more}")
         return lines
 
 

@@ -179,7 +179,9 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="partition_activations=true needs checkpointed activations"):
         plan_of(shape, PARTS, "model.activation_checkpointing=off")
     for words in ([], ["--engine", "deepspeed"], ["parallel.sequence=2"]):
-        with pytest.raises(UserError, match="partition_activations=true divides activations that tensor-parallel ranks all store"):
+        with pytest.raises(
+            UserError, match="partition_activations=true divides activations that tensor-parallel ranks all store"
+        ):
             load_config([PARTS, *words])
 
 

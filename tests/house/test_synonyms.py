@@ -15,7 +15,7 @@ from offload_trainer.help_text import command_names, switches_of, take_command
 from offload_trainer.settings import FLAGS, all_keys, load_config
 from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUES, nearest
 
-ADAPTERS, QUANTISED, LOGGED = "adapters (PEFT) are trained with the library", "never quantised", "metrics.jsonl"
+ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
 # trainer: what is typed -> what has to be written instead, or a part of the sentence where there is no such thing
 LEADS: dict[str, dict[str, str]] = {
@@ -108,7 +108,7 @@ LEADS: dict[str, dict[str, str]] = {
         "--stage sft": "docs/finetune.md",
         "--interleave_probs 0.5,0.5": "data.mixture=",
         "--preprocessing_num_workers 8": "nothing to set",
-        "--overwrite_output_dir": "--output names another directory",
+        "--overwrite_output_dir": "name another directory with --output",
     },
     "torchtune": {
         "optimizer.lr=2e-5": "optim.lr",
@@ -333,7 +333,7 @@ def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
     for here in (
         "base_model: there is no such key; here it is model.name=gpt2",
         "learning_rate: there is no such key; here it is optim.lr=2e-05",
-        f"adapter: there is no such key; the command trains whole weights; {ADAPTERS}",
+        f"adapter: there is no such key; this command trains all weights; {ADAPTERS}",
         "datasets: there is no such key; here it is data.path=TEXT",
         "zero_optimization.stage: there is no such key; here it is deepspeed.zero_stage=3 --engine deepspeed",
         "optimizer.lr: there is no such key; did you mean optim.lr?",

@@ -281,7 +281,9 @@ def test_a_plan_says_where_host_memory_is_no_other_home() -> None:
     for home in ("false", "cpu"):
         plan = make_plan(wish("--micro-batch", "4", f"model.offload_activations={home}"), SHAPES["gpt2-xl"], machine())
         found[home] = sum(item.bytes for item in plan.items if item.name in ("block inputs", "activations"))
-        assert any("offload_activations=cpu has no effect without a GPU" in note for note in plan.notes) == (home == "cpu")
+        assert any("offload_activations=cpu has no effect without a GPU" in note for note in plan.notes) == (
+            home == "cpu"
+        )
     assert found["cpu"] == found["false"] + 2 * 2 * 4 * 1024 * 1600
 
 

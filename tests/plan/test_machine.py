@@ -264,7 +264,7 @@ def test_drives_of_a_machine_that_is_named_lie_where_nvme_says() -> None:
     machine, words = described(named, ["--nvme", "/my/path"])
     assert words == ["--nvme", "/my/path"]
     assert machine.drives == (replace(named.drives[0], directory="/my/path"),)
-    assert machine.notes == ("--nvme /my/path is taken for /mnt/nvme of the machine",)
+    assert machine.notes == ("--nvme /my/path stands for /mnt/nvme of that machine",)
     assert described(named, ["--nvme=/mnt/nvme"]) == (named, ["--nvme=/mnt/nvme"])
     assert described(named, []) == (named, ["--nvme", "/mnt/nvme"])
     two = replace(named, drives=(*named.drives, replace(named.drives[0], directory="/mnt/b")))
@@ -285,7 +285,7 @@ def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[s
     plan = json.loads(capsys.readouterr().out)
     assert plan["tiers"]["/my/path"] == own["tiers"]["/mnt/nvme"]
     assert plan["seconds"] == own["seconds"]
-    assert "--nvme /my/path is taken for /mnt/nvme of the machine" in plan["notes"]
+    assert "--nvme /my/path stands for /mnt/nvme of that machine" in plan["notes"]
 
 
 @pytest.mark.parametrize("words", [(), ("placement.threads=3",)])

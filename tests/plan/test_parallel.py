@@ -362,8 +362,8 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--machine", "8xh100-80gb", "--gpus", "1"], "there is one: add --gpus N"),
-        (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: of --parallel a whole number"),
+        (["--machine", "8xh100-80gb", "--gpus", "1"], "there is only one rank: add --gpus N"),
+        (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: with --parallel, one whole number"),
         (["--machine", "8xh100-80gb", "--nodes", "0"], "--nodes 0"),
     ],
 )

@@ -115,7 +115,7 @@ def test_what_is_said_is_not_asked_and_nothing_means_the_default(
     asked = [line for line in capsys.readouterr().err.splitlines() if "?" in line]
     assert [line.split("?")[0] for line in asked] == [
         "Which model",
-        "A directory on an SSD, for what memory does not hold",
+        "A directory on an SSD, for what does not fit in memory",
     ]
     assert load_config(["train.yaml"]) == load_config(["small.yaml", *SMALL, "--model", "gpt2-mini"])
 

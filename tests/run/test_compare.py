@@ -134,6 +134,6 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
             cli._COMMANDS["report"](list(words))
     broken = a_run(tmp_path / "broken")
     (broken / "plan.json").write_text("{}")
-    with pytest.raises(UserError, match="is not what a run writes"):
+    with pytest.raises(UserError, match="was not written by a run"):
         compared([broken])
     assert yaml.safe_load((broken / "config.yaml").read_text())

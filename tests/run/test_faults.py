@@ -218,7 +218,7 @@ def test_sigkill_is_told_of_by_the_next_run(words: list, alone: Run, tmp_path: P
     killed = call_and_kill(*words, output=output, when=once_saved(output, 4, lambda: None), number=KILL, hold=19)
     assert killed.code == -9
     again = assert_goes_on(words, output, alone)
-    assert "the last run here ended without a word" in again.text
+    assert "the last run here ended without a message" in again.text
     assert "removed what 1 run(s) left that died" in again.text
     assert "without a word" not in call(*words, output=output).text
 
@@ -244,7 +244,7 @@ def test_the_kernel_kills_a_run_out_of_memory(box: Path, words: list, alone: Run
             process.wait(timeout=120)
             other.kill()
     assert process.returncode == -9
-    assert "ended without a word: killed, out of memory" in assert_goes_on(words, output, alone).text
+    assert "ended without a message: it was killed, ran out of memory" in assert_goes_on(words, output, alone).text
 
 
 def test_two_runs_on_one_drive(words: list, alone: Run, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
 
     long = [*words, "--steps", 2000, "--save-every", 0]
     first = call_and_kill(*long, output=output, when=after(6, second), number=signal.SIGINT)
-    assert_told(refused[0], "another run is writing there; name another --output", code=2)
+    assert_told(refused[0], "another run is using this directory; name another --output", code=2)
     assert first.code == 130
     assert len(first.steps) > 6
 

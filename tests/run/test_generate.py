@@ -68,7 +68,7 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     for path, most in places:
         with inference_model(path, say=said.append, most_bytes=most) as found:
             assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
-    assert sum("read anew for each token" in line for line in said) == 2
+    assert sum("read from the disk for each token" in line for line in said) == 2
     texts = {
         sample(path, "What", SamplingOptions(TOKENS, 0.9, seed), say=said.append, most_bytes=most)
         for path, most in places

@@ -61,7 +61,10 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
         return launcher._told(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
 
     killed = {1: Ended(-signal.SIGKILL, timestamp=0)}
-    for kept, where in (((), "nothing was kept yet"), (("step-00000003", "step-00000012"), "checkpoint step-00000012")):
+    for kept, where in (
+        ((), "nothing was saved yet"),
+        (("step-00000003", "step-00000012"), "checkpoint step-00000012"),
+    ):
         for name in kept:
             (tmp_path / "checkpoints" / name).mkdir(parents=True)
             (tmp_path / "checkpoints" / name / MANIFEST).touch()

@@ -126,14 +126,14 @@ def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.Capture
     refuse_second(output)
     with held(output, Log(loud=True)), ExitStack() as stack:
         if filesystem in ("local", "nfs"):
-            with pytest.raises(UserError, match="another run is writing there"):
+            with pytest.raises(UserError, match="another run is using this directory"):
                 refuse_second(output)
-            with pytest.raises(UserError, match="another run is writing there"):
+            with pytest.raises(UserError, match="another run is using this directory"):
                 stack.enter_context(held(output, Log(loud=True)))
             assert capsys.readouterr().err == ""
         else:
             refuse_second(output)
-            assert "Nothing keeps a second run out of this directory" in capsys.readouterr().err
+            assert "A second run in this directory would not be noticed" in capsys.readouterr().err
     refuse_second(output)
 
 

@@ -97,7 +97,8 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: i
         if home == RAM:
             items.append(Item(tier, "state in RAM", held, f"{sizes.ram_fraction:.0%} of the optimizer state; {why}"))
         elif home == DEVICE:
-            items.append(Item(tier, "state on the GPU", held, f"{sizes.gpu_fraction:.0%} of the optimizer state; {why}"))
+            share = f"{sizes.gpu_fraction:.0%} of the optimizer state"
+            items.append(Item(tier, "state on the GPU", held, f"{share}; {why}"))
         else:
             items.append(Item(tier, "state", held, why))
             if sizes.places > 1:

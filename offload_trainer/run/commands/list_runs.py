@@ -34,7 +34,7 @@ class Run:
 def runs_in(directory: Path) -> list[Run]:
     """The runs in `directory`, at any depth, by their paths; itself, where it is one. UserError where there is none."""
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; runs are in the --output that they were started with")
+        raise UserError(f"{directory}: no such directory; a run is in the directory given by its --output")
     found = []
     for place, folders, files in os.walk(directory):
         if "config.yaml" in files and "metrics.jsonl" in files:

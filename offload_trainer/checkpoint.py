@@ -196,7 +196,7 @@ class Checkpoints:
         """Look whether the directory is still the same, and has room."""
         if _place_of(self._root.parent) != self._place:
             raise TrainerError(
-                f"{self._root.parent} is not the directory that this run began in: a drive that is no longer mounted? "
+                f"{self._root.parent} is not the directory that this run began in: is its drive no longer mounted? "
                 "Nothing was saved. Mount it, and the same command resumes from the newest checkpoint in it"
             )
         try:
@@ -291,7 +291,7 @@ def _place_of(directory: Path) -> tuple[int, int] | None:
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
     """Inside, a run that goes on does not prune this checkpoint. UserError if it just has."""
-    gone = UserError(f"{checkpoint}: removed meanwhile by its run, which has a newer one")
+    gone = UserError(f"{checkpoint}: removed in the meantime by its run, which has a newer one")
     try:
         manifest = open_file(checkpoint / MANIFEST)
     except FileNotFoundError:
@@ -323,7 +323,7 @@ def find_resume(wish: str, *, output: Path) -> Path | None:
     if wish == "auto":
         found = complete_checkpoints(output / "checkpoints")
         if not found and (left := sorted(steps_in(output / "checkpoints"), key=step_of)):
-            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start anew, move it away")
+            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start from step 0, move it away")
         return found[-1] if found else None
     return find_checkpoint(Path(wish))
 
@@ -332,8 +332,8 @@ def _refuse_dangling(path: Path) -> None:
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
             raise UserError(
-                f"{place} is a link to {shown(os.readlink(place))}, which is not there: a drive that is not mounted? "
-                "Mount it; to start anew, remove the link or name another --output"
+                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
+                "Mount it; to start from step 0, remove the link or name another --output"
             )
 
 
@@ -368,7 +368,7 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
 def _fix(checkpoint: Path) -> str:
     """What to do where a checkpoint is damaged."""
     earlier = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
-    offer = f"resumes from the one before it, {earlier[-1]}" if earlier else "starts anew"
+    offer = f"resumes from the one before it, {earlier[-1]}" if earlier else "starts from step 0"
     return f"Move {checkpoint.name} away, and the same command {offer}"
 
 

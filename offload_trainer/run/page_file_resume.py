@@ -162,7 +162,7 @@ def _why_never(setup: Setup) -> str:
     if sizes.places < 2:
         return "this run's pages have only one copy (tiered.state_copies=1)"
     if plan.nodes > 1:
-        return f"this run has {plan.nodes} nodes with separate page files, and only runs on one node resume from page files"
+        return f"this run has {plan.nodes} nodes; only runs on one node can resume from page files"
     if any(page.home < 0 for page in _pages(setup)):
         return "this run stores some of its state in memory; with --ram-fraction 0 all of it is on drives"
     if any(not weight.trainable for weight in setup.planned.source.shape.weights):
@@ -222,7 +222,7 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
             refuse_outside(folder, told)
         if told.places == 1:
             raise ValueError(
-                f"{folders[0] / DESCRIPTION} says that pages have only one copy, and a run does not resume from such files"
+                f"{folders[0] / DESCRIPTION} says that pages have only one copy; a run cannot resume from such files"
             )
         newest = read_newest(told, fix=_RESTORE)
         if newest is None or newest.train is None or newest.engine is None:

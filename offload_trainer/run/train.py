@@ -73,8 +73,8 @@ def refuse(planned: Planned) -> None:
         )
     if config.save.every != 0:
         raise UserError(
-            f"{plan.homes}: exact checkpoints are not possible: {reason}. Add --save-every 0 to train without them (the "
-            "weights are exported at the end), or use --engine tiered"
+            f"{plan.homes}: no exact checkpoints are possible: {reason}. Add --save-every 0 to train without them "
+            "(the weights are exported at the end), or use --engine tiered"
         )
 
 

@@ -300,7 +300,7 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
     file.write_text(json.dumps({"messages": TALK}) + "\n")
     made = prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
     assert prepared(made.path, tokenizer=chat_tokenizer(), seq_len=80).row_length == 80
-    with pytest.raises(UserError, match=r"rows of 80, and this run's have 40: use --seq-len 80"):
+    with pytest.raises(UserError, match=r"rows of 80, and this run uses 40: use --seq-len 80"):
         prepared(made.path, tokenizer=chat_tokenizer(), seq_len=40)
 
 
@@ -346,11 +346,11 @@ def test_forms_are_known_by_their_keys(tmp_path: Path) -> None:
         assert form_of_files([files[name]], form="auto", text_field="text") == name
     assert form_of_files([files["text"]], form="chat", text_field="text") == "chat"
     assert form_of_files([files["chat"]], form="text", text_field="text") == "text"
-    with pytest.raises(UserError, match=r"not of one kind: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
+    with pytest.raises(UserError, match=r"have different formats: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
         form_of_files([files["chat"], files["alpaca"]], form="auto", text_field="text")
     both = tmp_path / "both.jsonl"
     both.write_text(json.dumps(lines["chat"] | lines["alpaca"]))
-    with pytest.raises(UserError, match=r"line 1: it may be read as chat or as alpaca: say which with data.format"):
+    with pytest.raises(UserError, match=r"line 1: it could be read as chat or as alpaca: choose one with data.format"):
         form_of_files([both], form="auto", text_field="text")
     words = tmp_path / "words.txt"
     words.write_text("x")
@@ -371,7 +371,7 @@ def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
         prepared(file, tokenizer=chat_tokenizer(), seq_len=12)
     file.write_text((json.dumps({"messages": TALK[:2]}) + "\n") * 3)
     with pytest.raises(
-        UserError, match=r"of the conversations 3 have no answer to learn .* set data.train_on=all"
+        UserError, match=r"of the conversations 3 have no answer to train on .* set data.train_on=all"
     ) as told:
         prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
     assert "seq-len" not in str(told.value)

@@ -226,5 +226,5 @@ def test_parts_of_a_weight() -> None:
     assert torch.equal(torch.cat([one.of("r", whole) for one in made], 1), whole)
     assert torch.equal(made[1].of("w", whole), whole)
     made[0].check({"c": (3, 4), "r": (6, 2), "w": (6, 4)})
-    with pytest.raises(TrainerError, match=r"1 weights were divided otherwise than planned: r \[6, 4\] for \[6, 2\]"):
+    with pytest.raises(TrainerError, match=r"1 weights were not split as planned: r \[6, 4\] for \[6, 2\]"):
         made[0].check({"c": (3, 4), "r": (6, 4)})

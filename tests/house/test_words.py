@@ -172,7 +172,7 @@ def test_a_hub_tokenizer_that_is_not_to_be_had_is_asked_for_once(monkeypatch: py
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
-    with pytest.raises(UserError, match="neither a directory here nor to be had from the hub"):
+    with pytest.raises(UserError, match="neither a directory here nor available from the hub"):
         load_tokenizer("someone/something")
     assert asked == ["someone/something"]
 

@@ -671,8 +671,8 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
         ({"dtype": "fp16"}, "no loss scale, so no fp16"),
         ({"params": "nvme"}, 'params="nvme" needs a drive: add nvme='),
         ({"page_size": 7}, "page_size: 7 is not allowed"),
-        ({"blocks": ["flors"]}, "no part of that name; it has table, floors"),
-        ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True tries all the same\)"),
+        ({"blocks": ["flors"]}, "no submodule of that name; it has table, floors"),
+        ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True runs it anyway\)"),
     ],
 )
 def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> None:

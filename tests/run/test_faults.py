@@ -307,7 +307,7 @@ def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone:
     if damage == "a flipped bit":
         call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=KILL, hold=19)
         run = call(*words, output=output, check=False)
-        assert_told(run, "is not what was written (CRC-32", "delete the file and its sidecar")
+        assert_told(run, "differs from what was written (CRC-32", "delete the file and its sidecar")
     else:
         run = call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=NO_SIGNAL, hold=7)
         assert_told(run, "cut short", "make it again")

@@ -110,7 +110,9 @@ def _torch() -> Check:
     if not hip and not cuda:
         fix = "install torch for that GPU: https://pytorch.org/get-started/locally (README, Cards)"
         return Check("torch", "failure", f"{found} is {build}, and there is a driver: {driver}", fix)
-    fix = f"update the driver to one for {build}, or install torch for an older one; or hide cards with CUDA_VISIBLE_DEVICES"
+    fix = (
+        f"update the driver to one for {build}, install torch for an older one, or hide GPUs with CUDA_VISIBLE_DEVICES"
+    )
     return Check("torch", "failure", f"{found} ({build}) cannot use the driver: {driver}", fix)
 
 

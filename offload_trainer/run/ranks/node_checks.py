@@ -22,15 +22,15 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
     """UserError where this node, which is `machine`, is another kind than rank 0's, or has too little for its plan."""
     here, plan, config = f"node {socket.gethostname()}", planned.plan, planned.config
     if machine.device != planned.machine.device:
-        kinds = {"gpu": "computes on a GPU", "ram": "has none"}
+        kinds = {"gpu": "computes on a GPU", "ram": "has no GPU"}
         raise UserError(
-            f"{here} {kinds[machine.device]}, and that of rank 0 {kinds[planned.machine.device]}: all nodes of a run "
-            "compute alike"
+            f"{here} {kinds[machine.device]}, and the node of rank 0 {kinds[planned.machine.device]}: all nodes "
+            "of a run must use the same kind of device"
         )
     drives = [[drive.directory for drive in one.drives] for one in (planned.machine, machine)]
     if len(drives[0]) != len(drives[1]):
         raise UserError(
-            f"{here} was started with {len(drives[1])} --nvme, the node of rank 0 with {len(drives[0])}: the numbers must match"
+            f"{here} was given {len(drives[1])} --nvme, the node of rank 0 {len(drives[0])}: the numbers must match"
         )
     names = dict(zip(*drives, strict=True))
     items = [replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items]

@@ -98,7 +98,7 @@ def test_earlier_answers_without_their_thoughts() -> None:
 
 
 def test_a_template_that_hides_the_answers_is_refused() -> None:
-    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 in another way .*data.train_on=all"):
+    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 differently .*data.train_on=all"):
         encoded({"messages": TALK}, form="chat", template=COUNTED)
     found = encoded({"messages": TALK}, form="chat", template=COUNTED, everything=True)
     assert all(found.counted)
@@ -287,7 +287,7 @@ def test_the_wish_makes_another_file(tmp_path: Path) -> None:
     other.chat_template = LINES
     others = [
         prepared(file, tokenizer=chat_tokenizer(), seq_len=60),
-        prepared(file, tokenizer=chat_tokenizer(), seq_len=80, loss="all"),
+        prepared(file, tokenizer=chat_tokenizer(), seq_len=80, train_on="all"),
         prepared(file, tokenizer=other, seq_len=80),
     ]
     assert len({first.path, *(tokens.path for tokens in others)}) == 4
@@ -367,7 +367,7 @@ def test_a_template_that_refuses_names_the_line(tmp_path: Path) -> None:
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": TALK[:3]}) + "\n")
-    with pytest.raises(UserError, match=r"first 12 tokens something is learned: all 1 are left out; give more"):
+    with pytest.raises(UserError, match=r"to train on within its first 12: all 1 are left out; give more"):
         prepared(file, tokenizer=chat_tokenizer(), seq_len=12)
     file.write_text((json.dumps({"messages": TALK[:2]}) + "\n") * 3)
     with pytest.raises(
@@ -375,4 +375,4 @@ def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     ) as told:
         prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
     assert "seq-len" not in str(told.value)
-    assert prepared(file, tokenizer=chat_tokenizer(), seq_len=80, loss="all").summary.startswith("3 conversations")
+    assert prepared(file, tokenizer=chat_tokenizer(), seq_len=80, train_on="all").summary.startswith("3 conversations")

@@ -41,7 +41,7 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
     with pytest.raises(UserError, match=r"no \.txt, \.md, \.jsonl.*--data .*train\.bin"):
         find_sources([str(tmp_path)])
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="already tokens"):
+    with pytest.raises(UserError, match="holds tokens"):
         find_sources([str(tmp_path / "a.txt"), str(tmp_path / "train.bin")])
     shards = [tmp_path / "train.bin", tmp_path / "train.bin"]
     assert find_sources([str(shard) for shard in shards]) == shards

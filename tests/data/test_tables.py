@@ -180,7 +180,7 @@ def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
         prepared(tmp_path / "both")
     assert len(prepared(tmp_path / "both" / "train")) > 5
     (tmp_path / "both/train/data-00000-of-00001.arrow").unlink()
-    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow is not there, and .*state\.json names it"):
+    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow does not exist, but .*state\.json names it"):
         prepared(tmp_path / "both" / "train")
     (tmp_path / "both/train/state.json").write_text('{"_data_files": [{"filename": "../../x"}]}')
     with pytest.raises(UserError, match="names no files of a dataset"):

@@ -220,7 +220,7 @@ def test_sigkill_is_told_of_by_the_next_run(words: list, alone: Run, tmp_path: P
     again = assert_goes_on(words, output, alone)
     assert "the last run here ended without a message" in again.text
     assert "removed what 1 run(s) left that died" in again.text
-    assert "without a word" not in call(*words, output=output).text
+    assert "ended without a message" not in call(*words, output=output).text
 
 
 @pytest.mark.box
@@ -310,7 +310,7 @@ def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone:
         assert_told(run, "differs from what was written (CRC-32", "delete the file and its sidecar")
     else:
         run = call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=NO_SIGNAL, hold=7)
-        assert_told(run, "cut short", "make it again")
+        assert_told(run, "cut short", "create it again")
     for path in [*cache.glob("*.bin"), *cache.glob("*.json")]:
         path.unlink()
     assert_goes_on(words, tmp_path / "out", alone)

@@ -79,7 +79,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
         refuse_foreign(page)
         write_comparison(page, title="Runs", losses=[], phases={}, table=[("a",), ("b",)])
     page.write_text("<!doctype html><title>mine</title>")
-    with pytest.raises(UserError, match=r"page\.html: already there, and no report of this program"):
+    with pytest.raises(UserError, match=r"page\.html: already there, but not a report of this program"):
         refuse_foreign(page)
     page.unlink()
     page.symlink_to("other.html")

@@ -68,7 +68,7 @@ def test_a_copy_overwrites_nothing(there: str, tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "demo.yaml"
     path.write_text("mine") if there == "a file" else path.symlink_to("nowhere")
     assert cli.main(["cp", "demo"]) == 2
-    assert "demo.yaml: already there" in capsys.readouterr().err
+    assert "demo.yaml: already exists" in capsys.readouterr().err
     assert (path.read_text() == "mine") if there == "a file" else not (tmp_path / "nowhere").exists()
 
 
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_not_written(
     (tmp_path / "train.yaml").write_text("mine")
     answered(monkeypatch)  # it is refused before the first question
     assert cli.main(["init"]) == 2
-    assert "train.yaml: already there" in capsys.readouterr().err
+    assert "train.yaml: already exists" in capsys.readouterr().err
 
 
 # -- completion ------------------------------------------------------------------------------------------------------

@@ -89,14 +89,14 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no such machine": ("plan --machine nowhere", "nowhere"),
     "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
     "no such recipe": ("cp demmo", "did you mean demo?"),
-    "a recipe over a file": ("cp demo torn.yaml", "torn.yaml: already there"),
+    "a recipe over a file": ("cp demo torn.yaml", "torn.yaml: already exists"),
     "a recipe into no directory": ("cp demo nowhere/demo.yaml", "No such file or directory"),
     "a recipe under no configuration's name": ("cp demo copy.txt", "ends in .yaml"),
     "a recipe without its name": ("cp", "cp needs NAME"),
     "words that nothing is listed by": ("ls everything", "ls needs no words"),
     "another shell": ("completion tcsh", "bash or zsh"),
-    "questions without answers": ("init", "--model gives it too"),
-    "questions over a file": ("init --write torn.yaml", "torn.yaml: already there"),
+    "questions without answers": ("init", "it can also be given with --model"),
+    "questions over a file": ("init --write torn.yaml", "torn.yaml: already exists"),
     "a count that is none": ("bench --drive-gigabytes few", "whole number"),
 }
 

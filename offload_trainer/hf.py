@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
-from offload_trainer.offload.weights.parameter import OffloadedParameter
+from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.session.api import load as load_session
 from offload_trainer.session.kwargs import SessionKeys

@@ -34,7 +34,7 @@ from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import block_names
 from offload_trainer.model.probes import submodules
 from offload_trainer.model.probes.tiny_model import twin_model
-from offload_trainer.offload.weights.prefetch import WeightPrefetcher
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.tiered import layout, submodule_units, traffic
 from offload_trainer.telemetry.meters import PhaseClock
 

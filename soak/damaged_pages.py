@@ -48,7 +48,7 @@ def main() -> None:
     wishes = parser.parse_args()
     load_libraries()
     if wishes.blind:
-        from offload_trainer.offload.pages.checksums import PageChecksums
+        from offload_trainer.offloading.pages.checksums import PageChecksums
 
         PageChecksums.differing = lambda *_, **__: None  # type: ignore[method-assign]
     from offload_trainer.storage.owned_dirs import scratch
@@ -125,8 +125,8 @@ class Trial:
 
     def held(self, leases: list[Path]) -> Step:
         """What these page files hold, read without looking at any checksum."""
-        from offload_trainer.offload.pages.manifest import StoreManifest, read_newest
-        from offload_trainer.offload.pages.store import offsets, size_of_home
+        from offload_trainer.offloading.pages.manifest import StoreManifest, read_newest
+        from offload_trainer.offloading.pages.store import offsets, size_of_home
         from offload_trainer.plan.tiered.state_formats import state_format
 
         content = json.loads((leases[0] / "store.json").read_text())
@@ -332,13 +332,13 @@ class Trial:
 
 def read_as_a_start_does(killed: Killed) -> Step | None:
     """What run/page_file_resume.py and the engine do with them, without the rest of a start."""
-    from offload_trainer.offload.device.base import CpuDevice
-    from offload_trainer.offload.pages.checksums import PageChecksums
-    from offload_trainer.offload.pages.index import files_of
-    from offload_trainer.offload.pages.manifest import read_description, read_newest, refuse_outside
-    from offload_trainer.offload.pages.shadow_pages import ShadowPages
-    from offload_trainer.offload.pages.store import PageStore
-    from offload_trainer.offload.ranks.node_comm import Node
+    from offload_trainer.offloading.device.base import CpuDevice
+    from offload_trainer.offloading.pages.checksums import PageChecksums
+    from offload_trainer.offloading.pages.index import files_of
+    from offload_trainer.offloading.pages.manifest import read_description, read_newest, refuse_outside
+    from offload_trainer.offloading.pages.shadow_pages import ShadowPages
+    from offload_trainer.offloading.pages.store import PageStore
+    from offload_trainer.offloading.ranks.node_comm import Node
     from offload_trainer.optim.checksum import zlib_sum
     from offload_trainer.plan.tiered.layout import Page
     from offload_trainer.plan.tiered.state_formats import state_format
@@ -406,7 +406,7 @@ def kill_at_write(number: int) -> None:
 
 def keep_each_record(folder: Path) -> None:
     """Copy the private directories whenever the record of a step is written."""
-    from offload_trainer.offload.pages.manifest import read_description
+    from offload_trainer.offloading.pages.manifest import read_description
     from offload_trainer.storage.ab_record import Record
 
     write = Record.write

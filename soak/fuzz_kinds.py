@@ -31,7 +31,7 @@ from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.model.pretrained import pretrained_weights
-from offload_trainer.offload.pages.index import PageIndex
+from offload_trainer.offloading.pages.index import PageIndex
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import settle_and_plan
 from offload_trainer.plan.tiered.layout import pages_of, units_of

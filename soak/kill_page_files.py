@@ -25,7 +25,7 @@ from kill_ranks import Ranks
 from trials import Command, Difference, compare_file, finish, lines, rows, soak_of_kills
 
 from offload_trainer.errors import UserError
-from offload_trainer.offload.pages.index import read_store
+from offload_trainer.offloading.pages.index import read_store
 
 STEPS = 30
 KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form of moments, one drive or two
@@ -187,7 +187,7 @@ class Trial:
 
 def _loops_step(folder: Path) -> int:
     """Of the loop, which is ahead of the updates where some were skipped."""
-    from offload_trainer.offload.pages.manifest import read_description, read_newest
+    from offload_trainer.offloading.pages.manifest import read_description, read_newest
 
     newest = read_newest(read_description(folder))
     assert newest is not None

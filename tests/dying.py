@@ -56,7 +56,7 @@ def half(descriptor: int, data: bytes, at: int) -> None:
 if where == "page":
     os.pwritev = before(os.pwritev, of("state"))
 elif where == "flip":
-    from offload_trainer.offload.pages.store import PageStore
+    from offload_trainer.offloading.pages.store import PageStore
 
     PageStore.flip = before(PageStore.flip, lambda *_: True)  # type: ignore[method-assign]
 elif where == "half":

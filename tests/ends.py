@@ -153,7 +153,7 @@ def arm(moment: Moment) -> None:
     from offload_trainer import checkpoint, trainer
     from offload_trainer.engine.tiered import TieredEngine
     from offload_trainer.export import final_export
-    from offload_trainer.offload.pages.named_state import TieredSnapshot
+    from offload_trainer.offloading.pages.named_state import TieredSnapshot
     from offload_trainer.optim import kernel_cache
     from offload_trainer.run import planning, process_setup
 

@@ -24,7 +24,7 @@ from offload_trainer.cli import main
 
 
 def full_save(directory: str) -> None:
-    from offload_trainer.offload.pages.named_state import TieredSnapshot
+    from offload_trainer.offloading.pages.named_state import TieredSnapshot
 
     write, saves = TieredSnapshot.write, itertools.count(1)
 

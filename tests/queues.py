@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.offload.device.cuda import CudaDevice
+from offload_trainer.offloading.device.cuda import CudaDevice
 from offload_trainer.storage import host_memory
 
 

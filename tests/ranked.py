@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.mesh import RUN
-from offload_trainer.offload.pages.named_state import TieredSnapshot
+from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.ranks import all_gather_object, place_here, wait_for_all
 from offload_trainer.storage.transfer import ThreadedTransfers
 

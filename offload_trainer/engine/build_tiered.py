@@ -12,11 +12,11 @@ import torch
 from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import DTYPES
-from offload_trainer.offload.allocation import Layout
-from offload_trainer.offload.device.base import CpuDevice, Device
-from offload_trainer.offload.device.cuda import CudaDevice
-from offload_trainer.offload.pages.drive_dirs import Drives
-from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.offloading.allocation import Layout
+from offload_trainer.offloading.device.base import CpuDevice, Device
+from offload_trainer.offloading.device.cuda import CudaDevice
+from offload_trainer.offloading.pages.drive_dirs import Drives
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel

@@ -1,7 +1,7 @@
 """Apply the heap settings of `plan/memory/malloc_threshold.py` before an engine is built, and return freed memory
 afterwards.
 
-keep_heap ── an engine is built ── built ── steps (the tiered engine's blocks: offload/device/heap_trim.py)
+keep_heap ── an engine is built ── built ── steps (the tiered engine's blocks: offloading/device/heap_trim.py)
 """
 
 from __future__ import annotations

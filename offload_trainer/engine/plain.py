@@ -21,7 +21,7 @@ from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.offload.gradients.norms import clip_factor, norm_of
+from offload_trainer.offloading.gradients.norms import clip_factor, norm_of
 from offload_trainer.optim.state_files import (
     BlockingSnapshot,
     EngineState,

@@ -24,11 +24,11 @@ from offload_trainer.model.init_weights import parameters_without_memory
 from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.ulysses import DividedAttention, share_rows
-from offload_trainer.offload.device.base import Device
-from offload_trainer.offload.gradients.norms import clip_factor
-from offload_trainer.offload.model import OffloadedModel
-from offload_trainer.offload.pages.named_state import TieredSnapshot
-from offload_trainer.offload.update.speculative import MispredictionWatch
+from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.gradients.norms import clip_factor
+from offload_trainer.offloading.model import OffloadedModel
+from offload_trainer.offloading.pages.named_state import TieredSnapshot
+from offload_trainer.offloading.update.speculative import MispredictionWatch
 from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.deepspeed.zero_buffers import Placement

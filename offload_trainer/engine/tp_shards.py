@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.activations.partitioned import Partitioned
+from offload_trainer.offloading.activations.partitioned import Partitioned
 from offload_trainer.plan.shape import ModelShape, Weight
 
 _DIVIDED = {"column": 0, "row": -1}  # the dimension; nn.Linear's weights are [outputs, inputs], biases [outputs]

@@ -1,7 +1,7 @@
 """Page files that the same command goes on from after a kill, without a checkpoint.
 
     RUN/pages           the directories on drives whose page files are this run's, one a line (storage/scratch_dir)
-    <lease>/record      after each step which places hold it, and the rest of the state (offload/pages/index)
+    <lease>/record      after each step which places hold it, and the rest of the state (offloading/pages/index)
     <lease>/run.json    what the run was made with, to be compared as a checkpoint's manifest is
 
 Where all state is on drives and pages have two places, the files always hold one whole step. A run resumes from them
@@ -34,8 +34,8 @@ from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.offload.pages.index import files_of
-from offload_trainer.offload.pages.manifest import (
+from offload_trainer.offloading.pages.index import files_of
+from offload_trainer.offloading.pages.manifest import (
     DESCRIPTION,
     Newest,
     StoreManifest,

@@ -127,7 +127,7 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
 
 def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
     """With two places, where nothing is said of that and the run's own page files have them: they are gone on from."""
-    from offload_trainer.offload.pages.manifest import read_description
+    from offload_trainer.offloading.pages.manifest import read_description
     from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
     section = config.tiered

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
-from offload_trainer.offload.weights.parameter import OffloadedParameter
+from offload_trainer.offloading.weights.parameter import OffloadedParameter
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

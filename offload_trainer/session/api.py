@@ -23,7 +23,7 @@ from offload_trainer.engine.cpu_heap import built, keep_heap
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory
 from offload_trainer.model.loader import DTYPES, resolve_model, save_model_config
-from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.max_seq_len import with_fewer_buffers
 from offload_trainer.plan.memory.activation_offload import inputs_of

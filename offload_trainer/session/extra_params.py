@@ -18,7 +18,7 @@ from torch import nn
 
 from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
-from offload_trainer.offload.weights.parameter import OffloadedParameter
+from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Lion, hyper_of_group
 from offload_trainer.optim.state_files import StateFile, write_files
 from offload_trainer.optim.torch_adam import lion

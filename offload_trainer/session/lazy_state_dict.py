@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_trainer.offload.weights.lazy_weight import LazyWeight
-from offload_trainer.offload.weights.parameter import OffloadedParameter
+from offload_trainer.offloading.weights.lazy_weight import LazyWeight
+from offload_trainer.offloading.weights.parameter import OffloadedParameter
 
 
 def listed(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
-from offload_trainer.offload.weights.parameter import OffloadedParameter
+from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, hyper_of_group
 from offload_trainer.plan.tiered.state_formats import LION, UpdateRule
 from offload_trainer.session.extra_params import named_residents, update_residents

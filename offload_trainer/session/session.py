@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import NonFiniteGradient, UserError
-from offload_trainer.offload.autograd import not_compiled
-from offload_trainer.offload.gradients.norms import clip_factor
-from offload_trainer.offload.model import OffloadedModel
-from offload_trainer.offload.weights.parameter import (
+from offload_trainer.offloading.autograd import not_compiled
+from offload_trainer.offloading.gradients.norms import clip_factor
+from offload_trainer.offloading.model import OffloadedModel
+from offload_trainer.offloading.weights.parameter import (
     OffloadedParameter,
     forget_writes,
     refuse_recording,

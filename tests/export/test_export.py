@@ -23,7 +23,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offload.pages.index import read_store
+from offload_trainer.offloading.pages.index import read_store
 from offload_trainer.storage.scratch_dir import DriveLease, is_alive, kept
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")

@@ -26,7 +26,7 @@ from offload_trainer.engine import build_tiered
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.run import process_setup

@@ -17,7 +17,7 @@ HOUSE = (
     ("settings",),
     ("storage", "ranks"),
     ("optim", "retention"),
-    ("offload",),
+    ("offloading",),
     ("machine", "model", "data", "telemetry"),
     ("engine",),
     ("checkpoint",),

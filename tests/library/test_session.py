@@ -28,8 +28,8 @@ import offload_trainer as ot
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import UserError
 from offload_trainer.export.export_command import export
-from offload_trainer.offload.pages.store import UnitStore
-from offload_trainer.offload.update.updater import Updater
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api, saving
 from offload_trainer.session.process_memory import ThisProcess

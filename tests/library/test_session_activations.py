@@ -11,7 +11,7 @@ from bench_of_engines import assert_same
 from trainers import model_folder, rows
 
 import offload_trainer as ot
-from offload_trainer.offload.activations.offload import Activations
+from offload_trainer.offloading.activations.offload import Activations
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -86,7 +86,11 @@ def test_what_it_cannot_keep_is_refused(folder: Path, drive: Path) -> None:
             second.backward()
             with pytest.raises(ot.UserError, match="another forward came between"):
                 first.backward()
+        ids = rows(1)[0]["input_ids"][None]
+        with session.micro_batch():
+            whole, direct = session.model(ids).logits, session.model.forward(ids).logits
+        assert torch.equal(whole, direct)
         with session.micro_batch(), pytest.raises(ot.UserError, match="was called by itself"):
-            session.model.forward(rows(1)[0]["input_ids"][None])
+            session.model.base_model(ids)
     with pytest.raises(ot.UserError, match="needs checkpointed activations"):
         ot.offload(torch.nn.Linear(3, 3), offload_activations="cpu", say=lambda _: None)

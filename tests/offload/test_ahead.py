@@ -23,10 +23,10 @@ from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.update.speculative import MispredictionWatch, SpeculativeStep
-from offload_trainer.offload.update.step_params import decision_of
-from offload_trainer.offload.update.updater import Updater
-from offload_trainer.offload.weights.prefetch import WeightPrefetcher
+from offload_trainer.offloading.update.speculative import MispredictionWatch, SpeculativeStep
+from offload_trainer.offloading.update.step_params import decision_of
+from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import units_of

@@ -20,10 +20,10 @@ from test_overlap import BEHIND, HOMES, gpt2, plain
 from test_shares import on_streams
 from test_tiered import skip_last_block
 
-from offload_trainer.offload.gradients.collector import Gradients
-from offload_trainer.offload.pages.store import PageStore
-from offload_trainer.offload.update.page_pipeline import PagePipeline
-from offload_trainer.offload.weights.placed import PlacedWeights
+from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.update.page_pipeline import PagePipeline
+from offload_trainer.offloading.weights.placed import PlacedWeights
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from test_gradients import model, names, places, sums
 
-from offload_trainer.offload.device.base import CpuDevice
-from offload_trainer.offload.gradients import norms
-from offload_trainer.offload.pages.store import UnitStore
-from offload_trainer.offload.ranks.node_comm import Addressed, Node
-from offload_trainer.offload.ranks.sharded_gradients import AnyGradients, SharedGradients
-from offload_trainer.offload.ranks.shared_norms import SharedNorms
+from offload_trainer.offloading.device.base import CpuDevice
+from offload_trainer.offloading.gradients import norms
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.node_comm import Addressed, Node
+from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, SharedGradients
+from offload_trainer.offloading.ranks.shared_norms import SharedNorms
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import norm_shards
 from offload_trainer.plan.tiered.layout import RAM, stretch_of, units_of

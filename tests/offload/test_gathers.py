@@ -19,10 +19,10 @@ from threads import Threads
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.device.base import copy_alone
-from offload_trainer.offload.ranks.fetch_matching import FetchMatching
-from offload_trainer.offload.ranks.node_comm import Node
-from offload_trainer.offload.ranks.weight_all_gather import PendingGather, WeightAllGather
+from offload_trainer.offloading.device.base import copy_alone
+from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.ranks.weight_all_gather import PendingGather, WeightAllGather
 from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.plan.tiered.weight_transfer import even_part
 from offload_trainer.storage.host_memory import host_buffer

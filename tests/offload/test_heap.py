@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_trainer.offload.device import heap_trim
+from offload_trainer.offloading.device import heap_trim
 
 
 def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

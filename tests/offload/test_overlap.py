@@ -23,11 +23,11 @@ from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.pages.index import PageIndex
-from offload_trainer.offload.pages.store import PageStore
-from offload_trainer.offload.update.progress import UpdateProgress
-from offload_trainer.offload.update.updater import Updater
-from offload_trainer.offload.weights.placed import PlacedWeights
+from offload_trainer.offloading.pages.index import PageIndex
+from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.update.progress import UpdateProgress
+from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import PhaseClock
 

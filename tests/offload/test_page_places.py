@@ -18,11 +18,11 @@ from late import LateTransfers
 
 import offload_trainer.engine.build_tiered as parts
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.offload.pages.checksums import DamagedPage
-from offload_trainer.offload.pages.index import read_store
-from offload_trainer.offload.pages.named_state import TieredSnapshot
-from offload_trainer.offload.pages.shadow_pages import places_of
-from offload_trainer.offload.update.updater import Updater
+from offload_trainer.offloading.pages.checksums import DamagedPage
+from offload_trainer.offloading.pages.index import read_store
+from offload_trainer.offloading.pages.named_state import TieredSnapshot
+from offload_trainer.offloading.pages.shadow_pages import places_of
+from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.offload.activations.partitioned import Partitioned, piece_of
+from offload_trainer.offloading.activations.partitioned import Partitioned, piece_of
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 7), (3, 4), (1, 1, 1), (2, 1)])

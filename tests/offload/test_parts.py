@@ -12,7 +12,7 @@ from late import LateDevice, LateTransfers, hasty
 from ranked import FILES, Case, run_ranks
 from safetensors.torch import load_file
 
-import offload_trainer.offload.model as offloaded_model
+import offload_trainer.offloading.model as offloaded_model
 from offload_trainer.errors import UserError
 from offload_trainer.telemetry.meters import read_io
 

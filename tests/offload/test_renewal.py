@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.update.progress import UpdateProgress
+from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.plan.tiered.layout import Page
 
 UNITS = [0, 1, 2]

@@ -12,7 +12,7 @@ from bench_of_engines import REENTRANT, batches, engine, model_directory, train
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offload.weights.prefetch import WeightPrefetcher
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.memory_fallbacks import as_wished
 from offload_trainer.settings import load_config

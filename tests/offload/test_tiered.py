@@ -28,8 +28,8 @@ import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.pages.checksums import DamagedPage
-from offload_trainer.offload.pages.named_state import TieredSnapshot
+from offload_trainer.offloading.pages.checksums import DamagedPage
+from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.plan.tiered.state_formats import state_format
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import offload_trainer as ot
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offload.pages.index import read_store
+from offload_trainer.offloading.pages.index import read_store
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan

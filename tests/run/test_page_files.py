@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from workplaces import dead_lease
 
 from offload_trainer.errors import AGAIN
-from offload_trainer.offload.pages.index import read_store
-from offload_trainer.offload.pages.manifest import read_description, read_newest
+from offload_trainer.offloading.pages.index import read_store
+from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.run.planning import _as_left
 from offload_trainer.run.resume_point import ANEW, goes_on, made_with
 from offload_trainer.settings import load_config

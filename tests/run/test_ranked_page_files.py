@@ -16,7 +16,7 @@ from ranked import call_ranks
 from test_page_files import ALL, DYING, gone_on, left, place  # noqa: F401  # a fixture
 from test_page_files import killed as killed_alone
 
-from offload_trainer.offload.pages.manifest import read_description, read_newest
+from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.storage.scratch_dir import folders_in, hold
 
 TIERED = [*ALL, "--engine", "tiered"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.device.cuda import CudaDevice
-from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.offloading.device.cuda import CudaDevice
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.storage import host_memory
 
 

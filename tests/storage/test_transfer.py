@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.pages.store import WriteBackCache
+from offload_trainer.offloading.pages.store import WriteBackCache
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Future, ThreadedTransfers
 

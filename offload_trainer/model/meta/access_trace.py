@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from offload_trainer.offload.autograd import in_backward
+from offload_trainer.offloading.autograd import in_backward
 from offload_trainer.plan.shape import Order
 
 

@@ -1,6 +1,6 @@
 """Count the block inputs that activation checkpointing keeps, and place them on the device, in RAM or on drives.
 
-The engine (`offload/activations/offload.py`) allocates with these numbers, and the plan counts with them.
+The engine (`offloading/activations/offload.py`) allocates with these numbers, and the plan counts with them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What ranks move for each other in a step: bytes of one node on every link, and their seconds. Pure arithmetic.
 
-The tiered engine (`offload/ranks/sharded_gradients.py`, `node_comm.py`): N ranks, n of them on each of K nodes, a
+The tiered engine (`offloading/ranks/sharded_gradients.py`, `node_comm.py`): N ranks, n of them on each of K nodes, a
 micro-batches each, weights of e bytes, sums of g. Of a unit T elements are trained, of which S are updated on this node
 and R by a rank:
 

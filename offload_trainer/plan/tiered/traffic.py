@@ -1,7 +1,7 @@
 """Count the bytes that each phase of the tiered engine's step moves. Pure arithmetic.
 
 The counts are exact: weights are fetched by the same ring buffers (`plan/tiered/weight_buffers.py`), and gradients are
-visited in the order of `offload/gradients/collector.py`. A prefetch counts in the phase that uses it.
+visited in the order of `offloading/gradients/collector.py`. A prefetch counts in the phase that uses it.
 """
 
 from __future__ import annotations

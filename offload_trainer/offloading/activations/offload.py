@@ -1,0 +1,232 @@
+"""Offload the inputs of checkpointed blocks to host memory or drives in the forward; prefetch them in the backward.
+
+    forward   input ──side stream──> host buffer (──> drive)      its device memory is free once it is copied
+    backward  (drive ──>) host buffer ──side stream──> device     one block ahead of its recomputation
+
+In host memory each input has its own buffer. For drives a few buffers form a ring: input n passes through buffer
+n % count. In the forward a buffer is reused once its bytes are on the drive, in the backward once its input has been
+copied to the device. The computation never waits for copies to the host, but the host waits if more than a few are in
+flight. Inputs are expected back from the last block to the first; any other order is correct, but slower.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.activations.recompute_hooks import keep_inputs
+from offload_trainer.offloading.device.base import Device, ReturnCopy
+from offload_trainer.offloading.pages.store import offsets
+from offload_trainer.plan.memory.activation_offload import INPUTS_UNDER_WAY, BlockInputs
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
+
+
+class Hooks(Protocol):
+    """Saved-tensor hooks for everything that is not a block input."""
+
+    def pack(self, tensor: torch.Tensor) -> Any: ...
+
+    def unpack(self, saved: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An offloaded input: its forward, and its number in that forward."""
+
+    forward: int
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass
+class _Buffer:
+    """A host buffer, and the input that it holds or is receiving."""
+
+    memory: torch.Tensor  # uint8
+    ring: bool = False  # part of the ring in front of the drives
+    number: int | None = None
+    filled: Future = field(default_factory=done)
+    readers: list[Future] = field(default_factory=list)  # transfers that still read from it
+
+    def of(self, kept: _Kept) -> torch.Tensor:
+        return self.memory[: kept.size].view(kept.dtype)
+
+    @property
+    def free(self) -> Future:
+        """Return a future that completes when all transfers with this buffer have ended."""
+        return together([self.filled, *self.readers])
+
+
+class Activations:
+    """Stores the block inputs of one forward until its backward has used them."""
+
+    def __init__(
+        self,
+        inputs: BlockInputs,
+        *,
+        device: Device,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        otherwise: Hooks | None = None,
+    ) -> None:
+        """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
+
+        Without `files` all inputs are kept in host memory; otherwise the files store `inputs.homes(len(files))`.
+        `otherwise` receives everything else that autograd saves with the inputs.
+        """
+        self._device, self._transfers, self._otherwise = device, transfers, otherwise
+        self._inputs, self._files = inputs, tuple(files)
+        self._homes = inputs.homes(len(files))
+        self._offsets = offsets([inputs.size] * len(self._homes), self._homes)
+        count = inputs.buffers if files else inputs.count
+        memory = host_buffer(count * inputs.size, pinned=device.is_cuda)
+        made = [_Buffer(memory[n * inputs.size :][: inputs.size], ring=bool(files)) for n in range(count)]
+        self._ring = made if files else []
+        self._own = {} if files else dict(enumerate(made))
+        self._forward, self._within = 0, False  # number of the current forward, and whether it is running
+        self._kept: list[_Kept] = []  # inputs of this forward, by number
+        self._written: dict[int, Future] = {}
+        self._leaving: deque[Future] = deque()  # copies from the device, the oldest first
+        self._coming: dict[int, tuple[torch.Tensor, ReturnCopy]] = {}
+
+    def attach(self, model: nn.Module) -> None:
+        """Make the checkpointed blocks of `model` store their inputs here, also if checkpointing is enabled again."""
+        keep_inputs(model, self)
+
+    def begin(self) -> None:
+        """Raise UserError if no whole forward is running."""
+        if not self._within:
+            raise UserError(
+                "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
+                "whole forwards keep: call the model"
+            )
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Wrap each forward that a backward follows; its inputs replace those of the previous forward."""
+        self._kept.clear()
+        self._coming.clear()
+        self._forward += 1
+        self._within = True
+        try:
+            yield
+        finally:
+            self._within = False
+        self._look_ahead(len(self._kept) - 1)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def keep(self, tensor: torch.Tensor) -> _Kept:
+        kept = _Kept(self._forward, len(self._kept), tensor.shape, tensor.dtype)
+        self._kept.append(kept)
+        buffer = self._buffer(kept)
+        buffer.free.wait()
+        buffer.number, buffer.readers = kept.number, []
+        buffer.filled = self._device.keep(tensor.detach().view(-1), buffer.of(kept))
+        if buffer.ring:
+            buffer.readers.append(self._write(kept, buffer))
+        self._leaving.append(buffer.filled)
+        if len(self._leaving) > INPUTS_UNDER_WAY:
+            self._leaving.popleft().wait()  # otherwise inputs in flight would fill the device's memory
+        return kept
+
+    def leave(self, tensor: torch.Tensor) -> Any:
+        return self._otherwise.pack(tensor) if self._otherwise else tensor.detach()
+
+    def _buffer(self, kept: _Kept) -> _Buffer:
+        if self._ring and kept.number < self._inputs.count and kept.size <= self._inputs.size:
+            return self._ring[kept.number % len(self._ring)]
+        buffer = self._own.get(kept.number)
+        if buffer is None or buffer.memory.numel() < kept.size:
+            if buffer is not None:
+                buffer.free.wait()
+            buffer = self._own[kept.number] = _Buffer(host_buffer(kept.size, pinned=self._device.is_cuda))
+        return buffer
+
+    def _place(self, kept: _Kept, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
+        size = -(-kept.size // SECTOR) * SECTOR
+        return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
+
+    def _write(self, kept: _Kept, buffer: _Buffer) -> Future:
+        """Start writing an input to its drive once the buffer is filled."""
+        place = self._place(kept, buffer)
+        written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
+        return written
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def give(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Kept):
+            saved: torch.Tensor = self._otherwise.unpack(kept) if self._otherwise else kept
+            return saved
+        if kept.forward != self._forward:
+            raise UserError(
+                "another forward came between a forward and its backward, and what the first one kept is gone: with "
+                "offload_activations each backward follows its forward"
+            )
+        coming = self._coming.pop(kept.number) if kept.number in self._coming else self._bring(kept)
+        values, returned = coming
+        returned.arrival.wait()
+        self._look_ahead(kept.number - 1)
+        return values.view(kept.shape)
+
+    def _look_ahead(self, number: int) -> None:
+        if number >= 0 and not self._coming:
+            self._coming[number] = self._bring(self._kept[number])
+
+    def _bring(self, kept: _Kept) -> tuple[torch.Tensor, ReturnCopy]:
+        """Start copying an input to the device, and then reading the next input into the same buffer."""
+        buffer = self._buffer(kept)
+        if buffer.number != kept.number:
+            self._read(kept, buffer)
+        values = torch.empty(kept.shape.numel(), dtype=kept.dtype, device=self._device.place)
+        after = self._device.mark()
+        returned = self._device.copy_back(buffer.of(kept), values, after=after, ready=buffer.filled)
+        buffer.readers.append(returned.left)
+        ahead = kept.number - len(self._ring)
+        if buffer.ring and ahead >= 0 and self._buffer(self._kept[ahead]) is buffer:
+            self._read(self._kept[ahead], buffer)
+        return values, returned
+
+    def _read(self, kept: _Kept, buffer: _Buffer) -> None:
+        """Fill the buffer from the drive as soon as it is free."""
+        place = self._place(kept, buffer)
+        before = together([buffer.free, self._written[kept.number]])
+        buffer.number, buffer.readers = kept.number, []
+        buffer.filled = _after(before, lambda: self._transfers.read(*place))
+
+    def close(self) -> None:
+        """Wait for all transfers, successful or not."""
+        for buffer in (*self._ring, *self._own.values()):
+            with suppress(Exception):
+                buffer.free.wait()
+
+
+def _after(before: Future, start: Callable[[], Future]) -> Future:
+    """Call `start` when `before` completes; return a future that completes with its result or with the first error."""
+    future = Future()
+
+    def start_copy(error: BaseException | None) -> None:
+        if error is None:
+            try:
+                start().then(future.finish_part)
+                return
+            except BaseException as caught:
+                error = caught
+        future.finish_part(error)
+
+    before.then(start_copy)
+    return future

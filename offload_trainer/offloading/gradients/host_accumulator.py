@@ -1,0 +1,203 @@
+"""Accumulate gradients in host memory and on drives, on a separate thread.
+
+    ring ──job, in the order of arrival──> sums in host memory
+                                           staging ──a unit at a time──> drive (and back, for the next micro-batch)
+
+The thread waits for copies and drives and does the additions, so that autograd's thread does not. After an error
+nothing more is added, and every wait raises the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.plan.tiered.layout import Unit, stretch_of
+from offload_trainer.storage.transfer import Future, Workers, done, ending
+
+# Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
+_ALONE = (1 << 15) - 1
+
+
+@dataclass
+class _Staging:
+    """A host buffer in which a unit's sums are accumulated before they are written to their drive."""
+
+    buffer: torch.Tensor
+    unit: int | None = None
+    brought: bool = False  # the buffer contains the unit's earlier sums
+    writing: Future | None = None
+
+
+class StagedSums:
+    """The sums of `store` in host memory, either permanently or in staging buffers in front of drives.
+
+    With several ranks each one reads and writes its range of a unit, through buffers that all ranks share. No rank may
+    write into a buffer before a barrier after all ranks' `claim`.
+    """
+
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, node: Node) -> None:
+        """Allocate `stagings` buffers for blocks with sums on a drive; all other such units share one buffer."""
+        self._units, self._store, self._node = tuple(units), store, node
+        away = [unit for unit in units if store.homes[unit.index] >= 0]
+        self._stagings = {
+            True: self._make([unit for unit in away if unit.block], stagings),
+            False: self._make([unit for unit in away if not unit.block], 1),
+        }
+        self._written: set[int] = set()  # units whose earlier sums are on their drive
+
+    def _make(self, units: Sequence[Unit], count: int) -> list[_Staging]:
+        dtype = self._store.dtype
+        size = max((unit.trained for unit in units), default=0) * dtype.itemsize
+        return [_Staging(self._node.memory(size).view(dtype)) for _ in range(min(count, len(units)))]
+
+    def claim(self, unit: int) -> None:
+        """Assign a staging buffer to the unit, after writing this rank's earlier contents to their drive."""
+        if self._store.host(unit) is not None or self._staging_of(unit) is not None:
+            return
+        ring = self._stagings[self._units[unit].block]
+        self._send(ring[-1])  # most likely complete; later gradients are added to it after reading it back
+        staging = ring[0]
+        ring.append(ring.pop(0))  # the least recently used buffer is first
+        self._settle(staging)
+        staging.unit, staging.brought = unit, False
+
+    def collecting(self, unit: int) -> torch.Tensor:
+        """Return the host memory that currently holds the unit's sums."""
+        inside = self._store.host(unit)
+        if inside is not None:
+            return inside
+        self.claim(unit)
+        staging = self._staging_of(unit)
+        assert staging is not None
+        if not staging.brought:
+            self._bring(self._units[unit], staging)
+        return staging.buffer[: self._units[unit].trained]
+
+    def _staging_of(self, unit: int) -> _Staging | None:
+        ring = self._stagings[self._units[unit].block]
+        return next((staging for staging in ring if staging.unit == unit), None)
+
+    def _bring(self, unit: Unit, staging: _Staging) -> None:
+        """Read a unit's earlier sums from the drive, if there are any."""
+        first, end = self._stretch(unit)
+        if unit.index not in self._written:
+            _clear_between(unit, staging.buffer, first=first, end=end)
+        elif first < end:
+            for other in self._stagings[unit.block]:
+                self._settle(other)
+            self._store.read(unit.index, first, staging.buffer[first:end]).wait()
+        staging.brought = True
+
+    def _stretch(self, unit: Unit) -> tuple[int, int]:
+        return stretch_of(unit, self._node.rank, ranks=self._node.world)
+
+    def _send(self, staging: _Staging) -> None:
+        """Start writing a unit's sums to their drive."""
+        unit, staging.unit = staging.unit, None
+        if unit is None or not staging.brought:
+            return
+        first, end = self._stretch(self._units[unit])
+        if first < end:
+            staging.writing = self._store.write(unit, first, staging.buffer[first:end])
+        self._written.add(unit)
+
+    def send(self, unit: int) -> Future:
+        """Start writing the sums of the most recent unit; the future completes when they are stored."""
+        staging = self._staging_of(unit)
+        if staging is None:
+            return done()  # the sums are permanently in host memory
+        self._send(staging)
+        return staging.writing or done()
+
+    def _settle(self, staging: _Staging) -> None:
+        """Wait until the buffer's contents are on their drive."""
+        if staging.writing is not None:
+            staging.writing.wait()
+            staging.writing = None
+
+    def send_all(self) -> None:
+        """Write all sums of this rank, and wait until they are stored."""
+        stagings = [staging for ring in self._stagings.values() for staging in ring]
+        for staging in stagings:
+            self._send(staging)
+        for staging in stagings:
+            self._settle(staging)
+
+    def clear(self) -> None:
+        """Begin the next step; call it after `send_all`."""
+        self._written.clear()
+
+
+class HostAccumulator:
+    """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
+
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, alone: bool) -> None:
+        """Start the thread. `stagings`: see `StagedSums`. `alone`: add with one thread, because all cores compute."""
+        self._staged, self._alone = StagedSums(units, store, stagings=stagings, node=Node()), alone
+        self._error: BaseException | None = None
+        self._worker = Workers(1, "sums")
+
+    def put(self, work: Callable[[], object], future: Future) -> None:
+        """Queue `work`; the future completes after it, or with the first error of this thread."""
+
+        def unless_broken() -> None:
+            if self._error is not None:
+                raise self._error
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+                raise
+
+        self._worker.put(ending(future, unless_broken))
+
+    def finish(self) -> None:
+        """Wait until everything is added and stored; raise the first error."""
+        future = Future()
+        self.put(self._staged.send_all, future)
+        future.wait()
+
+    def complete(self, unit: int) -> Future:
+        """Return a future that completes when all queued work is done and the most recent unit's sums are stored."""
+        begun, home = Future(), Future()
+        begun.then(lambda error: home.finish_part(error) if error is not None else None)
+        self.put(lambda: self._staged.send(unit).then(home.finish_part), begun)
+        return home
+
+    def clear(self) -> None:
+        """Begin the next step; call it after `finish`."""
+        self._staged.clear()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def add(self, unit: int, start: int, values: torch.Tensor, *, first: bool) -> None:
+        """Add to a unit's sums from element `start` on, or overwrite them if these gradients are the first."""
+        target = self.collecting(unit)[start : start + values.numel()]
+        size = _ALONE if self._alone else max(1, values.numel())
+        for part, more in zip(target.split(size), values.split(size), strict=True):
+            part.copy_(more) if first else part.add_(more)
+
+    def collecting(self, unit: int) -> torch.Tensor:
+        """Return the host memory that currently holds the unit's sums."""
+        return self._staged.collecting(unit)
+
+
+def _clear_between(unit: Unit, sums: torch.Tensor, *, first: int, end: int) -> None:
+    """Set the padding between weights in [first, end) to zero, because the update reads it and it shares scales.
+
+    The sums of a weight start with its first gradient; without a gradient they are not read.
+    """
+    places = [place for place in unit.places if place.weight.trainable]
+    starts = [place.start for place in places[1:]] + [unit.trained]
+    for place, start in zip(places, starts, strict=True):
+        between = slice(max(first, place.start + place.weight.numel), min(end, start))
+        if between.start < between.stop:
+            sums[between].zero_()

@@ -1,0 +1,249 @@
+"""The tiered engine's state by the weight's name: out to files while training goes on, and back from them.
+
+    PageSnapshot ── page by page ──> master, exp_avg, exp_avg_sq (and scales), each page at its place in the file
+    files ── page by page ──> pages, and the 16-bit weights made from the masters
+
+A page is a stretch of a unit, so walking pages in order walks each file in order. Each rank walks the pages that it
+updates, so several make the files together; their headers, and what is not on pages, are rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.pages.snapshot import PageSnapshot
+from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.optim.moment_codec import stored_moment
+from offload_trainer.optim.split_masters import read_masters, with_remainders, write_masters
+from offload_trainer.optim.state_files import (
+    EngineState,
+    StateFile,
+    StoredKind,
+    fixed_file,
+    read_engine_state,
+    read_tensors,
+    refuse_to_save,
+    write_engine_state,
+    write_files,
+)
+from offload_trainer.plan.tiered.layout import Place, Unit
+from offload_trainer.ranks import ALONE, Group
+from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, file_of
+
+
+class TieredState:
+    """Masters and moments in `store`, 16-bit weights in `weights`, both laid out as `units`."""
+
+    def __init__(
+        self, units: Sequence[Unit], store: PageStore, weights: PlacedWeights, *, numbers: Sequence[int]
+    ) -> None:
+        """`numbers`: of the pages that this rank updates, in order."""
+        self.units, self.store, self.weights, self._numbers = units, store, weights, numbers
+        self.places: dict[str, tuple[Unit, Place]] = {
+            place.weight.name: (unit, place) for unit in units for place in unit.places
+        }
+
+    def names(self, *, trainable: bool) -> list[str]:
+        """In the order of the pages."""
+        return [name for name, (_, place) in self.places.items() if place.weight.trainable == trainable]
+
+    def shapes(self, *, trainable: bool) -> dict[str, tuple[int, ...]]:
+        return {name: self.places[name][1].weight.shape for name in self.names(trainable=trainable)}
+
+    def beside(self, steps: Mapping[str, int], *, loss_scale: float | None, good_steps: int) -> EngineState:
+        """What belongs to the state beside its tensors, once each weight has been changed in so many `steps`."""
+        most = max(steps.values(), default=0)
+        return EngineState(
+            optimizer_steps=most,
+            loss_scale=loss_scale,
+            good_steps=good_steps,
+            states=self.store.format.moments.name,
+            rule=self.store.format.rule.name,
+            weight_steps={name: count for name, count in steps.items() if count != most},
+        )
+
+    def entry(self, field: str, name: str) -> TensorEntry:
+        """How one field of a weight is stored."""
+        weight = self.places[name][1].weight
+        kind = self.store.format.whole.fields[field]
+        shape = weight.shape if kind.per == 1 else (kind.entries(weight.numel),)
+        return TensorEntry(name, DTYPES[kind.dtype], shape)
+
+    def master(self, name: str) -> torch.Tensor:
+        """A copy of one master: fp32, whole. With several nodes all ranks ask."""
+        unit, place = self.places[name]
+        here = unit.index, place.start, place.weight.numel
+        masters = [field for field in ("master", "remainder", "ties") if field in self.store.format.fields]
+        weights = self.weights.get(*here) if self.store.format.remainders else None
+        values = read_masters({field: self.store.get(field, *here) for field in masters}, weights)
+        self.weights.complete(values, unit, place)
+        return values.view(place.weight.shape)
+
+    def put_master(self, name: str, master: torch.Tensor) -> None:
+        """Set one master (fp32, 1-D). Beside remainders its weight, too, is what is rounded of it. Then `flush`."""
+        unit, place = self.places[name]
+        fields = {"master": master}
+        if self.store.format.remainders:
+            fields, weights = with_remainders(fields, self.store.format)
+            self.weights.put(unit.index, place.start, weights)
+        for field, values in fields.items():
+            self.store.put(field, unit.index, place.start, place.weight.numel, values)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A copy of one weight, in the run's dtype."""
+        unit, place = self.places[name]
+        return self.weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
+
+    def fixed_files(self) -> list[StateFile]:
+        shapes = {name: (shape, self.weights.dtype) for name, shape in self.shapes(trainable=False).items()}
+        return fixed_file(shapes, self.weight)
+
+    def pieces(self, number: int) -> Iterator[tuple[str, slice]]:
+        """The weights on a page, each with its stretch of the page's elements."""
+        page = self.store.pages[number]
+        for place in self.units[page.unit].places:
+            first = max(place.start, page.start)
+            last = min(place.start + place.weight.numel, page.start + page.elements)
+            if place.weight.trainable and first < last:
+                yield place.weight.name, slice(first - page.start, last - page.start)
+
+    # -- back from files ----------------------------------------------------------------------------------------------
+
+    def load(self, directory: Path, node: Node) -> EngineState:
+        """Set everything to what `directory` holds, whichever engine wrote it and however it stored moments.
+
+        All ranks call it, and each reads what belongs to its own pages; what is not trained is read once.
+        """
+        node.once(lambda: self._load_fixed(directory))
+        self.weights.spread_fixed()
+        state = node.each(lambda: self._load_pages(directory))
+        self.weights.broadcast()
+        return state
+
+    def _load_pages(self, directory: Path) -> EngineState:
+        """This rank's pages, and the weights made from them."""
+        ours = self.store.format.whole
+        state = read_engine_state(directory, rule=ours.rule)
+        shapes, theirs = self.shapes(trainable=True), state.format
+        with ExitStack() as stack:
+            stored = {kind: stack.enter_context(StoredKind(directory, kind, shapes=shapes)) for kind in ours.rule.kinds}
+            for kind, held in stored.items():
+                if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
+                    raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
+            for number, fields in self.store.replaced(self._numbers):
+                self._fill_page(number, fields, stored, converted=theirs != ours)
+        self.flush()
+        return state
+
+    def _load_fixed(self, directory: Path) -> None:
+        """The weights that are not trained."""
+        fixed = self.shapes(trainable=False)
+        if fixed and self.names(trainable=True):
+            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
+                unit, place = self.places[name]
+                self.weights.put(unit.index, place.start, tensor.reshape(-1))
+        self.weights.flush()
+
+    def _fill_page(
+        self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
+    ) -> None:
+        """Set a page, which is all zero, and the 16-bit weights made from its masters."""
+        moments = self.store.format.rule.moments
+        for moment in moments:  # what pads a weight shares its last scale
+            stored_moment(moment, fields).start_at_zero()
+        page, halves = self.store.pages[number], self.store.format.remainders
+        master = torch.zeros(page.elements) if halves else fields["master"]
+        for name, stretch in self.pieces(number):
+            start = page.start + stretch.start
+            within, count = start - self.places[name][1].start, stretch.stop - stretch.start
+            master[stretch].copy_(stored["master"].in_fp32(name, within, count))
+            for moment in moments:
+                here, source = stored_moment(moment, fields, stretch), stored[moment.name]
+                if converted:
+                    here.write(source.in_fp32(name, within, count))
+                    continue
+                values, scales = source.as_stored(name, within, count)
+                here.values.copy_(values)
+                if here.scales is not None and scales is not None:
+                    here.scales.copy_(scales)
+        if halves:
+            write_masters(fields, torch.empty(page.elements, dtype=self.weights.dtype), master)
+        self.weights.put_page(page.unit, page.start, master)
+
+    def make_weights(self) -> None:
+        """The 16-bit weights of all that this rank updates, rounded from the masters on its pages as they are."""
+        for number, fields in PageSnapshot(self.store, self._numbers).pages():
+            page = self.store.pages[number]
+            self.weights.put_page(page.unit, page.start, fields["master"])
+        self.flush()
+
+    def flush(self) -> None:
+        """What was put has reached its home, and no memory is held for it."""
+        self.store.flush()
+        self.weights.flush()
+
+
+@dataclass(frozen=True)
+class TieredSnapshot:
+    """The state of one moment. The engine's update waits for the pages that are not written yet, nothing else does."""
+
+    held: TieredState
+    state: EngineState
+    pages: PageSnapshot
+    behind: bool = True
+
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
+        """One file a field, by all ranks of `group` at once. TrainerError where the disk or a drive refuses."""
+        names = self.held.names(trainable=True)
+        fields = self.held.store.format.whole.fields
+        entries = {field: [self.held.entry(field, name) for name in names] for field in fields}
+        written: dict[str, Any] = {}
+        headers: dict[str, Piece] = {}
+
+        def begin() -> None:
+            for field, its in entries.items():
+                headers[field] = PlacedWriter.make(directory / f"{field}.safetensors", its)
+
+        def end() -> None:
+            if names:  # where nothing is trained the weights are as they were loaded, and are not written again
+                written.update(write_files(directory, self.held.fixed_files(), writes=True))
+            self.held.weights.flush()
+            write_engine_state(directory, self.state)
+
+        group.first(begin)
+        pieces = group.each(lambda: self._write_pages(directory, entries), dict[str, list[Piece]])
+        group.first(end)  # the update waits for pages, so they go first
+        if group.rank:
+            return {}
+        of = {field: [headers[field], *(piece for one in pieces for piece in one[field])] for field in fields}
+        return {f"{field}.safetensors": asdict(file_of(its)) for field, its in of.items()} | written
+
+    def _write_pages(self, directory: Path, entries: Mapping[str, list[TensorEntry]]) -> dict[str, list[Piece]]:
+        """This rank's pages to their places, all files at once; what was written of each."""
+        writers = {field: PlacedWriter(directory / f"{field}.safetensors", its) for field, its in entries.items()}
+        with ThreadPoolExecutor(len(writers)) as threads:
+            for number, fields in self.pages.pages():
+                list(threads.map(lambda field: self._put(writers[field], field, number, fields[field]), writers))  # noqa: B023 - waited for
+        return {field: writer.close() for field, writer in writers.items()}
+
+    def _put(self, writer: PlacedWriter, field: str, number: int, values: torch.Tensor) -> None:
+        kind, page = self.held.store.format.whole.fields[field], self.held.store.pages[number]
+        for name, stretch in self.held.pieces(number):
+            stored = values[stretch.start // kind.per : kind.entries(stretch.stop)]
+            refuse_to_save(name, stored, field=field)
+            within = page.start + stretch.start - self.held.places[name][1].start
+            writer.put(name, within // kind.per, stored)
+
+    def close(self) -> None:
+        self.pages.close()

@@ -1,0 +1,309 @@
+"""Stage pages for the update: read them from their drive into host buffers, and write them back after the update.
+
+    drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
+
+Each slot is a host buffer with one page that is being read, is ready, or is being written. When a write completes, its
+thread starts the next read into the slot immediately. Pages arrive after all gradients are complete, in the order of
+the next forward. Before that, pages on drives may be offered unit by unit as their gradients complete
+(`offloading/update/speculative`), again in the order of the next forward. Otherwise idle slots prefetch the state of
+pages whose gradients are not complete yet.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients
+from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.plan.tiered.update_staging import Route, host_slot
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import Future, done, together
+
+
+@dataclass
+class StagedPage:
+    """A page in a slot. Parts that are not staged are empty tensors."""
+
+    route: Route
+    state: torch.Tensor  # uint8
+    gradient: torch.Tensor
+    out: torch.Tensor
+    loaded: list[Future]
+    slot: int
+    after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
+
+
+@dataclass(frozen=True)
+class PendingWrite:
+    """An updated page that is being written back."""
+
+    weights: Future  # the new weights are written
+    whole: Future  # the new weights and the state are written
+
+
+class PagePipeline:
+    """The staged pages of `store`."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        weights: PlacedWeights,
+        gradients: AnyGradients,
+        *,
+        device: Device,
+        routes: Sequence[Route],
+        slots: int,
+    ) -> None:
+        """Allocate `slots` buffers for the staged pages of `routes`, which arrive in that order."""
+        self._store, self._weights, self._gradients = store, weights, gradients
+        self._routes = [route for route in routes if route.through_host]
+        sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
+        parts = host_slot(routes, format=store.format, **sizes)
+        self._slots = [
+            host_buffer(parts.total, pinned=device.is_cuda).split([parts.state, parts.gradient, parts.weights])
+            for _ in range(min(slots, len(self._routes)))
+        ]
+        self._free = list(range(len(self._slots)))
+        self._on_drives: dict[int, list[Route]] = {}  # pages on drives by unit
+        for route in self._routes:
+            if route.page.home >= 0:
+                self._on_drives.setdefault(route.page.unit, []).append(route)
+        self._waiting: deque[Route] = deque()  # pages with complete gradients, not in a slot yet
+        self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete
+        self._early: list[StagedPage] = []  # prefetched pages in slots
+        self._is_early = False  # gradients are not complete yet
+        self._ready: queue.SimpleQueue[StagedPage | BaseException | None] = queue.SimpleQueue()
+        self._inside: set[int] = set()  # pages in slots that are not updated yet
+        self._offered_to: object = None  # the speculative step that pages are offered to
+        self._order: list[int] = []  # order in which its units (or the previous step's) were offered
+        self._turns: dict[int, int] = {}  # position of each unit in the previous step's offers
+        self._overdue: list[Future] = []  # prefetches of units that were expected earlier and did not come
+        self._made: dict[int, Any] = {}  # event after which the gradients of an offered unit are complete
+        self._after: Any = None  # event after which all of the step's gradients are complete
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def read_ahead(self) -> None:
+        """Prefetch the first pages' state while gradients are still being computed."""
+        if not self._is_early:  # after a skipped step the pages are still in the slots
+            self._read_early(self._routes)
+
+    def _read_early(self, routes: Sequence[Route]) -> None:
+        with self._lock:
+            self._is_early, self._expected = True, deque(routes)
+            free, self._free = self._free, []
+        for slot in free:
+            self._fill(slot)
+
+    def forget_ahead(self) -> None:
+        """Discard prefetched pages, because their state will change."""
+        with self._lock:
+            early, self._early = self._early, []
+            self._is_early = False
+            self._expected.clear()
+            self._waiting.clear()
+            overdue, self._overdue = self._overdue, []
+        together(overdue).wait()
+        for page in early:
+            together(page.loaded).wait()
+            self._let_go(page)
+
+    def begin(self, *, after: Any, but: Container[int] = ()) -> None:
+        """Stage all pages except `but`; all gradients are complete after the event `after`."""
+        with self._lock:
+            self._after, self._offered_to, self._is_early = after, None, False
+            self._made.clear()
+            self._expected.clear()
+            early, self._early = self._early, []
+            left = (one for one in self._routes if one.number not in self._inside and one.number not in but)
+            self._waiting = deque(left)
+            free, self._free = self._free, []
+        for page in early:
+            self._complete(page)
+        for slot in free:
+            self._fill(slot)
+
+    def next(self, *, wait: bool) -> StagedPage | None:
+        """Return a page that has arrived, or None if there is none or at an `interrupt`; raise transfer errors."""
+        try:
+            arrived = self._ready.get(block=wait)
+        except queue.Empty:
+            return None
+        if isinstance(arrived, BaseException):
+            raise arrived
+        return arrived
+
+    def send(self, page: StagedPage, computed: Future) -> PendingWrite:
+        """Write an updated page back after `computed`, and then reuse its slot."""
+        with self._lock:
+            self._inside.discard(page.route.number)
+        sent = PendingWrite(Future(), Future())
+        sent.whole.then(lambda error: self._refill(page.slot, error))
+        computed.then(lambda error: self._leave(page, sent, error))
+        return sent
+
+    # -- speculative updates ------------------------------------------------------------------------------------------
+
+    def expect(self, step: object) -> None:
+        """Accept offers of pages for a speculative step, and prefetch in the order of the last step's offers.
+
+        `interrupt`, and then `begin` or `withdraw`, ends this.
+        """
+        self.forget_ahead()
+        with self._lock:
+            self._offered_to = step
+            order, self._order = self._order, []
+            self._turns = {unit: turn for turn, unit in enumerate(order)}
+        self._read_early([route for unit in order for route in self._on_drives.get(unit, ())])
+
+    def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
+        """Stage a unit's pages on drives; its gradients are complete after the event `made`."""
+        if error is not None:
+            self._ready.put(error)
+            return
+        with self._lock:
+            if step is not self._offered_to:
+                return  # the step is decided, so `begin` stages all pages
+            self._made[unit] = made
+            self._order.append(unit)
+            early = [page for page in self._early if page.route.page.unit == unit]
+            self._early = [page for page in self._early if page.route.page.unit != unit]
+            new = [route for route in self._on_drives.get(unit, ()) if route.number not in self._inside]
+            self._waiting = deque(sorted([*self._waiting, *new], key=lambda route: route.number))
+            overdue = self._not_come(self._turns.get(unit, -1))
+            free, self._free = self._free, []
+        for page in early:
+            self._complete(page)
+        for slot in free:
+            self._fill(slot)
+        for page, read in overdue:
+            read.then(partial(self._refill, page.slot))
+
+    def _not_come(self, turn: int) -> list[tuple[StagedPage, Future]]:
+        """Return the prefetched pages, with their reads, that must give up their slots because others need them.
+
+        These are pages whose unit came before `turn` in the previous step and has not come now. If prefetched pages
+        fill all slots, all of them give up theirs: units may come in another order, and nothing else would free a slot.
+        """
+        late = {unit for unit, its in self._turns.items() if its <= turn}
+        self._expected = deque(route for route in self._expected if route.page.unit not in late)
+        if self._free or not self._waiting:
+            return []
+        if len(self._early) == len(self._slots):
+            late |= {page.route.page.unit for page in self._early}
+        overdue = [(page, together(page.loaded)) for page in self._early if page.route.page.unit in late]
+        self._early = [page for page in self._early if page.route.page.unit not in late]
+        self._inside.difference_update(page.route.number for page, _ in overdue)
+        self._overdue += [read for _, read in overdue]
+        return overdue
+
+    def interrupt(self) -> None:
+        """Make `next` return None after the pages that have arrived."""
+        self._ready.put(None)
+
+    def withdraw(self) -> None:
+        """Discard all offered pages, and wait until no slot holds one; raise transfer errors."""
+        with self._lock:
+            self._offered_to = None
+            self._made.clear()
+        self.forget_ahead()
+        while self._inside:
+            page = self.next(wait=True)
+            assert page is not None
+            self._let_go(page)
+
+    def read_back(self, numbers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the valid state of each of these pages on drives; the slots must be empty."""
+        for number in numbers:
+            data = self._slots[0][0][: self._store.bytes_of(number)]
+            self._store.read(number, data).wait()
+            yield number, data
+
+    def _let_go(self, page: StagedPage) -> None:
+        with self._lock:
+            self._inside.discard(page.route.number)
+            self._free.append(page.slot)
+
+    # -- on any thread ------------------------------------------------------------------------------------------------
+
+    def _fill(self, slot: int) -> None:
+        """Start reading the next page into a slot, or mark the slot as free."""
+        with self._lock:
+            early = not self._waiting
+            coming = self._expected if early else self._waiting
+            if not coming:
+                self._free.append(slot)
+                return
+            page = self._begun(coming.popleft(), slot)
+            if early:
+                self._early.append(page)
+                return
+        self._complete(page)
+
+    def _begun(self, route: Route, slot: int) -> StagedPage:
+        """Start reading a page's state into a slot."""
+        self._inside.add(route.number)
+        state, gradient, out = self._slots[slot]
+        count, through = route.page.elements, route.through_host
+        page = StagedPage(
+            route=route,
+            state=state[: self._store.bytes_of(route.number) if "state" in through else 0],
+            gradient=gradient.view(self._gradients.dtype)[: count if "gradient" in through else 0],
+            out=out.view(self._weights.dtype)[: count if "weights" in through else 0],
+            loaded=[],
+            slot=slot,
+        )
+        if "state" in through:
+            page.loaded.append(self._store.read(route.number, page.state))
+        return page
+
+    def _complete(self, page: StagedPage) -> None:
+        """Read the gradient, and the old weight for split masters; report the page when everything has arrived."""
+        page.after = self._made.get(page.route.page.unit, self._after)
+        if "gradient" in page.route.through_host:
+            where = page.route.page
+            page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=page.after))
+        if "weights" in page.route.through_host and self._store.format.remainders:
+            where = page.route.page
+            page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=page.after))
+        together(page.loaded).then(lambda error: self._ready.put(error or page))
+
+    def _leave(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:
+        """Start writing a page back. For a page that the device computed, this runs on a transfer thread."""
+        route = page.route
+        where, through = route.page, route.through_host
+        weights = state = done()
+        try:
+            if error is not None:
+                raise error
+            if "weights" in through:
+                weights = self._weights.commit(where.unit, where.start, page.out, after=page.after)
+            if "state" in through:
+                state = self._store.write(route.number, page.state)
+        except BaseException as caught:
+            sent.weights.finish_part(caught)
+            sent.whole.finish_part(caught)
+            return
+        weights.then(sent.weights.finish_part)
+        together([weights, state]).then(sent.whole.finish_part)
+
+    def _refill(self, slot: int, error: BaseException | None) -> None:
+        """Reuse a slot. Errors are reported through `next`, because they must not end the transfer's thread."""
+        try:
+            if error is not None:
+                raise error
+            self._fill(slot)
+        except BaseException as caught:
+            self._ready.put(caught)

@@ -1,0 +1,181 @@
+"""Track which units have their new weights while an update runs, so that a forward waits only for the unit it needs.
+
+    update   page written, page written, ... ──told_by──> the unit's future ──> `wait`, or `fetched`: copy to the device
+    end      all units, and the update's last actions ──> `finish`
+
+With several ranks each updates its own pages of a unit. A thread then visits the units in the order of the forward,
+waits for this rank's pages and for the other ranks' threads, and only then reports the unit. It never waits for a
+training thread.
+
+An error completes every pending future with that error, and every later wait raises it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from offload_trainer.offloading.device.base import DeviceCopy
+from offload_trainer.plan.tiered.layout import Page
+from offload_trainer.storage.transfer import Future, Workers, done
+
+
+class UpdateProgress:
+    """The progress of one update after the other. Pages may be reported on any thread."""
+
+    def __init__(
+        self, pages: Sequence[Page], *, units: Sequence[int] = (), agree: Callable[[int], None] | None = None
+    ) -> None:
+        """Track `pages`, which are all that an update changes on this rank.
+
+        `agree(unit)`, with several ranks, returns when every rank has called it and the new weights of all ranks have
+        arrived. `units` lists the units that any rank changes, in the order of the forward.
+        """
+        self._pages = Counter(page.unit for page in pages)
+        self._left: Counter[int] = Counter()  # pages of each unit that are not written yet
+        self._units: dict[int, Future] = {}  # units without their new weights, or whose update failed
+        self._agree, self._order = agree, tuple(units)
+        self._here: dict[int, Future] = {}  # with several ranks: this rank's pages of a unit are written
+        self._thread = Workers(1, "update_progress") if agree else None
+        self._end = done()
+        self._lock = threading.Lock()
+        self._began = 0.0
+        self.waited = 0.0  # seconds that others have waited for new weights
+        self._took = 0.0  # total seconds of all updates
+
+    def begin(self, *, since: float | None = None) -> None:
+        """Begin an update after the previous one has ended. `since`: the time of its first speculative page, if any."""
+        with self._lock:
+            self._left = Counter(self._pages)
+            self._units = {unit: Future() for unit in (self._order if self._agree else self._pages)}
+            self._here = {unit: Future() for unit in self._pages} if self._agree else {}
+            self._end, self._began = Future(), since or time.perf_counter()
+        if self._thread is not None:
+            self._thread.put(self._agree_on_all)
+
+    def _agree_on_all(self) -> None:
+        """Agree on one unit after the other on the thread, in the same order as the other ranks' threads."""
+        assert self._agree is not None
+        try:
+            for unit in self._order:
+                if unit in self._here:
+                    self._here[unit].wait()
+                self._agree(unit)
+                with self._lock:
+                    future = self._units.pop(unit)
+                future.finish_part()
+        except BaseException as error:
+            self._fail(error)
+
+    def told_by(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
+        """Return a callback for when the new weights of `pages` pages of a unit are written, or for an error."""
+
+        def told(error: BaseException | None) -> None:
+            if error is not None:
+                self._fail(error)
+                return
+            with self._lock:
+                self._left[unit] -= pages
+                future = None
+                if self._left[unit] == 0:
+                    future = self._here.get(unit) if self._agree else self._units.pop(unit, None)
+            if future is not None:
+                future.finish_part()
+
+        return told
+
+    def _fail(self, error: BaseException) -> None:
+        """Complete all pending futures with the error."""
+        with self._lock:
+            left = [*self._units.values(), *self._here.values()]
+        for future in left:
+            if not future.done:
+                future.finish_part(error)
+
+    def wait_for_pages(self) -> None:
+        """Wait until all units have their new weights."""
+        with self._lock:
+            left = list(self._units.values())
+        for future in left:
+            future.wait()
+
+    def end(self, error: BaseException | None) -> None:
+        """End the update."""
+        if error is not None:
+            self._fail(error)
+        self._took += time.perf_counter() - self._began
+        self._end.finish_part(error)
+
+    def close(self) -> None:
+        """End the thread. If it waits for a rank that never comes, leave it to the end of the process."""
+        if self._thread is not None:
+            self._thread.close(patience=1.0)
+
+    # -- waiting for new weights --------------------------------------------------------------------------------------
+
+    @property
+    def of_all_ranks(self) -> bool:
+        """Return whether a unit also waits for other ranks' pages."""
+        return self._agree is not None
+
+    @property
+    def hidden(self) -> float:
+        """Return the total seconds of updates that were hidden behind other work."""
+        return max(0.0, self._took - self.waited)
+
+    def is_home(self, unit: int) -> bool:
+        return unit not in self._units
+
+    def wait(self, unit: int) -> None:
+        """Wait for the unit's new weights; raise the update's error."""
+        future = self._units.get(unit)
+        if future is not None:
+            self._wait(future)
+
+    def finish(self) -> None:
+        """Wait for the end of the update; raise its error, each time."""
+        self._wait(self._end)
+
+    @property
+    def under_way(self) -> bool:
+        return not self._end.done
+
+    def fetched(self, unit: int, fetch: Callable[[], DeviceCopy]) -> DeviceCopy:
+        """Call `fetch` as soon as the unit has its new weights: now, or on the thread that reports it."""
+        future = self._units.get(unit)
+        return fetch() if future is None else _Later(future, fetch, self._wait)
+
+    def _wait(self, future: Future) -> None:
+        if future.done:
+            future.wait()
+            return
+        start = time.perf_counter()
+        try:
+            future.wait()
+        finally:
+            self.waited += time.perf_counter() - start
+
+
+class _Later:
+    """A fetch that begins when its unit has its new weights."""
+
+    def __init__(self, home: Future, fetch: Callable[[], DeviceCopy], wait: Callable[[Future], None]) -> None:
+        self._fetch, self._wait = fetch, wait
+        self._arrival: DeviceCopy | None = None
+        self._begun = Future()
+        home.then(self._begin)
+
+    def _begin(self, error: BaseException | None) -> None:
+        if error is None:
+            try:
+                self._arrival = self._fetch()
+            except BaseException as caught:
+                error = caught
+        self._begun.finish_part(error)
+
+    def wait(self) -> None:
+        self._wait(self._begun)
+        assert self._arrival is not None
+        self._arrival.wait()

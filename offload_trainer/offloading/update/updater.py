@@ -1,0 +1,372 @@
+"""Update all pages of optimizer state: drives prefetch and write back while the CPU and the device compute.
+
+    drive ──state, gradient──> buffer ──kernel──> buffer ──state, 16-bit weight──> drive    staged pages (`moving`)
+                               memory ──kernel──> memory                                    pages in RAM
+                               device ──its kernel──> device                                pages on the device
+
+The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
+RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
+the order does not change a bit. `UpdateProgress` records each page that has been written back. Pages on drives
+may be updated before the step's clipping factor is known (`ahead`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.pages.snapshot import PageSnapshot
+from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients
+from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
+from offload_trainer.offloading.update.progress import UpdateProgress
+from offload_trainer.offloading.update.speculative import SpeculativeStep
+from offload_trainer.offloading.update.step_params import StepParams
+from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, within
+from offload_trainer.plan.tiered.update_staging import Route, device_slot
+from offload_trainer.storage.transfer import Future, Workers, done, ending, together
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A page's route, and the memory of its parts that are updated in place; None for parts staged in host memory."""
+
+    route: Route
+    state: torch.Tensor | None  # uint8
+    gradient: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The update of one step."""
+
+    decision: StepParams
+    after: Any  # event on the device after which all gradients are complete
+    kept: Collection[int] = ()  # pages whose speculative update is valid
+
+
+class Updater:
+    """Run updates over `store`, `gradients` and `weights`."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        weights: PlacedWeights,
+        gradients: AnyGradients,
+        update_progress: UpdateProgress,
+        *,
+        device: Device,
+        kernels: tuple[Kernel, Kernel],
+        routes: Sequence[Route],
+        slots: int,
+        behind: bool,
+        ahead: bool = False,
+    ) -> None:
+        """Prepare the update.
+
+        Args:
+            store: pages of optimizer state.
+            weights: 16-bit weights, which receive the new values.
+            gradients: gradient sums.
+            renewal: records which units have their new weights.
+            device: the device that computes forward and backward.
+            kernels: the CPU's kernel, and the kernel for pages on `device`.
+            routes: the pages to update and how they are staged, in the order in which a forward needs them.
+            slots: number of host staging buffers.
+            behind: run the update on a thread, so that it overlaps the next forward.
+            ahead: allow pages on drives to be updated during the backward.
+        """
+        self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, update_progress
+        self._device, (self._kernel, self._device_kernel) = device, kernels
+        self.moving = PagePipeline(store, weights, gradients, device=device, routes=routes, slots=slots)
+        self._paths = {route.number: self._resolved(route) for route in routes}
+        self.numbers = sorted(self._paths)  # the pages that this rank updates
+        staying = [path for path in self._paths.values() if not path.route.through_host]
+        self._staying = [path for path in staying if not path.route.on_device]
+        living = [path for path in staying if path.route.on_device]
+        self._living = {unit: list(paths) for unit, paths in groupby(living, lambda path: path.route.page.unit)}
+        inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
+        self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
+        self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
+        self._snapshot: PageSnapshot | None = None
+        assert not ahead or (behind and not store.format.remainders)  # split masters would lose their old weights
+        self._leaving: list[PendingWrite] = []  # pages of the current update that are being written back
+        self._coming: tuple[SpeculativeStep, Future] | None = (
+            None  # the next speculative step; the future: it accepts pages
+        )
+        self._ahead: SpeculativeStep | None = None  # the speculative updates of the current step
+        self._thread = Workers(1, "update") if behind else None
+        if self._thread is not None and not device.is_cuda:
+            _take_one_core(self._thread)
+
+    def _resolved(self, route: Route) -> _Path:
+        """Look up the memory of a page's parts once, because tiers do not change."""
+        page, there, host = route.page, route.on_device, route.through_host
+        state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
+        sums_there = there and "gradient" not in route.through_device
+        sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
+        weights_there = there and "weights" not in route.through_device
+        weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
+        return _Path(
+            route,
+            state=None if "state" in host else state,
+            gradient=None if "gradient" in host else _part(sums, route),
+            out=None if "weights" in host else _part(weights, route),
+        )
+
+    def snapshot(self) -> PageSnapshot:
+        """Return a snapshot of the current state. No page changes before the snapshot has read it or is closed."""
+        self._snapshot = PageSnapshot(self._store, self.numbers, weights=self._weights)
+        return self._snapshot
+
+    def start(
+        self,
+        decision: StepParams,
+        *,
+        at_end: Callable[[], None],
+    ) -> None:
+        """Start one step's update; `renewal.finish` waits for its end.
+
+        `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
+        the state is partly of the previous step and partly of this one.
+        """
+        step, ahead = _Step(decision, after=self._device.mark()), self._taken()
+        self._renewal.begin(since=ahead.began if ahead else None)
+        if self._thread is None:
+            self._carry_out(step, at_end, None)
+            self._renewal.finish()
+        else:
+            self._thread.put(partial(self._carry_out, step, at_end, ahead))
+
+    @torch.no_grad()
+    def _carry_out(self, step: _Step, at_end: Callable[[], None], ahead: SpeculativeStep | None) -> None:
+        try:
+            self._leaving = []
+            self._walk(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
+            self._renewal.wait_for_pages()
+            together([sent.whole for sent in self._leaving]).wait()
+            at_end()
+        except BaseException as error:
+            self._renewal.end(error)
+        else:
+            self._renewal.end(None)
+
+    def _walk(self, step: _Step) -> None:
+        """Queue the device's pages, and compute the others as they arrive."""
+        self.moving.begin(after=step.after, but=step.kept)
+        for unit, paths in self._living.items():
+            with self._device.beside(after=step.after):
+                for path in paths:
+                    self._compute_on_device(path, None, step)
+                self._device.reached().then(self._renewal.told_by(unit, pages=len(paths)))
+        staying, left = deque(self._staying), len(self.moving) - len(step.kept)
+        while staying or left:
+            page = self.moving.next(wait=not staying)
+            if page is None:
+                path = staying.popleft()
+                self._compute(path, None, step)
+                self._renewal.told_by(path.route.page.unit)(None)
+                continue
+            left -= 1
+            path = self._paths[page.route.number]
+            if page.route.on_device:
+                with self._device.beside(after=step.after):
+                    self._compute_on_device(path, page, step)
+                    self._goes_home(page.route, self.moving.send(page, self._device.reached()))
+            else:
+                self._compute(path, page, step)
+                self._goes_home(page.route, self.moving.send(page, done()))
+
+    def _goes_home(self, route: Route, sent: PendingWrite) -> None:
+        """Report the page when its weights are written, or with several ranks when its state is written as well."""
+        self._leaving.append(sent)
+        home = sent.whole if self._renewal.of_all_ranks else sent.weights
+        home.then(self._renewal.told_by(route.page.unit))
+
+    def close(self) -> None:
+        """Wait for the current update, successful or not, and end the thread."""
+        self._taken()
+        if self._thread is not None:
+            self._thread.close()
+
+    # -- speculative updates, before the step's decision is known ------------------------------------------------------
+
+    def expect(self, decision: StepParams) -> None:
+        """Announce the expected decision of the next step.
+
+        The state that its backward completes first is prefetched from now on, or after the current update.
+        """
+        assert self._thread is not None
+        ahead, told = SpeculativeStep(decision), Future()
+        self._coming = ahead, told
+        self._thread.put(ending(told, partial(self.moving.expect, ahead)))
+
+    def begin_ahead(self) -> None:
+        """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
+
+        Without an expected decision this prefetches the first pages. With one, pages on drives are updated as soon as
+        their gradients are complete.
+        """
+        coming, self._coming = self._coming, None
+        if coming is None:
+            self.moving.read_ahead()
+            return
+        assert self._thread is not None
+        self._ahead, told = coming
+        told.wait()  # otherwise the first units would be offered too early
+        self._gradients.watch(partial(self.moving.offer, self._ahead))
+        self._thread.put(partial(self._go_ahead, self._ahead))
+
+    def skip(self) -> bool:
+        """Undo the speculative updates of a step that is skipped; return whether weights had been changed."""
+        ahead = self._taken()
+        if ahead is None or self._thread is None:
+            return False
+        undone = Future()
+        self._thread.put(ending(undone, partial(self._undo, ahead)))
+        undone.wait()
+        return True
+
+    def _taken(self) -> SpeculativeStep | None:
+        """Return the speculative updates of the current step, and stop accepting pages."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.moving.interrupt()
+        return ahead
+
+    @torch.no_grad()
+    def _go_ahead(self, ahead: SpeculativeStep) -> None:
+        """Update offered pages on the thread until interrupted."""
+        step = _Step(ahead.expected, after=None)
+        try:
+            while (page := self.moving.next(wait=True)) is not None:
+                ahead.began = ahead.began or time.perf_counter()
+                self._compute(self._paths[page.route.number], page, step)
+                ahead.written[page.route.number] = self.moving.send(page, done())
+        except BaseException as error:
+            ahead.error = error
+
+    def _keep(self, ahead: SpeculativeStep, step: _Step) -> set[int]:
+        """Return the pages whose speculative update is valid; wait until the others can be updated again."""
+        if ahead.error is not None:
+            raise ahead.error
+        kept = ahead.kept(step.decision, self._store.pages)
+        together([sent.whole for number, sent in ahead.written.items() if number not in kept]).wait()
+        for number in kept:
+            self._goes_home(self._paths[number].route, ahead.written[number])
+        return kept
+
+    def _undo(self, ahead: SpeculativeStep) -> None:
+        """Discard speculative pages, and restore their weights from the masters that are still valid."""
+        if ahead.error is not None:
+            raise ahead.error
+        self.moving.withdraw()
+        together([sent.whole for sent in ahead.written.values()]).wait()
+        self._store.forget_written()
+        for number, data in self.moving.read_back(sorted(ahead.written)):
+            page = self._store.pages[number]
+            self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
+        self._weights.flush()
+
+    # -- a page -------------------------------------------------------------------------------------------------------
+
+    def _compute(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
+        """Update one page on the CPU, with its parts in a staging buffer or in place."""
+        data, gradient, out = _memory(path, arrived)
+        self._update(self._kernel, path.route, data, gradient, out, step, rest="weights" in path.route.through_host)
+
+    def _compute_on_device(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
+        """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
+        route, count = path.route, path.route.page.elements
+        data, gradient, home = _memory(path, arrived)
+        if "gradient" in route.through_device:
+            gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
+        leaves = "weights" in route.through_device
+        out = self._device_out[:count] if leaves else home
+        if leaves and self._store.format.remainders:
+            out.copy_(home, non_blocking=True)
+        self._update(self._device_kernel, route, data, gradient, out, step, rest=leaves)
+        if leaves:
+            home.copy_(out, non_blocking=True)
+
+    def _update(
+        self,
+        kernel: Kernel,
+        route: Route,
+        data: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        step: _Step,
+        *,
+        rest: bool,
+    ) -> None:
+        """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
+        if self._snapshot is not None:
+            self._snapshot.wait_for(route.number)
+        page = route.page
+        fields = self._store.fields(route.number, data)
+        decision = step.decision
+        parts = within(decision.stretches[page.unit], page.start, page.start + page.elements)
+        if rest and not self._store.format.remainders:  # with split masters `out` already holds all weights
+            _copy_rest(fields["master"], out, parts)
+        kernel.update_page(
+            fields,
+            gradient,
+            out,
+            parts,
+            format=self._store.format,
+            scale=decision.scale,
+            noise=None if decision.noise is None else RoundingNoise(decision.noise, page.unit, page.start),
+        )
+
+
+def _take_one_core(thread: Workers) -> None:
+    """Limit torch to one core on this thread, and leave all other threads as they are."""
+    threads, taken = torch.get_num_threads(), Future()
+
+    def take() -> None:
+        torch.get_num_threads()  # makes torch initialise this thread first; otherwise it would overwrite the next line
+        torch.set_num_threads(1)
+
+    thread.put(ending(taken, take))
+    taken.wait()
+    torch.set_num_threads(threads)  # also sets the default for new threads
+
+
+def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the memory of a page's state, gradient and new weights: in place or in its staging buffer."""
+    if arrived is None:
+        assert path.state is not None
+        assert path.gradient is not None
+        assert path.out is not None
+        return path.state, path.gradient, path.out
+    return (
+        arrived.state if path.state is None else path.state,
+        arrived.gradient if path.gradient is None else path.gradient,
+        arrived.out if path.out is None else path.out,
+    )
+
+
+def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
+    """Return a page's range of its unit."""
+    assert whole is not None
+    return whole[route.page.start :][: route.page.elements]
+
+
+def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[ParamRange]) -> None:
+    """Round the masters of the elements between `stretches`."""
+    ends = [0, *(part.end for part in stretches)]
+    starts = [*(part.start for part in stretches), master.numel()]
+    for end, start in zip(ends, starts, strict=True):
+        if start > end:
+            out[end:start].copy_(master[end:start], non_blocking=True)

@@ -1,0 +1,517 @@
+"""Parameters whose values may be away from the device: reading gives their values, writing is refused.
+
+A parameter stays the object that it was and takes the class `OffloadedParameter`. A tensor that shares its memory (a
+view, `detach()`, `.data`) takes the class `ParameterView`. torch asks both classes before each operation
+(`__torch_function__`):
+
+    shape, dtype, device, ...    answered without fetching anything
+    values, inside its module    the module's hook has fetched them
+    values, anywhere else        fetched for this operation, into memory that no other weight uses
+    a view                       reads what its parameter holds now, however old the view is
+    `.grad`, `.grad = None`      the sum that waits for the next step (`lazy_weight.py`), wherever it is
+    writing, `.data =`           refused: masters and sums are kept elsewhere, and the next step would undo the write
+
+Most writes are recognised by the operation's schema before it runs. What is left is found by the version counter, which
+torch increments at each write and which views share with their parameter: a written parameter is refused from then on,
+until the session resumes from a save. Memory that leaves torch can be neither followed nor protected, so NumPy gets
+read-only copies, and storages and DLPack are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.autograd import not_compiled, recording, version_of
+
+_is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+# Frequent operations whose results never share memory with what they are given.
+_NEW_MEMORY = frozenset(
+    [
+        "linear",
+        "addmm",
+        "mm",
+        "bmm",
+        "mul",
+        "add",
+        "embedding",
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "conv1d",
+        "conv2d",
+    ]
+)
+
+# Operations that give the memory of a tensor to something that torch does not follow.
+_RAW_MEMORY = frozenset(["storage", "_typed_storage", "__dlpack__", "__cuda_array_interface__", "_lazy_clone"])
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+# What is asked of a parameter without looking at its values.
+FACTS = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "itemsize",
+        "nbytes",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "output_nr",
+        "names",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mps",
+        "is_xpu",
+        "retains_grad",
+        "_version",
+        "_backward_hooks",
+        "_has_compatible_shallow_copy_type",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "is_tensor",
+        "is_inference",
+        "is_same_size",
+        "register_hook",
+        "retain_grad",
+        "register_post_accumulate_grad_hook",
+        "__hash__",
+        "__len__",
+        "_is_view",
+        "is_signed",
+        "is_shared",
+        "has_names",
+    ]
+)
+
+
+class WeightProvider(Protocol):
+    """What an offloaded parameter asks."""
+
+    def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Inside, these weights have their values, and what autograd saves of them keeps its own."""
+        ...
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Return the sum that waits for the next step, or None."""
+        ...
+
+    def drop_gradient(self, name: str) -> None:
+        """Forget that sum, as if no backward had made it."""
+        ...
+
+    def trains(self, name: str) -> bool:
+        """Whether it has a state."""
+        ...
+
+
+def _refusing(name: str) -> Any:
+    """Return a property whose setter refuses, since torch does not ask `__torch_function__` about these setters."""
+    attribute = getattr(torch.Tensor, name)
+    return property(attribute.__get__, lambda one, value: _refuse_setting(name, one, value))
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter of an offloaded model. Made of a parameter by `offload_parameter`."""
+
+    weight: str  # its name
+    lender: WeightProvider
+    version: int  # the version counter, as long as nothing has written to it
+    real, imag = _refusing("real"), _refusing("imag")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be copied: load another")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UserError(f"{self.weight} belongs to an offloaded model, which cannot be pickled: use session.save")
+
+    def _use_count(self) -> NoReturn:  # torch.utils.swap_tensors begins with it, and only that calls it
+        _refuse_swapping(self)
+
+    # torch does not ask `__torch_function__` about these two.
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse_write("set_", self)
+
+    def as_subclass(self, cls: Any) -> Any:
+        return self.detach().as_subclass(cls)
+
+
+class ParameterView(torch.Tensor):
+    """A tensor that shares a parameter's memory. It follows the parameter to wherever its values are."""
+
+    parameter: OffloadedParameter
+    start: int  # its first byte, from the parameter's
+    real, imag = _refusing("real"), _refusing("imag")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self.clone(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __repr__(self, **words: Any) -> Any:  # type: ignore[override]
+        return repr(self.clone())
+
+    def _use_count(self) -> NoReturn:
+        _refuse_swapping(self.parameter)
+
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse_write("set_", self.parameter)
+
+    def as_subclass(self, cls: Any) -> NoReturn:
+        raise UserError(
+            f"as_subclass would share the memory of {self.parameter.weight}, which holds its values only for a moment: "
+            "take it of a copy, parameter.detach().clone()"
+        )
+
+
+Shared = OffloadedParameter | ParameterView
+_SHARED = frozenset([OffloadedParameter, ParameterView])  # for `type(x) in`: isinstance asks nn.Parameter's metaclass
+
+
+def offload_parameter(parameter: nn.Parameter, name: str, lender: WeightProvider) -> None:
+    """Make it a parameter whose values `lender` fetches."""
+    version = parameter._version
+    parameter.__class__ = OffloadedParameter
+    parameter.weight, parameter.lender, parameter.version = name, lender, version  # type: ignore[attr-defined]
+
+
+def refuse_written(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise UserError if one of them was written to."""
+    for parameter in parameters:
+        if isinstance(parameter, OffloadedParameter) and version_of(parameter) != parameter.version:
+            _raise_written(parameter)
+
+
+def forget_writes(parameters: Iterable[nn.Parameter]) -> None:
+    """All of them have new values, whatever was written before."""
+    for parameter in parameters:
+        if isinstance(parameter, OffloadedParameter):
+            parameter.version = version_of(parameter)
+
+
+def refuse_recording(what: str) -> None:
+    """Raise UserError where operations are recorded or transformed, which would keep memory instead of weights."""
+    if by := recording():
+        raise UserError(
+            f"{what} was used inside {by}, which cannot follow weights that come and go: give it a module that is not "
+            "offloaded, with copies of the weights (session.named_weights(), or session.export)"
+        )
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What is known of an operation before it runs."""
+
+    name: str
+    access: str  # "get" or "set" of a property, "call" of all else
+    writes: tuple[tuple[int, str, bool], ...]  # arguments that it writes to: position, name, whether it is a list
+    asks: tuple[tuple[int, str], ...]  # arguments that make it write to its weight, if they are given
+
+
+_ACCESS = {"__get__": "get", "__set__": "set", "__delete__": "set"}
+_WRITING_METHODS = re.compile(r"__i(add|sub|mul|matmul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
+_ANY = -1  # position of an argument that comes by its name alone
+
+
+@cache
+def _operation(func: Callable[..., Any]) -> _Operation:
+    told = getattr(func, "__name__", repr(func))
+    access = _ACCESS.get(told, "call")
+    name = told if access == "call" else func.__self__.__name__  # type: ignore[attr-defined]
+    if access != "call":
+        return _Operation(name, access, (), ())
+    writes = [found for schema in _schemas(func, name) for found in _written(schema)]
+    plain = name.partition(".")[0]
+    if plain in ("__setitem__", "__setstate__", "set_data") or _WRITING_METHODS.fullmatch(plain):
+        writes.append((0, "self", False))
+    elif plain.endswith("_") and not plain.endswith("__"):
+        writes += [(0, word, several) for word in ("self", "input", "tensor") for several in (False, True)]
+    given = inspect.signature(func).parameters if inspect.isfunction(func) else ()
+    asks = tuple((at, word) for at, word in enumerate(given) if word in ("inplace", "max_norm"))
+    return _Operation(name, access, tuple(dict.fromkeys(writes)), asks)
+
+
+def _schemas(func: Any, name: str) -> Iterable[Any]:
+    """The schemas that an operation may have."""
+    if isinstance(func, torch._ops.OpOverload):
+        return [func._schema]
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return list(func._schemas.values())
+    return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+
+
+def _written(schema: Any) -> Iterator[tuple[int, str, bool]]:
+    """The tensors that it writes to, and lists of tensors."""
+    if schema.name in ("aten::record_stream", "aten::retain_grad"):  # both declare a write and do none
+        return
+    for at, argument in enumerate(schema.arguments):
+        kind = str(argument.type)
+        if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in kind:
+            yield _ANY if argument.kwarg_only else at, argument.name, kind.startswith("List")
+
+
+@not_compiled
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out an operation that was given parameters or views of them."""
+    operation = _operation(func)
+    name, access = operation.name, operation.access
+    if func is torch.autograd.grad:
+        return _gradients(*args, **kwargs)
+    if access == "call" and name == "to" and isinstance(args[0], Shared) and not _changes(*args, **kwargs):
+        return args[0]
+    if access == "set":
+        _refuse_setting(name, *args)
+    elif access == "get" and name in ("grad", "_grad") and isinstance(args[0], OffloadedParameter):
+        return args[0].lender.gradient(args[0].weight)
+    elif access == "get" and name in ("grad", "_grad"):
+        pass
+    elif access == "get" and name == "data":
+        func = torch.Tensor.detach  # `.data` has a version counter of its own, which would hide what is written
+        return _run(func, args, kwargs)
+    elif name == "requires_grad_":
+        _refuse_setting("requires_grad", args[0], *(args[1:] or (kwargs.get("requires_grad", True),)))
+    elif name not in FACTS:
+        return _run_with_values(func, args, kwargs, operation)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _run_with_values(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operation: _Operation
+) -> Any:
+    found: list[Shared] = []
+    _collect((args, kwargs), found)
+    parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
+    _refuse_unsupported(func, operation.name, parameters[0])
+    _refuse_writing(operation, args, kwargs)
+    with (
+        torch._C.DisableTorchFunctionSubclass(),
+        parameters[0].lender.borrow_weights([one.weight for one in parameters]),
+    ):
+        for one in found:
+            if type(one) is ParameterView:
+                _follow(one)
+        result = func(*args, **kwargs)
+        for parameter in parameters:
+            if parameter._version != parameter.version:
+                _raise_written(parameter)
+        return result if operation.name in _NEW_MEMORY else _guarded(result, parameters)
+
+
+def _collect(values: Any, found: list[Shared]) -> None:
+    """Add those among an operation's arguments, in lists too, to `found`."""
+    for value in values:
+        if type(value) in _SHARED:
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+
+
+def _parameter_of(one: Shared) -> OffloadedParameter:
+    return one.parameter if type(one) is ParameterView else one  # type: ignore[return-value]
+
+
+def _follow(view: ParameterView) -> None:
+    """Give the view the memory that its parameter has now."""
+    parameter = view.parameter
+    if _is_alias_of(view, parameter):
+        return
+    first = parameter.storage_offset() * parameter.itemsize + view.start
+    with torch.inference_mode(False), torch.no_grad():
+        memory = torch.empty(0, dtype=view.dtype, device=parameter.device)
+        memory.set_(parameter.untyped_storage(), first // view.itemsize, view.size(), view.stride())
+        memory = memory.conj() if view.is_conj() else memory
+        view.data = torch._neg_view(memory) if view.is_neg() else memory
+
+
+def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
+    """The result; tensors in it that share memory with a parameter become views, and arrays read-only copies."""
+    if type(result) is torch.Tensor:
+        if result.layout in _SPARSE:
+            values = result._values() if result.layout is torch.sparse_coo else result.values()
+            for parameter in parameters:
+                if _is_alias_of(values, parameter):
+                    _refuse_giving("a sparse tensor of it", parameter)
+            return result
+        for parameter in parameters:
+            if _is_alias_of(result, parameter):
+                first = parameter.storage_offset() * parameter.itemsize
+                start = int(result.storage_offset() * result.itemsize - first)
+                if 0 <= start <= parameter.nbytes:
+                    _make_view(result, parameter, start)
+                    break
+    elif isinstance(result, list | tuple):
+        for one in result:
+            _guarded(one, parameters)
+    elif type(result).__name__ == "ndarray":
+        result = result.copy()
+        result.setflags(write=False)
+    return result
+
+
+def _make_view(tensor: Any, parameter: OffloadedParameter, start: int) -> None:
+    tensor.__class__ = ParameterView
+    tensor.parameter, tensor.start = parameter, start
+
+
+def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any) -> Any:
+    """torch.autograd.grad. Parameters are named by their edges: a backward needs no values of them here.
+
+    It runs with `__torch_function__` enabled, since what it recomputes may read parameters.
+    """
+    outputs, inputs = ([one] if isinstance(one, torch.Tensor) else list(one) for one in (outputs, inputs))
+    with torch._C.DisableTorchFunctionSubclass():
+        if not all(one.requires_grad for one in (*outputs, *inputs) if isinstance(one, Shared)):
+            return torch.autograd.grad(outputs, inputs, grad_outputs, **words)  # for its own error
+        outputs, edges = ([_edge(one) for one in some] for some in (outputs, inputs))
+    if isinstance(grad_outputs, Shared):
+        grad_outputs = grad_outputs.clone()
+    elif isinstance(grad_outputs, list | tuple):
+        grad_outputs = [one.clone() if isinstance(one, Shared) else one for one in grad_outputs]
+    zeros = words.pop("materialize_grads", False)
+    words["allow_unused"] = bool(words.get("allow_unused")) or zeros
+    found = torch.autograd.grad(outputs, edges, grad_outputs, **words)
+    if zeros:
+        keep = bool(words.get("create_graph"))
+        found = tuple(
+            torch.zeros(one.shape, dtype=one.dtype, device=one.device, requires_grad=keep) if its is None else its
+            for one, its in zip(inputs, found, strict=True)
+        )
+    return tuple(found)
+
+
+def _edge(one: Any) -> Any:
+    return torch.autograd.graph.get_gradient_edge(one) if isinstance(one, Shared) else one
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _changes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether `tensor.to(...)` would be another tensor."""
+    probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with torch._C.DisableTorchFunctionSubclass():  # it may be given another offloaded parameter, `to(other)`
+        return probe.to(*args, **kwargs) is not probe
+
+
+def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
+    name = "grad" if name == "_grad" else name
+    if isinstance(parameter, ParameterView):
+        if name not in ("grad", "requires_grad"):
+            _refuse_write(f"setting .{name}", parameter.parameter)
+        return
+    if name == "grad" and value is None:
+        parameter.lender.drop_gradient(parameter.weight)
+    if name == "grad" and value is not None:
+        raise UserError(f"{parameter.weight}: gradients come from backward(); they cannot be set")
+    if name == "requires_grad" and value and not parameter.lender.trains(parameter.weight):
+        raise UserError(f"{parameter.weight} was frozen when the model was offloaded, and has no optimizer state")
+    if name == "data" and value is not parameter:
+        raise UserError(
+            f"{parameter.weight} keeps its device, its dtype and its values: an offloaded model can be neither moved "
+            "nor converted. Name the dtype where it is loaded"
+        )
+    if name in ("real", "imag"):
+        _refuse_write(f"setting .{name}", parameter)
+
+
+def _raise_written(parameter: OffloadedParameter) -> NoReturn:
+    raise UserError(
+        f"{parameter.weight} was written to in a way that could not be refused before (a view that was made before the "
+        "model was offloaded, or an operation that does not declare what it writes), and its master has other values: "
+        "change weights before the model is offloaded, or go on from a save with session.resume"
+    )
+
+
+def _refuse_swapping(parameter: OffloadedParameter) -> NoReturn:
+    raise UserError(
+        f"{parameter.weight} belongs to an offloaded model, and cannot be swapped with another tensor: change the "
+        "model before it is offloaded"
+    )
+
+
+def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
+    raise UserError(
+        f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it "
+        "of a copy, parameter.detach().clone()"
+    )
+
+
+def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> None:
+    """Raise UserError for operations that share a parameter's memory or that `borrow_weights` cannot follow."""
+    if name.partition(".")[0] in _RAW_MEMORY:
+        _refuse_giving(name, parameter)
+    refuse_recording(parameter.weight)
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        raise UserError(
+            f"{parameter.weight} was given to torch's operator {name}, inside which weights cannot be fetched: use "
+            "Python's own control flow, or give it parameter.clone()"
+        )
+
+
+def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    out = ((_ANY, "out", False), (_ANY, "out", True)) if "out" in kwargs else ()
+    for at, name, several in operation.writes + out:
+        target = args[at] if 0 <= at < len(args) else kwargs.get(name)
+        for one in target if several and isinstance(target, list | tuple) else (target,):
+            if isinstance(one, Shared):
+                _refuse_write(operation.name, _parameter_of(one))
+    for at, name in operation.asks:
+        value = args[at] if at < len(args) else kwargs.get(name)
+        if value not in (None, False):
+            found: list[Shared] = []
+            _collect((args[:1] if name == "inplace" else args[:2], kwargs), found)
+            for one in found:
+                _refuse_write(f"{operation.name}({name}={value})", _parameter_of(one))
+
+
+def _refuse_write(name: str, parameter: OffloadedParameter) -> NoReturn:
+    raise UserError(
+        f"{name} would write to {parameter.weight}, whose master is elsewhere, and the next step would undo it: "
+        "change weights before the model is offloaded, or go on from a save with session.resume"
+    )

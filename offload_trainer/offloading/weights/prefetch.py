@@ -1,0 +1,365 @@
+"""Units' weights on the device only while they are needed: rings of buffers, what comes next always on its way.
+
+    forward   a module's pre-hook: `need` its units, then start those that came next the last time
+    backward  the same when a block is recomputed, or when autograd asks for a weight that it saved
+    between   what the next pass begins with is started while this one ends, or once the update has made it
+    elsewhere a weight that is read outside its module is lent: brought for one operation, into memory of its own
+
+A weight that is away has its shape and one NaN for memory, so that code which uses it without a hook is seen at once.
+What autograd saves of a weight points into a ring buffer whose content changes: it is kept by unit and place, and
+found again in backward. Nothing is ever freed: what has been unused for longest makes room for what is needed
+(`plan/tiered/weight_buffers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.activations.recompute_hooks import BlockSavedTensors, recompute_views
+from offload_trainer.offloading.autograd import (
+    as_saved,
+    hooks_of_autograd,
+    in_backward,
+    keep_by,
+    not_compiled,
+    set_memory,
+    unprotected,
+    without_modes,
+)
+from offload_trainer.offloading.device.base import Device, DeviceCopy
+from offload_trainer.offloading.update.progress import UpdateProgress
+from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.plan.tiered.layout import Unit
+from offload_trainer.plan.tiered.weight_buffers import Rings
+
+_END = -1  # of a pass, where a unit might follow
+
+
+@dataclass
+class _Slot:
+    """A ring buffer on the device."""
+
+    buffer: torch.Tensor
+    arrival: DeviceCopy | None = None  # None: what is in it is in place
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A saved view of a weight: autograd gets it back from wherever its unit is then."""
+
+    unit: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class WeightPrefetcher:
+    """Fetches units that `weights` keeps away from the device. `parameters` are by name, one for each use."""
+
+    def __init__(
+        self,
+        weights: PlacedWeights,
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        update_progress: UpdateProgress,
+        *,
+        device: Device,
+        blocks: int,
+    ) -> None:
+        """`blocks`: ring buffers for units that are blocks."""
+        self._weights, self._device, self._renewal = weights, device, update_progress
+        units = [unit for unit in weights.units if weights.resident(unit.index) is None]
+        self._rings = Rings(units, blocks=blocks)
+        self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
+        self._parts = {
+            unit.index: [
+                (parameter, place.start, torch.Size(place.weight.shape))
+                for place in unit.places
+                for parameter in parameters[place.weight.name]
+            ]
+            for unit in units
+        }
+        self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
+        self._away = torch.full((), torch.nan, dtype=weights.dtype, device=device.place)
+        self._backward = False
+        self._then: bool | None = None
+        # (backward?, the unit before, unit) -> the unit needed next, last time; None, None: at the start of a pass
+        self._followed: dict[tuple[bool, int | None, int | None], int] = {}
+        self._before_last: int | None = None
+        self._last: int | None = None
+        self._recomputing: Any = None  # the checkpointed part that is recomputed, or was last
+        self._recomputed: set[int] = set()  # its units
+        self._lent: dict[str, tuple[int, int]] = {}  # weights in memory of their own: their unit and place in it
+        self.then_after_backward: bool | None = None  # of backwards that begin without `passing`
+        for unit in units:
+            self._send_away(unit.index)
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
+        """Watch these modules, each with the units that it needs."""
+        for module, units in wanted.items():
+            streamed = [unit for unit in units if unit in self._parts]
+            if not streamed:
+                continue
+            for kind in (True, False):
+                several = sum(self._weights.units[unit].block == kind for unit in streamed)
+                all_units = sum(self._weights.units[unit].block == kind for unit in self._parts)
+                if 1 < several >= self._rings.count(of_blocks=kind) < all_units:
+                    raise UserError(
+                        f"a block of this model runs with {several} blocks' weights at a time, and another must be on "
+                        f"its way: tiered.weight_buffers must be {several + 1} at least"
+                    )
+                self._rings.together[kind] = max(several, self._rings.together[kind])
+            module.register_forward_pre_hook(self._before(streamed, saves=not isinstance(module, nn.Embedding)))
+
+    def _before(self, units: list[int], *, saves: bool) -> Callable[..., None]:
+        """`saves`: whether autograd saves the module's weights for its backward; an embedding's needs none.
+
+        PEFT's prompt tuning looks up embeddings before it calls the model.
+        """
+
+        def hook(*_: Any) -> None:
+            if saves and unprotected() and not in_backward():
+                raise UserError(
+                    "a part of an offloaded model was called by itself, and its weights would not stay for the "
+                    "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
+                )
+            recompute_views(self)
+            for unit in units:
+                self._note_recomputation(unit)
+                with without_modes():
+                    self.need(unit)
+
+        return not_compiled(hook)
+
+    def _note_recomputation(self, unit: int) -> None:
+        """What a checkpointed part's recomputation saves are bare views: its units stay until another part begins."""
+        if not (in_backward() and torch.is_grad_enabled()):
+            return
+        hooks = hooks_of_autograd()
+        if hooks is None:
+            raise UserError(
+                "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
+            )
+        if hooks[0] == self.pack or isinstance(getattr(hooks[0], "__self__", None), BlockSavedTensors):
+            return
+        if hooks[0] is not self._recomputing:
+            self._recomputing, self._recomputed = hooks[0], set()
+        self._recomputed.add(unit)
+
+    @contextmanager
+    def passing(self, *, backward: bool, then: bool | None) -> Iterator[None]:
+        """Around each forward and each backward pass: the direction, and autograd keeping weights by place.
+
+        `then`: whether the pass after it is a backward; None where the weights will not be these any more.
+        """
+        self._begin_pass(backward=backward, then=then)
+        with self.saving():
+            yield
+        self._end_pass()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Inside, autograd keeps weights by place."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def end_backward(self) -> None:
+        """A backward that began without `passing` is over."""
+        if self._backward:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._followed[self._backward, self._before_last, self._last] = _END
+        self._look_ahead()
+
+    def begin(self) -> None:
+        """The weights are new: a forward follows, and what it needs first is started."""
+        self._begin_pass(backward=False, then=None)
+        self._look_ahead()
+
+    def _begin_pass(self, *, backward: bool, then: bool | None) -> None:
+        self._backward, self._then = backward, then
+        self._before_last = self._last = None
+        self._recomputing, self._recomputed = None, set()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        return self.place_of(tensor) or tensor.detach()  # itself would be a cycle where it is its node's own result
+
+    def place_of(self, tensor: torch.Tensor) -> _Saved | None:
+        """Of a weight that comes and goes."""
+        number = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        if number is None:
+            return None
+        unit = self._rings.slots[number].unit
+        assert unit is not None
+        return _Saved(unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
+        if unprotected() and in_backward():
+            keep_by(self.pack, self.unpack)  # with create_graph this weight is saved again
+        with without_modes():
+            return self.need(saved.unit).as_strided(saved.size, saved.stride, saved.offset)
+
+    # -- the ring -----------------------------------------------------------------------------------------------------
+
+    def need(self, unit: int) -> torch.Tensor:
+        """The unit's weights are in this buffer for what is computed next, and those after it are on their way."""
+        if not self._backward and in_backward():
+            self._begin_pass(backward=True, then=self.then_after_backward)  # nobody has told
+        number = self._rings.slot_of(unit)
+        if number is None:
+            number = self._rings.room_for(unit)
+            assert number is not None
+            if self._rings.slots[number].unit in self._recomputed:
+                raise UserError(
+                    f"a checkpointed part of the model runs with {len(self._recomputed)} blocks' weights or more: "
+                    f"unit_buffers must be {len(self._recomputed)} at least, or the part smaller"
+                )
+            self._start(unit, number)
+        self._rings.use(unit)
+        slot = self._slots[number]
+        if slot.arrival is not None:
+            slot.arrival.wait()
+            slot.arrival = None
+            for parameter, start, shape in self._parts[unit]:
+                set_memory(parameter, slot.buffer[start : start + shape.numel()].view(shape))
+        if unit != self._last:
+            self._followed[self._backward, self._before_last, self._last] = unit
+            self._before_last, self._last = self._last, unit
+            self._look_ahead()
+        return slot.buffer
+
+    def _look_ahead(self) -> None:
+        for unit, number in self._rings.ahead(self._last, self._expected()):
+            if self._rings.slots[number].unit in self._recomputed - {self._last}:
+                return
+            self._start(unit, number)
+
+    def _expected(self) -> Iterator[int]:
+        """The units needed after the last one, as they followed each other before; into the pass after this one."""
+        backward, then = self._backward, self._then
+        before, last = self._before_last, self._last
+        while (unit := self._followed.get((backward, before, last))) is not None:
+            if unit != _END:
+                yield unit
+                before, last = last, unit
+            elif then is None:
+                return
+            else:
+                backward, then, before, last = then, None, None, None
+
+    def _start(self, unit: int, number: int) -> None:
+        """Send the unit on its way into that slot."""
+        self._evict(number)
+        self._rings.put(unit, number)
+        slot = self._slots[number]
+        into = slot.buffer[: self._weights.units[unit].elements]
+        source, after = self._weights.source(unit), self._device.mark()
+        slot.arrival = self._renewal.fetched(unit, lambda: self._device.fetch(source, into, after=after))
+
+    def _evict(self, number: int) -> None:
+        unit, slot = self._rings.slots[number].unit, self._slots[number]
+        if unit is None:
+            return
+        self._rings.empty(number)
+        if slot.arrival is None:
+            self._send_away(unit)
+            return
+        arrival, slot.arrival = slot.arrival, None
+        arrival.wait()  # two transfers must not share a buffer
+
+    def _send_away(self, unit: int) -> None:
+        for parameter, _, shape in self._parts[unit]:
+            set_memory(parameter, self._away.expand(shape))
+
+    def forget(self) -> None:
+        """The homes have new weights, or will: whatever the ring holds is old, and what was lent."""
+        self._take_back()
+        for number in range(len(self._slots)):
+            self._evict(number)
+
+    # -- read outside their modules -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def borrow_weights(self, places: Mapping[str, tuple[int, int]]) -> Iterator[None]:
+        """Inside, these weights (their unit, and the place in it) can be read by one operation, whatever it is.
+
+        What is away, or in a ring whose content nothing would bring back for the backward, is copied into memory of its
+        own, and stays there until others are lent or the weights change. Autograd keeps that memory, as it is.
+        """
+        bare = unprotected()
+        recomputing = self._recomputing is not None and torch.is_grad_enabled()
+        wanted = {
+            name: (unit, start)
+            for name, (unit, start) in places.items()
+            if unit in self._parts
+            and self._is_to_be_lent(unit, start, bare=bare or (recomputing and unit not in self._recomputed))
+        }
+        if wanted:
+            with without_modes():
+                self._take_back()
+                for unit, start in wanted.values():
+                    for parameter, at, shape in self._parts[unit]:
+                        if at == start:
+                            set_memory(parameter, self._copy(unit, start, shape))
+            self._lent = wanted
+        lent = any(name in self._lent for name in places)
+        keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if lent and bare else nullcontext()
+        with keeping:
+            yield
+
+    def _is_to_be_lent(self, unit: int, start: int, *, bare: bool) -> bool:
+        parameter = next(parameter for parameter, at, _ in self._parts[unit] if at == start)
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = parameter.untyped_storage().data_ptr()
+        return memory == self._away.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
+
+    @torch.no_grad()
+    def _copy(self, unit: int, start: int, shape: torch.Size) -> torch.Tensor:
+        self._renewal.wait(unit)
+        with torch.inference_mode(False):  # it may outlive that
+            return self._weights.get(unit, start, shape.numel()).to(self._device.place).view(shape)
+
+    def _take_back(self) -> None:
+        for unit, start in self._lent.values():
+            number = self._rings.slot_of(unit)
+            there = number is not None and self._slots[number].arrival is None
+            for parameter, at, shape in self._parts[unit]:
+                if at == start and number is not None and there:
+                    set_memory(parameter, self._slots[number].buffer[start : start + shape.numel()].view(shape))
+                elif at == start:
+                    set_memory(parameter, self._away.expand(shape))
+        self._lent = {}
+
+    def close(self) -> None:
+        """Wait for what is on its way, whatever becomes of it."""
+        for number in range(len(self._slots)):
+            with suppress(Exception):
+                self._evict(number)
+
+
+def modules_of_units(
+    model: nn.Module, unit_of: dict[str, int], *, blocks: Sequence[Unit]
+) -> dict[nn.Module, list[int]]:
+    """The units that must be there while a module runs: those of its own weights; for a block, of all inside it.
+
+    `unit_of` maps the names of the model's parameters, tied ones too, to units. The modules inside a block are watched
+    too, since transformers recomputes a block below its hooks.
+    """
+    inside = {unit.name for unit in blocks}
+    wanted: dict[nn.Module, list[int]] = {}
+    for name, module in model.named_modules():
+        named = module.named_parameters(prefix=name, recurse=name in inside, remove_duplicate=False)
+        units = dict.fromkeys(unit_of[parameter] for parameter, _ in named)
+        if units:
+            wanted[module] = list(units)
+    return wanted

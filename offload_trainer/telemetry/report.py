@@ -107,7 +107,7 @@ def refuse_foreign(path: Path) -> None:
     except ValueError:
         ours = False
     if not ours:
-        raise UserError(f"{path}: already exists, but is not a report of this program; name another file, or move it away")
+        raise UserError(f"{path}: already exists, but is not a report of this program; name another file")
 
 
 Rows = Sequence[Sequence[str]]

@@ -155,7 +155,10 @@ def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
     for name in ("block inputs", "activations"):
         assert held(short)[name] <= held(pieces)[name] <= 1.1 * held(short)[name] < held(whole)[name]
     assert (pieces.tokens_per_step, whole.tokens_per_step) == (1024, 4096)
-    assert any("a GPU has 256 of the 1024 tokens of a row; 1 group(s) of 4 ranks" in note for note in pieces.notes)
+    assert any(
+        "each GPU processes 256 of the 1024 tokens of a row; 1 data-parallel group(s) of 4 ranks" in note
+        for note in pieces.notes
+    )
     work = workload(load_config([*words, "parallel.sequence=4"]), SHAPE, world=8)
     assert (work.data, work.added, work.length) == (2, 8, 256)
 

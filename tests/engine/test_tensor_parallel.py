@@ -162,7 +162,7 @@ def plan_of(shape: ModelShape, *words: str, ranks: int = 2, gpu: int = 0) -> Pla
 
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     shape = shape_of(directory(tmp_path / "model", "llama"))
-    assert plan_of(shape).title == "DeepSpeed's AutoTP over 2, ZeRO-1"
+    assert plan_of(shape).title == "DeepSpeed AutoTP over 2 ranks, ZeRO-1"
     with pytest.raises(UserError, match="transformers has no tensor-parallel plan for this architecture"):
         plan_of(SHAPES["gpt2-mini"])
     with pytest.raises(UserError, match=r"parallel.tensor=2 with 3 rank\(s\): a multiple of 2"):

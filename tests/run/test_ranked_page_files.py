@@ -85,7 +85,7 @@ def _refused_by_another_number(*words: object, output: Path) -> None:
     for count in (1, 3):
         ended = call_ranks(*words, output=output, count=count)
         assert [run.code for run in ended] == [2] * count, ended
-        assert f"2 rank(s), and this run has {count}: give --gpus 2" in ended[0].text
+        assert f"2 rank(s), and this run has {count}: use --gpus 2" in ended[0].text
         assert folders_in(output / "pages") == [folder]
 
 

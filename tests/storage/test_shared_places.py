@@ -324,7 +324,7 @@ def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
         ):
             find_resume(wish, output=output)
     (tmp_path / "run").symlink_to(tmp_path / "mnt/run")
-    with pytest.raises(UserError, match=r"run is a link to .*mnt/run, which is not there"):
+    with pytest.raises(UserError, match=r"run is a link to .*mnt/run, which does not exist"):
         find_resume("auto", output=tmp_path / "run")
     (tmp_path / "mnt/checkpoints").mkdir(parents=True)
     assert find_resume("auto", output=output) is None

@@ -237,7 +237,7 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
 
 
 def test_an_update_that_begins_before_its_step_is_decided_is_refused(drive: Path) -> None:
-    with pytest.raises(UserError, match=r"overlap='full': .* use overlap='forward'"):
+    with pytest.raises(UserError, match=r"overlap='backward': .* use overlap='forward'"):
         ot.offload(Spare(), nvme=drive, optimizer="nvme", overlap="backward")
 
 

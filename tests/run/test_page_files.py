@@ -310,7 +310,7 @@ def test_directories_that_are_not_there_are_asked_for(place: Path, tmp_path: Pat
     assert "does not exist; is its drive mounted?" in refused(*words, output=output)
     (place / "away").rename(place / "offload-trainer")
     (output / "pages").rename(tmp_path / "pages")
-    assert f"{output}/pages, which named {place}/offload-trainer/run-" in refused(*words, output=output)
+    assert f"{output}/pages, which listed {place}/offload-trainer/run-" in refused(*words, output=output)
     (tmp_path / "pages").rename(output / "pages")
     run = call(*words, output=output)
     assert gone_on(run) == 2

@@ -95,7 +95,7 @@ def _cells(row: Row) -> list[str]:
         *(format_bytes(size) if size else "-" for size in sizes),
         "" if row.collectives is None else format_count(row.collectives),
         "unknown" if row.seconds is None else format_seconds(row.seconds),
-        row.words or "not implemented",
+        row.words or "no engine",
     ]
 
 

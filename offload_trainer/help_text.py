@@ -248,7 +248,7 @@ def _hint(word: str) -> str:
         return f"; a model is named by a flag: --model {word}"
     if known := command_of(word):
         command, note = known
-        here = f"here it is `offload-train {command}`" if command else ""
+        here = f"use `offload-train {command}`" if command else ""
         return "; " + (f"{here} ({note})" if here and note else here or note)
     near = nearest(word, _COMMANDS)
     return f"; did you mean {near}?" if near in _COMMANDS else ""
@@ -292,7 +292,7 @@ def export_wish(words: list[str]) -> dict[str, Any]:
     largest = take_value(words, "--max-shard-size")
     if unknown := [word for word in words if word.startswith("-")]:
         known = "--dtype, --max-shard-size, --check, --mixed"
-        raise UserError(f"export: {unknown[0]}: there is no such flag; known: {known}")
+        raise UserError(f"export: {unknown[0]}: unknown flag; known: {known}")
     gguf = bool(words) and words[-1].endswith(".gguf")
     dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
     if len(words) != 2:

@@ -83,10 +83,10 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
     found = mistakes(str(file), "--lrr", "1", "--steps", "x", "optim.lr=-1", "train.lr=1", "--gpus")
     text = "\n".join(found)
     for expected in (
-        "optimm: there is no such key; did you mean optim?",
-        "model.dtypo: there is no such key; did you mean model.dtype?",
-        "--lrr: there is no such flag; did you mean --lr?",
-        "train.lr=1: there is no such key; did you mean optim.lr?",
+        "optimm: unknown key; did you mean optim?",
+        "model.dtypo: unknown key; did you mean model.dtype?",
+        "--lrr: unknown flag; did you mean --lr?",
+        "train.lr=1: unknown key; did you mean optim.lr?",
         "--gpus: needs a value",
         "train.steps: 'x' is not allowed",
         "optim.lr: -1 is not allowed",
@@ -159,7 +159,7 @@ def test_impossible_combinations(words: list[str], expected: str) -> None:
 )
 def test_what_is_gone_says_what_to_take_instead(word: str, instead: str) -> None:
     (told,) = mistakes(word)
-    assert "any more" in told
+    assert "was removed" in told
     assert instead in told
 
 
@@ -170,7 +170,7 @@ def test_a_file_of_an_earlier_version_still_reads(tmp_path: Path) -> None:
     assert load_config([str(file)]) == load_config([])
     file.write_text("model: {checkpointing_variant: reentrant}\n")
     (told,) = mistakes(str(file))
-    assert "there is no model.checkpointing_variant any more" in told
+    assert "model.checkpointing_variant was removed" in told
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a\n- b\n", "optim: 3\n", "optim:\n  lr: 1\n  lr: 2\n"])

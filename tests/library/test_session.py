@@ -514,7 +514,7 @@ def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None
             Checkpointed.reentrant = False
     with (
         ot.offload(small, nvme=drive, params="nvme", weight_buffers=1),
-        pytest.raises(ot.UserError, match="unit_buffers must be 2 at least"),
+        pytest.raises(ot.UserError, match="weight_buffers must be at least 2"),
     ):
         step(small)
 

@@ -195,7 +195,7 @@ def test_a_gpu_that_answers_nothing_is_refused_in_one_line_and_the_doctor_goes_o
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
-    assert "torch finds a GPU and cannot use it: CUDA error: all CUDA-capable devices are busy" in told
+    assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in told
     assert "CUDA_VISIBLE_DEVICES=" in told
     assert len(told.strip().splitlines()) == 1
     config = load_config(["--model", "gpt2", "--output", str(tmp_path / "run")])

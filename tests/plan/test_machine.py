@@ -139,7 +139,7 @@ def test_threads_that_were_not_timed_are_named(
     found = rate_cache.with_cached_rates(machine)
     assert found.rates == Rates()
     (note,) = found.notes
-    assert "timed with 6 CPU threads, and is not known with the 2 that" in note
+    assert "timed with 6 CPU threads, and is unknown with the 2 used now" in note
     assert "`offload-train bench placement.threads=2`" in note
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     of_rank = replace(machine, cores=3)  # on its own NUMA node

@@ -90,11 +90,11 @@ def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.Mo
     place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    ranks.tell_not_coming("--lrr: there is no such flag")
+    ranks.tell_not_coming("--lrr: unknown flag")
     with pytest.raises(PeerFailed):
         ranks.join()
     monkeypatch.setenv("GROUP_RANK", "0")
-    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: there is no such flag$"):
+    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: unknown flag$"):
         ranks.join()
     monkeypatch.setenv(ranks.SECRET, "what another node knows")
     with pytest.raises(UserError, match="its note is not signed"):

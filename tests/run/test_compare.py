@@ -127,7 +127,7 @@ def test_the_page_is_not_cut(tmp_path: Path) -> None:
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     for words, told in (
         ([], "report needs at least one RUN"),
-        (["--csv", "runs/a"], "--csv: there is no such flag"),
+        (["--csv", "runs/a"], "--csv: unknown flag"),
         ([str(tmp_path)], "holds no run: .*config.yaml: No such file"),
     ):
         with pytest.raises(UserError, match=told):

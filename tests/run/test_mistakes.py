@@ -20,10 +20,10 @@ CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "S
 # name of the mistake -> the command, in a folder that holds what `places` makes; a part of the message
 MISTAKES: dict[str, tuple[str, str]] = {
     "a flag misspelt": ("--lrr 1e-3", "did you mean --lr?"),
-    "a flag of another trainer": ("--learning-rate 1e-3", "here it is --lr 1e-3"),
+    "a flag of another trainer": ("--learning-rate 1e-3", "use --lr 1e-3"),
     "a flag for what there is not": ("--lora", "docs/integrations.md"),
-    "another trainer's value": ("--dtype bfloat16", "here it is bf16"),
-    "another trainer's command": ("finetune --lr 1e-3", "here it is `offload-train train`"),
+    "another trainer's value": ("--dtype bfloat16", "use bf16"),
+    "another trainer's command": ("finetune --lr 1e-3", "use `offload-train train`"),
     "text where a configuration is expected": ("little.txt", "--data little.txt"),
     "text where a configuration is expected, after the command": ("train little.txt", "--data little.txt"),
     "text without its flag": ("--lr 1e-3 little.txt", "--data little.txt"),

@@ -459,7 +459,7 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
         (["a", "b.gguf", "--dtype", "bf16"], "--dtype fp16, fp32, q8_0"),
         (["a", "b.gguf", "--max-shard-size", "1GB"], "DEST is one GGUF file"),
         (["a", "b", "--max-shard-size", "much"], "such as 500MB"),
-        (["a", "b", "--fast"], "there is no such flag; known: --dtype"),
+        (["a", "b", "--fast"], "unknown flag; known: --dtype"),
         (["/nowhere", "b"], "neither a checkpoint"),
     ],
 )

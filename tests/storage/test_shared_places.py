@@ -519,7 +519,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     """Told before anything is measured; a home that nobody knows is told as well."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
-    with pytest.raises(UserError, match=r"machine\.json: rates cannot be kept there.*OFFLOAD_TRAINER_CACHE"):
+    with pytest.raises(UserError, match=r"machine\.json: rates cannot be saved there.*OFFLOAD_TRAINER_CACHE"):
         rate_cache.refuse_unwritable()
     for name in ("OFFLOAD_TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -268,7 +268,7 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
     assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
     lines = table(found).splitlines()
     assert lines[0].split() == ["run", "step", "loss", "validation"]
-    assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "goes", "on", "from", "step", "2"]
+    assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
     assert "3/?" in lines[6]
     assert runs_in(done) == found[:1]
     with pytest.raises(UserError, match="holds no run"):

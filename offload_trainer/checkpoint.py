@@ -207,8 +207,8 @@ class Checkpoints:
         """Check that the run directory is still the same one and has room for a checkpoint; remove leftovers."""
         if _place_of(self._root.parent) != self._place:
             raise TrainerError(
-                f"{self._root.parent} is not the directory that this run began in: a drive that is no longer mounted? "
-                "Nothing was saved. Mount it, and the same command goes on from the newest checkpoint in it"
+                f"{self._root.parent} is not the directory that this run began in: is its drive no longer mounted? "
+                "Nothing was saved. Mount it, and the same command resumes from the newest checkpoint in it"
             )
         try:
             self._root.mkdir(exist_ok=True)
@@ -244,7 +244,7 @@ class Checkpoints:
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
-                "space there, and the same command goes on from the newest of them"
+                "space there, and the same command resumes from the newest of them"
             ) from error
         if group.rank == 0:
             self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.behind)
@@ -308,7 +308,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
     Raises UserError if it has just been pruned.
     """
-    gone = UserError(f"{checkpoint}: removed meanwhile by its run, which has a newer one")
+    gone = UserError(f"{checkpoint}: removed in the meantime by its run, which has a newer one")
     try:
         manifest = open_file(checkpoint / MANIFEST)
     except FileNotFoundError:
@@ -341,7 +341,7 @@ def find_resume(wish: str, *, output: Path) -> Path | None:
     if wish == "auto":
         found = complete_checkpoints(output / "checkpoints")
         if not found and (left := sorted(steps_in(output / "checkpoints"), key=step_of)):
-            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start anew, move it away")
+            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start from step 0, move it away")
         return found[-1] if found else None
     return find_checkpoint(Path(wish))
 
@@ -350,8 +350,8 @@ def _refuse_dangling(path: Path) -> None:
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
             raise UserError(
-                f"{place} is a link to {shown(os.readlink(place))}, which is not there: a drive that is not mounted? "
-                "Mount it; to start anew, remove the link or name another --output"
+                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
+                "Mount it; to start from step 0, remove the link or name another --output"
             )
 
 
@@ -389,7 +389,7 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
 def _fix(checkpoint: Path) -> str:
     """Return the advice for a damaged checkpoint, as a sentence for an error message."""
     earlier = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
-    offer = f"goes on from the one before it, {earlier[-1]}" if earlier else "starts anew"
+    offer = f"resumes from the one before it, {earlier[-1]}" if earlier else "starts from step 0"
     return f"Move {checkpoint.name} away, and the same command {offer}"
 
 

@@ -364,7 +364,7 @@ def _completion(words: list[str]) -> None:
 def _report(words: list[str]) -> None:
     as_json, page = bool(take_switches(words, "--json")), take_value(words, "--html")
     if unknown := [word for word in words if word.startswith("-")]:
-        raise UserError(f"report: {unknown[0]}: there is no such flag; known: --json, --html")
+        raise UserError(f"report: {unknown[0]}: unknown flag; known: --json, --html")
     if not words:
         raise UserError("report needs at least one RUN, a run directory; `offload-train runs` lists them")
     from offload_trainer.run.commands.compare import aligned, compared, table, write_page

@@ -39,45 +39,50 @@ class ModelSection(_Section):
         description="a preset (gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; random weights), "
         "a directory with a transformers causal language model, or a hub id such as openai-community/gpt2",
     )
-    random_init: bool = Field(False, description="take only the shape, with random weights")
+    random_init: bool = Field(False, description="start from random weights: only the model's configuration is read")
     overrides: dict[str, Scalar] = Field(
         {},
-        description="keys of the model's own configuration to change (needs random weights), e.g. n_layer: 24",
+        description="entries of the model's own configuration to change, e.g. n_layer: 24; needs random weights",
     )
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
-        description="dtype of weights, activations and gradients; master weights are always fp32 and start from a "
-        "model "
-        "directory's fp32 weights where it has them; optim.moment_dtype sets the moments; the default is fp16 on a GPU "
-        "without bf16 units",
+        description="dtype of weights, activations and gradients; on a GPU without bf16 units the default is fp16. "
+        "Master weights are always fp32 and start from the model directory's fp32 weights if it has them; "
+        "optim.moment_dtype sets the dtype of the moments",
     )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto",
-        description="transformers' attention implementation; auto: sdpa where the architecture has it, else eager, "
-        "which keeps attention's matrices",
+        description="transformers' attention implementation; auto: sdpa if the architecture supports it, else eager, "
+        "which stores the attention matrices",
     )
     activation_checkpointing: Literal["auto", "on", "off"] = Field(
-        "auto", description="gradient checkpointing, one segment a block; auto: on from 100 M parameters"
+        "auto",
+        description="recompute each block's activations in the backward (gradient checkpointing); auto: on for "
+        "models of 100 M parameters and more",
     )
     offload_activations: Annotated[
         bool | Literal["cpu", "nvme"], AfterValidator(lambda wish: "cpu" if wish is True else wish)
     ] = Field(
         False,
-        description="keep what gradient checkpointing keeps in host memory (cpu, true) or on the drives (nvme) instead "
-        "of on the GPU; nvme: tiered only",
+        description="store the block inputs that gradient checkpointing saves in host memory (cpu, true) or on the "
+        "drives (nvme) instead of on the GPU; nvme: tiered only",
     )
     loss_chunk: PositiveInt = Field(
         1024,
-        description="tokens whose logits exist at a time in the loss; more of them are recomputed in chunks",
+        description="number of tokens whose logits exist at the same time in the loss; with more tokens, the logits "
+        "are computed in chunks, and again in the backward",
     )
     mlp_chunk: PositiveInt | Literal["auto", "off"] = Field(
         "auto",
-        description="tokens that go through a block's MLP at a time, where it computes each by itself, as a trial "
-        "shows; auto: all, or the most of 8192, 4096, ... 256 with which a run fits that would not otherwise. Weights' "
-        "gradients of the pieces are added up in fp32, and dropout draws otherwise; tiered and plain only",
+        description="number of tokens that pass through a block's MLP at the same time, for MLPs that a short trial "
+        "shows to treat each token separately; auto: all tokens, or, if the run would not fit, the largest of 8192, "
+        "4096, ... 256 with which it fits. Weight gradients of the chunks are summed in fp32, and dropout draws "
+        "other random numbers; tiered and plain only",
     )
-    freeze: tuple[str, ...] = Field((), description="regular expressions; parameters whose name matches stay fixed")
-    trust_remote_code: bool = Field(False, description="let a model directory's or hub id's own Python code run")
+    freeze: tuple[str, ...] = Field(
+        (), description="regular expressions; parameters whose name matches one are not trained"
+    )
+    trust_remote_code: bool = Field(False, description="allow the Python code of a model directory or hub id to run")
 
 
 class DataSection(_Section):
@@ -85,60 +90,67 @@ class DataSection(_Section):
 
     path: tuple[str, ...] = Field(
         ("builtin",),
-        description="text files, jsonl files (packed ones too: .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; "
-        "extra: tables), directories of them, what datasets saved, or .bin token files, which follow each other in "
-        "this order; builtin: the text shipped here; hub:OWNER/NAME, with /CONFIGURATION and :SPLIT where it has "
-        "several: a data set of the hub, which datasets fetches (extra: hub)",
+        description="text files, jsonl files (also compressed: .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; "
+        "extra: tables), directories of these, directories written by datasets' save_to_disk, or .bin token files; "
+        "they are read in this order. builtin: the text that comes with the package; hub:OWNER/NAME, with "
+        "/CONFIGURATION and :SPLIT if the dataset has several: a dataset from the hub, downloaded with datasets "
+        "(extra: hub)",
     )
     mixture: tuple[PositiveFloat, ...] = Field(
         (),
-        description="a weight for each of data.path: of each epoch's rows this share is that text's, to the row, "
-        "whatever its size, by a small one coming around more often; empty: each row once an epoch",
+        description="one weight for each entry of data.path: its exact share of each epoch's rows, whatever its "
+        "size; rows of a small text then repeat within an epoch. Empty: every row once an epoch",
     )
     validation_path: tuple[str, ...] = Field(
-        (), description="the same for validation; nothing is then kept back from data.path"
+        (), description="validation text, in the same forms as data.path; no part of data.path is then held out"
     )
     text_field: str = Field(
-        "text", description="field of a jsonl line (at most 64 MiB) or a table's row that holds the text"
+        "text", description="field of a jsonl line (at most 64 MiB) or a table row that holds the text"
     )
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = Field(
         "auto",
-        description="what a jsonl line or a table's row holds. chat: messages of role and content; sharegpt: "
-        "conversations of from and value; alpaca: instruction, input, output, or question and answer by other names; "
-        "pairs: prompt and completion; text: text_field; auto: by the keys of the first line, text where it has "
-        "text_field",
+        description="what a jsonl line or a table row holds. chat: messages with role and content; sharegpt: "
+        "conversations with from and value; alpaca: instruction, input and output, or a question and an answer "
+        "under other names; pairs: prompt and completion; text: text_field; auto: detected from the keys of the "
+        "first line, text if it has text_field",
     )
     train_on: Literal["answers", "all"] = Field(
         "answers",
-        description="of conversations and pairs, what is learned: the answers and what ends them, or every token",
+        description="which tokens of conversations and prompt-completion pairs count in the loss: the answers with "
+        "their end tokens, or all",
     )
     packing: Literal["off", "on"] = Field(
         "off",
-        description="on: several conversations in a row, as many as have room, and each of them, or each document of "
-        "text, by itself: positions begin anew and attention does not cross; refused for models that a trial at the "
-        "start shows not to do that; off: each conversation in a row of its own, documents one after another",
+        description="on: put as many conversations in a row as fit, and keep conversations, or the documents of a "
+        "text, separate: positions restart and attention does not cross their boundaries; refused for models that "
+        "fail a trial of this at the start. off: one conversation a row, and documents are concatenated",
     )
     chat_template: str = Field(
         "auto",
-        description="a file with a Jinja template for conversations; auto: the tokenizer's own, or a plain one where "
+        description="file with a Jinja template for conversations; auto: the tokenizer's template, or a plain one if "
         "it has none",
     )
     tokenizer: str = Field(
         "auto",
-        description="builtin, a directory or a hub id; auto: the model directory's own, builtin for presets",
+        description="builtin, a directory or a hub id; auto: the model directory's tokenizer, or builtin for presets",
     )
-    seq_len: PositiveInt | Auto = Field("auto", description="tokens in a row; auto: the model's context, at most 1024")
+    seq_len: PositiveInt | Auto = Field(
+        "auto", description="tokens in a row (sequence length); auto: the model's context, at most 1024"
+    )
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05,
-        description="share of the tokens, at their end, that is kept for validation where validation_path names none",
+        description="share of the tokens, taken from the end, that is held out for validation if validation_path is "
+        "empty",
     )
     token_dtype: Literal["auto", "uint16", "uint32"] = Field(
         "auto",
-        description="of a .bin file without a .bin.json beside it; auto: as its values show, and refused where they "
-        "may be either",
+        description="dtype of a .bin file that has no .bin.json next to it; auto: detected from the values, and "
+        "refused if they could be either",
     )
-    shuffle: bool = Field(True, description="visit the rows in an order drawn from the seed, another each epoch")
-    cache: str = Field("auto", description="directory of token files; auto: ~/.cache/offload-trainer")
+    shuffle: bool = Field(
+        True, description="read the rows in a random order that depends on the seed and changes every epoch"
+    )
+    cache: str = Field("auto", description="directory for tokenised text; auto: ~/.cache/offload-trainer")
 
 
 class OptimSection(_Section):
@@ -146,55 +158,59 @@ class OptimSection(_Section):
 
     name: Literal["adamw", "lion"] = Field(
         "adamw",
-        description="the rule of the update; lion (Chen et al. 2023; tiered only): one moment, 8 bytes a parameter "
-        "with the master instead of 12; its rate is a third to a tenth of AdamW's",
+        description="optimizer; lion (Chen et al. 2023; tiered only) has one moment: 8 bytes a parameter with the "
+        "fp32 master weight, where AdamW has 12; its learning rate is usually a third to a tenth of AdamW's",
     )
     lr: PositiveFloat = Field(3e-4, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field(
         (0.9, 0.95),
-        description="adamw: decay of the first and the second moment; lion: share of the moment in a step, and its "
-        "decay, 0.9 and 0.99 where nothing is said",
+        description="adamw: decay rates of the first and the second moment; lion: the moment's share in the update, "
+        "and its decay rate (default 0.9 and 0.99)",
     )
-    eps: PositiveFloat = Field(1e-8, description="adamw only: added to the root of the second moment")
+    eps: PositiveFloat = Field(1e-8, description="adamw only: added to the square root of the second moment")
     moment_dtype: Literal["fp32", "bf16", "8bit"] = Field(
         "fp32",
-        description="how moments are stored; bf16 (tiered only): rounded stochastically, 8 bytes a parameter with the "
-        "master instead of 12; 8bit (adamw only): in blocks of 256 with a scale each, 6 bytes, and with --engine "
-        "deepspeed bitsandbytes' on the GPU; masters are fp32 always",
+        description="how moments are stored; bf16 (tiered only): rounded stochastically, 8 bytes a parameter with "
+        "the fp32 master weight instead of 12; 8bit (adamw only): quantised in blocks of 256 with one scale each, 6 "
+        "bytes a parameter; with --engine deepspeed, bitsandbytes' 8-bit AdamW on the GPU",
     )
     kernel: Literal["auto", "torch", "native"] = Field(
         "auto",
-        description="tiered only: what computes the update; native: compiled here in seconds; auto: native where a "
-        "compiler is found and it gives torch's bits, else torch",
+        description="tiered only: implementation of the update; native: a C++ kernel that is compiled in seconds at "
+        "the first use; auto: native if a compiler is found and the kernel's results equal torch's bit for bit, "
+        "else torch",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.1,
-        description="decoupled; on matrices and embeddings, not on biases, norms and other vectors, nor on what "
-        "transformers' Trainer spares by name, nor on A_log of state-space layers",
+        description="decoupled weight decay of matrices and embeddings; biases, norms and other vectors, parameters "
+        "that transformers' Trainer exempts by name, and A_log of state-space layers have none",
     )
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="largest global gradient norm; 0: no clipping"
+        1.0, description="the global gradient norm is clipped to this; 0: no clipping"
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine",
-        description="shape of the rate after the warm-up; wsd: constant, then linear over decay_steps",
+        description="shape of the learning rate after the warm-up; wsd: constant, then linear over the last "
+        "decay_steps",
     )
     warmup_steps: Count | Auto = Field("auto", description="steps of linear warm-up; auto: 2 % of the steps")
     decay_steps: Count | Auto = Field("auto", description="wsd only: steps of the final decay; auto: 20 % of the steps")
-    final_lr_ratio: Fraction = Field(0.1, description="rate at the end, as a share of the peak")
+    final_lr_ratio: Fraction = Field(0.1, description="learning rate at the end, as a fraction of the peak")
     accumulate_dtype: Literal["fp32", "model"] = Field(
-        "fp32", description="dtype that gradients are summed in over the micro-batches of a step"
+        "fp32", description="dtype in which gradients are summed over the micro-batches of a step"
     )
     initial_loss_scale: PositiveFloat = Field(
         65536.0,
-        description="fp16 only: where dynamic loss scaling starts, a power of two; a step that overflows changes no "
-        "weight and halves it, and counts as a step: the schedule and the data go on",
+        description="fp16 only: initial value of the dynamic loss scale, a power of two. A step that overflows "
+        "changes no weight and halves the scale; it still counts as a step of the schedule and the data",
     )
-    loss_scale_window: PositiveInt = Field(1000, description="fp16 only: good steps after which the scale doubles")
+    loss_scale_window: PositiveInt = Field(
+        1000, description="fp16 only: number of steps without overflow after which the loss scale doubles"
+    )
     on_nonfinite_grad: Literal["stop", "skip"] = Field(
         "stop",
-        description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step, while the "
-        "schedule and the data go on",
+        description="bf16 and fp32: what to do on a NaN or infinity in the gradient. stop: end the run; skip: leave "
+        "the weights unchanged in that step, which still counts in the schedule and the data",
     )
 
     @model_validator(mode="before")
@@ -213,27 +229,28 @@ class TrainSection(_Section):
     steps: PositiveInt = Field(300, description="optimizer steps of the whole run")
     epochs: PositiveFloat | Auto = Field(
         "auto",
-        description="how often the run visits each training row, for which it works out steps once the text is "
-        "tokenised; 0.5: half of the rows; auto: as steps says",
+        description="number of passes over the training rows, from which the number of steps follows once the text "
+        "is tokenised; 0.5: half of the rows; auto: train.steps decides",
     )
-    micro_batch_size: PositiveInt = Field(4, description="rows in one forward and backward, on each rank")
+    micro_batch_size: PositiveInt = Field(4, description="rows of one forward and backward, on each rank")
     gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches a step, on each rank")
     tokens_per_step: PositiveInt | Auto = Field(
         "auto",
-        description="tokens of an optimizer step on all ranks, for which the plan chooses micro_batch and accumulate, "
-        "the fastest that fit; auto: as those two say",
+        description="tokens of an optimizer step over all ranks; the plan then chooses micro_batch_size and "
+        "gradient_accumulation_steps, the fastest that fit; auto: those two keys decide",
     )
-    seed: Count = Field(0, description="of the initial weights, the order of the rows and the dropout")
+    seed: Count = Field(0, description="seed of the initial weights, the order of the rows and the dropout")
     deterministic: bool = Field(
         False,
-        description="on a GPU: torch's deterministic algorithms, slower; without them the backward of attention and "
-        "embeddings adds in any order there, and no two runs have the same bits. On a CPU all runs have",
+        description="on a GPU: use torch's deterministic algorithms, which are slower. Without them, the backward of "
+        "attention and embeddings sums in varying order, and two runs differ in their last bits. On a CPU runs are "
+        "always reproducible",
     )
     eval_every: Count = Field(100, description="steps between validations; 0: only at the end")
-    eval_rows: PositiveInt = Field(32, description="validation rows each time")
-    sample_every: Count = Field(0, description="steps between samples of text; 0: never")
-    sample_prompt: str = Field("The ", description="what samples continue")
-    sample_tokens: PositiveInt = Field(48, description="length of a sample")
+    eval_rows: PositiveInt = Field(32, description="validation rows used each time")
+    sample_every: Count = Field(0, description="steps between samples of generated text; 0: never")
+    sample_prompt: str = Field("The ", description="prompt of the samples")
+    sample_tokens: PositiveInt = Field(48, description="length of a sample in tokens")
 
 
 class PlacementSection(_Section):
@@ -241,54 +258,61 @@ class PlacementSection(_Section):
 
     engine: Literal["auto", "tiered", "deepspeed", "plain"] = Field(
         "auto",
-        description="tiered: ours; deepspeed: stock ZeRO; plain: torch alone, everything on one device; auto: tiered",
+        description="tiered: this package's own engine; deepspeed: stock DeepSpeed ZeRO; plain: torch alone, "
+        "everything on one device; auto: tiered",
     )
-    params: Home = Field("auto", description="home of the 16-bit weights")
-    optimizer: Home = Field("auto", description="home of master weights and moments")
-    nvme: tuple[str, ...] = Field((), description="directories on drives that state may live on")
+    params: Home = Field("auto", description="where the 16-bit weights are stored")
+    optimizer: Home = Field("auto", description="where the optimizer state (fp32 master weights and moments) is stored")
+    nvme: tuple[str, ...] = Field(
+        (), description="directories on drives where weights and optimizer state may be stored"
+    )
     gradients: Home = Field(
         "auto",
-        description="tiered only: home of a step's gradients, but for those whose whole state is on the GPU, and so "
-        "they; auto: the GPU where several micro-batches are added up and it has room, else RAM, or a drive where RAM "
-        "is too small",
+        description="tiered only: where a step's gradients are summed; parameters whose whole state is on the GPU "
+        "keep their gradients there in any case. auto: the GPU if a step has several micro-batches and there is "
+        "room, else RAM, or a drive if RAM is too small",
     )
     gpu_fraction: Fraction | Auto = Field(
         "auto",
-        description="tiered only: share of the optimizer state kept and updated on the GPU; auto: as much as fits, "
-        "before RAM and drives",
+        description="tiered only: share of the optimizer state that is stored and updated on the GPU; auto: as much "
+        "as fits, the rest in RAM and on drives",
     )
     ram_fraction: Fraction | Auto = Field(
-        "auto", description="tiered only: share of the optimizer state kept in RAM; auto: as much as fits"
+        "auto", description="tiered only: share of the optimizer state that is stored in RAM; auto: as much as fits"
     )
-    gpus: PositiveInt = Field(1, description="processes to start, one a GPU (on a machine without: on the CPU)")
+    gpus: PositiveInt = Field(
+        1, description="number of processes (ranks) to start, one for each GPU; without a GPU they run on the CPU"
+    )
     threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
     hang_timeout: Count = Field(
         1800,
-        description="with several ranks: how long one thread of a rank may be in one and the same wait within the "
-        "kernel (a driver, a drive, a network's filesystem) before the run ends; 0: for ever",
+        description="with several ranks: seconds that a thread of a rank may stay in the same kernel wait (a driver, "
+        "a drive, a network filesystem) before the run ends; 0: no limit",
     )
-    force: bool = Field(False, description="run even where the plan says that it does not fit")
+    force: bool = Field(False, description="run even if the plan says that it does not fit")
 
 
 class SaveSection(_Section):
     """Run directory, checkpoints, resuming and experiment trackers."""
 
-    output: str = Field("runs/default", description="the run directory")
+    output: str = Field("runs/default", description="the run directory: logs, metrics and checkpoints")
     every: Count | Auto = Field(
-        "auto", description="steps between checkpoints; 0: only when asked for; auto: a tenth of the steps"
+        "auto", description="steps between checkpoints; 0: only on request; auto: a tenth of the steps"
     )
-    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep: PositiveInt = Field(2, description="how many of the newest checkpoints are kept")
     resume: str = Field(
-        "auto", description="auto: the run directory's newest checkpoint, if any; never; or a directory"
+        "auto",
+        description="auto: resume from the newest checkpoint in the run directory, if there is one; never: start "
+        "from step 0; or the directory of a checkpoint",
     )
-    tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
+    tensorboard: bool = Field(False, description="same as save.trackers=tensorboard")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = Field(
         (),
-        description="also send the numbers of each step there (extras of these names). TensorBoard, and mlflow without "
-        "MLFLOW_TRACKING_URI, write to the run directory, wandb too with WANDB_MODE=offline, trackio to TRACKIO_DIR; "
-        "none: nothing is sent anywhere",
+        description="experiment trackers that also receive the metrics of each step (extras of the same names). "
+        "tensorboard, mlflow without MLFLOW_TRACKING_URI, and wandb with WANDB_MODE=offline write to the run "
+        "directory, trackio to TRACKIO_DIR. Empty: nothing is sent anywhere",
     )
-    project: str = Field("offload-trainer", description="the name under which trackers collect runs")
+    project: str = Field("offload-trainer", description="project name that trackers group runs under")
 
     @property
     def all_trackers(self) -> tuple[str, ...]:
@@ -301,77 +325,91 @@ class ParallelSection(_Section):
 
     tensor: PositiveInt | Auto = Field(
         1,
-        description="with --engine deepspeed: ranks that share each product of a block, by DeepSpeed's AutoTP with "
-        "ZeRO-1, weights on the GPU; the other ranks have rows of their own. For architectures that transformers has "
-        "rules for, such as Llama and Qwen3; checkpoints and exports are of whole weights. auto: as many of a "
-        "node's ranks as is forecast to be fastest, 1 where nothing was timed; a step keeps its tokens",
+        description="with --engine deepspeed: number of ranks that share each matrix product of a block (tensor "
+        "parallelism), by DeepSpeed's AutoTP with ZeRO-1 and weights on the GPU; groups of this many ranks are "
+        "data-parallel to each other. For architectures with a tensor-parallel plan in transformers, such as Llama "
+        "and Qwen3; checkpoints and exports hold whole weights. auto: the number of a node's ranks with the fastest "
+        "forecast, 1 if nothing was timed; the tokens of a step stay the same",
     )
     sequence: PositiveInt = Field(
         1,
-        description="tiered only: ranks that share each row, of which each has a piece of seq_len / N tokens, and "
-        "attention sees the whole row (Ulysses); the other ranks have rows of their own. Refused for models that a "
-        "trial at the start shows to compute something else then (recurrences, attention in chunks)",
+        description="tiered only: number of ranks that share each row (Ulysses sequence parallelism): each holds "
+        "seq_len / N of its tokens, and attention sees the whole row; groups of this many ranks are data-parallel "
+        "to each other. Refused for models whose results a trial at the start shows to change (recurrent layers, "
+        "chunked attention)",
     )
     partition_activations: bool = Field(
         False,
-        description="with tensor=N: of each checkpointed block's input every rank keeps 1 / N, and all of it is "
-        "gathered when the block is computed again",
+        description="with parallel.tensor=N: each rank stores 1 / N of the input of each checkpointed block, and the "
+        "ranks gather it when the block is recomputed",
     )
 
 
 class TieredSection(_Section):
     """Buffer sizes, overlap and I/O of the tiered engine."""
 
-    page_size: Annotated[int, Field(ge=4096)] = Field(4 << 20, description="parameters updated at a time, at most")
-    page_buffers: Annotated[int, Field(ge=2)] = Field(6, description="pages in memory on their way to or from a drive")
+    page_size: Annotated[int, Field(ge=4096)] = Field(
+        4 << 20,
+        description="parameters in a page: the optimizer state is read, updated and written in pages of at most this "
+        "many",
+    )
+    page_buffers: Annotated[int, Field(ge=2)] = Field(
+        6, description="buffers in RAM for pages that are being read from or written to a drive"
+    )
     fetch_granularity: Literal["auto", "block", "module"] = Field(
         "auto",
-        description="what of a block's weights is on the device at a time, where they live elsewhere; block: all; "
-        "module: a part, such as one matrix of its MLP, as far as a trial shows that parts are not needed together; "
-        "moments that chance rounds draw otherwise then; auto: module where nothing fits without, else block",
+        description="how much of a block's weights is fetched to the device at a time if they are stored elsewhere. "
+        "block: all; module: one part, such as a matrix of its MLP, if a trial shows that the parts are not needed "
+        "together (stochastic rounding of bf16 moments then draws other random numbers); auto: module if nothing "
+        "fits otherwise, else block",
     )
     weight_buffers: Annotated[int, Field(ge=1)] = Field(
         3,
-        description="blocks, or parts of them, whose weights are on the device at a time, where they live elsewhere; "
-        "where nothing is said and nothing fits: 2, or 1",
+        description="number of blocks, or of their parts, whose weights are on the device at a time if they are "
+        "stored elsewhere; unless it is set, the plan lowers it to 2 or 1 when nothing fits otherwise",
     )
     weight_transfer: Literal["auto", "direct", "all_gather"] = Field(
         "auto",
-        description="how each of several GPUs of a node gets weights that live in RAM; direct: all of a unit from "
-        "there; gather: its part, and the others' from their GPUs; auto: as is forecast to be faster",
+        description="how several GPUs of a node fetch weights that are stored in RAM. direct: each copies all of "
+        "them from RAM; all_gather: each copies its shard, and they exchange the shards; auto: the faster one by "
+        "the plan's forecast",
     )
     overlap: Literal["auto", "off", "forward", "backward"] = Field(
         "auto",
-        description="forward: the update runs behind the next forward; full: that of pages on drives behind the "
-        "backward too, with two places; auto: the fastest by the plan's seconds, where it gains 5 % of a step and the "
-        "disk has room; forward where this machine was not timed and drives are used",
+        description="what the optimizer update overlaps with. forward: it runs while the next forward computes; "
+        "backward: the update of pages on drives also starts during the backward, which needs two copies of their "
+        "state; off: nothing; auto: the fastest by the plan's forecast, if it saves 5 % of a step and the disk has "
+        "room; forward if drives are used and this machine was not timed",
     )
     state_copies: Literal["auto", 1, 2] = Field(
         "auto",
-        description="of a page of state on a drive; 2: on twice the disk, and a kill leaves one whole step; auto: 2 "
-        "where the update begins behind the backward or page files that are gone on from have them, else 1",
+        description="copies of each page of optimizer state on a drive. 2: the previous step's page is kept, which "
+        "takes twice the disk space and leaves a complete step behind when the run is killed; auto: 2 if the update "
+        "starts during the backward or the run resumes from page files that have 2, else 1",
     )
     master_format: Literal["auto", "fp32", "split"] = Field(
         "auto",
-        description="how masters are stored; remainder: the 16 bits that rounding to the bf16 weight takes away, from "
-        "which, with the weight, the same fp32 is made: 2 bytes a parameter less of state to keep and to move, while a "
-        "dead run's page files hold no masters; checkpoints hold fp32 always; auto: remainder where by the plan that "
-        "gains 5 % of a step, or nothing fits without it, else fp32",
+        description="how fp32 master weights are stored. split: only the low 16 bits that rounding to the bf16 "
+        "weight removes; weight and low bits together give the same fp32 value. Saves 2 bytes a parameter of state "
+        "to store and move, but a killed run's page files then hold no complete master weights; checkpoints always "
+        "hold fp32. auto: split if by the plan it saves 5 % of a step or nothing fits without it, else fp32",
     )
     io: Literal["threads", "async_io"] = Field(
-        "threads", description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, every byte checked"
+        "threads",
+        description="how drives are read and written. threads: preadv and pwritev in threads; async_io: DeepSpeed's "
+        "kernel, with every byte verified",
     )
-    io_threads: PositiveInt = Field(4, description="threads that read, and as many that write")
+    io_threads: PositiveInt = Field(4, description="number of threads that read, and of threads that write")
     io_block_bytes: Annotated[int, Field(ge=4096, multiple_of=4096)] = Field(
-        8 << 20, description="bytes of one request"
+        8 << 20, description="bytes of one read or write request"
     )
     checksums: bool = Field(
         False,
-        description="compare weights, gradients and activations that are read from drives with what was written, as "
-        "state always is; async_io always does",
+        description="also verify checksums of weights, gradients and activations that are read from drives, as is "
+        "always done for optimizer state; async_io always verifies them",
     )
     drive_speeds: tuple[PositiveFloat, ...] = Field(
-        (), description="relative speed of each --nvme, by which state is divided; empty: all alike"
+        (), description="relative speed of each --nvme directory, by which the state is distributed; empty: all equal"
     )
 
 
@@ -380,22 +418,26 @@ class DeepSpeedSection(_Section):
 
     zero_stage: Literal[1, 2, 3] | Auto = Field(
         "auto",
-        description="what ranks divide; 1: the optimizer's state; 2: gradients too; 3: weights too; auto: 2 where "
-        "weights are on the GPU and the state there or in RAM, else 3",
+        description="what ZeRO shards over the ranks; 1: optimizer state; 2: gradients too; 3: weights too; auto: 2 "
+        "if the weights are on the GPU and the state is there or in RAM, else 3",
     )
-    sub_group_size: PositiveInt | Auto = Field("auto", description="parameters updated at a time in ZeRO-3")
+    sub_group_size: PositiveInt | Auto = Field("auto", description="ZeRO-3: parameters updated at a time")
     reduce_bucket_size: PositiveInt | Auto = Field("auto", description="gradient elements reduced at a time")
-    prefetch_bucket_size: Count | Auto = Field("auto", description="weight elements fetched ahead in ZeRO-3")
-    max_live_parameters: PositiveInt | Auto = Field("auto", description="weight elements gathered at a time in ZeRO-3")
-    param_buffer_count: PositiveInt | Auto = Field("auto", description="NVMe weights: buffers of the largest weight")
-    optimizer_buffer_count: Annotated[int, Field(ge=4)] | Auto = Field(
-        "auto", description="NVMe optimizer: buffers of the largest sub-group"
+    prefetch_bucket_size: Count | Auto = Field("auto", description="ZeRO-3: weight elements prefetched")
+    max_live_parameters: PositiveInt | Auto = Field("auto", description="ZeRO-3: weight elements gathered at a time")
+    param_buffer_count: PositiveInt | Auto = Field(
+        "auto", description="weights on NVMe: number of buffers, each as large as the largest weight"
     )
-    pipeline_read: bool = Field(True, description="NVMe optimizer: read the next sub-group during the update")
-    pipeline_write: bool = Field(True, description="NVMe optimizer: write the last sub-group during the update")
-    aio_block_size: PositiveInt = Field(1 << 20, description="bytes of one request to the drive")
+    optimizer_buffer_count: Annotated[int, Field(ge=4)] | Auto = Field(
+        "auto", description="optimizer state on NVMe: number of buffers, each as large as the largest sub-group"
+    )
+    pipeline_read: bool = Field(True, description="optimizer state on NVMe: read the next sub-group during the update")
+    pipeline_write: bool = Field(
+        True, description="optimizer state on NVMe: write the previous sub-group during the update"
+    )
+    aio_block_size: PositiveInt = Field(1 << 20, description="bytes of one request to a drive")
     aio_queue_depth: PositiveInt = Field(32, description="requests in flight in each thread")
-    aio_threads: PositiveInt = Field(2, description="threads that one transfer is divided over")
+    aio_threads: PositiveInt = Field(2, description="threads that share one transfer")
 
 
 class TrainConfig(_Section):

@@ -12,7 +12,7 @@ import signal
 
 from offload_trainer.packages import explain_import
 
-AGAIN = "the same command goes on"  # run/resume_point.py completes this phrase with the step it resumes from
+AGAIN = "the same command resumes"  # run/resume_point.py completes this phrase with the step it resumes from
 LOST = 69  # exit code of a rank that ends only because another rank has ended
 
 

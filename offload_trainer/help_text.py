@@ -17,127 +17,136 @@ from offload_trainer.units import parse_bytes, shown
 _CONFIG = "[CONFIG.yaml] [flags] [section.key=value ...]"
 
 _DRAWING = (
-    ("--tokens N", "at most so many are drawn; 100 otherwise"),
-    ("--temperature X", "0 always takes the likeliest token; 0.8 otherwise"),
-    ("--seed N", "the same seed gives the same text; 0 otherwise"),
+    ("--tokens N", "generate at most N tokens (default 100)"),
+    ("--temperature X", "sampling temperature (default 0.8); 0: always the most likely token"),
+    ("--seed N", "random seed (default 0)"),
 )
 _SOURCE = (
-    "SOURCE is a run directory (its newest checkpoint), a checkpoint, or an export's directory. It runs on the CPU.\n"
-    "Weights of a run that take more than half of the free memory are read anew for each token."
+    "SOURCE is a run directory (its newest checkpoint), a checkpoint, or an exported directory. The model runs on the "
+    "CPU.\n"
+    "If the weights take more than half of the free memory, they are read from the disk for each token."
 )
 
 # name: (summary in one line, usage, its own switches, further text)
 _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
     "train": (
-        "train; the word itself may be left out",
+        "train a model; the default command",
         _CONFIG,
         (
             ("--dry-run", "plan, print, and stop before anything is written"),
             ("--print-config", "print the complete configuration as YAML and stop"),
         ),
-        "The same command again goes on from the newest checkpoint in --output.",
+        "Run the same command again to resume from the newest checkpoint in --output.",
     ),
     "plan": (
-        "say what would be where and how long a step takes",
+        "show what a run stores where, whether it fits, and how long a step takes",
         _CONFIG,
         (
             ("--json", "print JSON"),
             (
                 "--machine NAME|FILE.json",
-                "plan for another machine: one that comes with the package, or what `bench --json` printed",
+                "plan for another machine: a known one, such as v100-32gb, or a file that `bench --json` printed",
             ),
-            ("--nodes K[,K...]", "for K of them, with --gpus ranks on each; several K: weak scaling, a line each"),
-            ("--parallel", "compare the ways to divide a step over the ranks: ZeRO, tensor, sequence, pipeline"),
+            (
+                "--nodes K[,K...]",
+                "plan for K machines with --gpus ranks each; several K: compare them (weak scaling), one line each",
+            ),
+            ("--parallel", "compare ways to parallelise a step over the ranks: ZeRO, tensor, sequence, pipeline"),
         ),
-        "Nothing is written. 0: it fits; 2: it does not.",
+        "Writes nothing. Exit code 0: the run fits; 2: it does not fit, or the configuration is wrong.",
     ),
     "bench": (
-        "time this machine and each --nvme, for later plans",
+        "measure the speed of this machine and each --nvme, for later plans",
         _CONFIG,
-        (("--json", "print JSON"), ("--drive-gigabytes N", "gigabytes that each drive is timed with")),
-        "What was timed is kept in the cache directory, and every later plan here takes it. Links between GPUs, or "
-        "with --gpus N between ranks on the CPU, are timed too.",
+        (("--json", "print JSON"), ("--drive-gigabytes N", "gigabytes to write and read on each drive")),
+        "The results are saved in the cache directory, and every later plan on this machine uses them. Links between "
+        "GPUs, or with --gpus N between ranks on the CPU, are measured too.",
     ),
     "tune": (
-        "short real runs around the plan; keeps the fastest",
+        "try settings close to the plan in short real runs, and save the fastest",
         _CONFIG,
         (
             ("--json", "print JSON"),
-            ("--write FILE.yaml", "where the fastest configuration goes; tuned.yaml otherwise"),
-            ("--trial-steps N", "steps of each trial; 6 otherwise"),
+            ("--write FILE.yaml", "file for the fastest configuration (default tuned.yaml)"),
+            ("--trial-steps N", "steps of each trial (default 6)"),
         ),
         "",
     ),
     "doctor": (
-        "check all that a run needs, each failure with its fix",
+        "check everything that a run needs, and say how to fix what fails",
         _CONFIG,
         (("--json", "print JSON"),),
-        "1: something is missing.",
+        "Exit code 1: something is missing.",
     ),
-    "prepare": ("tokenise the data into the cache", _CONFIG, (), "A run does that by itself."),
+    "prepare": (
+        "tokenise the data into the cache",
+        _CONFIG,
+        (),
+        "A run does this itself; `prepare` does it ahead of time.",
+    ),
     "export": (
-        "a run's or a checkpoint's weights as a Hugging Face directory, or as one GGUF file (extra: gguf)",
+        "export the weights of a run or checkpoint as a Hugging Face directory or a GGUF file (extra: gguf)",
         "SOURCE DEST",
         (
-            ("--dtype NAME", "fp16, bf16 or fp32; for a .gguf file fp16, fp32 or q8_0; fp16 otherwise"),
-            ("--max-shard-size SIZE", "largest file of a directory, such as 500MB; 5GB otherwise"),
-            ("--check", "read every header back, and compare a sample of the tensors"),
+            ("--dtype NAME", "fp16 (default), bf16 or fp32; for a .gguf file fp16 (default), fp32 or q8_0"),
+            ("--max-shard-size SIZE", "largest file of a directory, such as 500MB (default 5GB)"),
+            ("--check", "read every header back and compare a sample of the tensors"),
             (
                 "--mixed",
-                "take a run's page files although it died within an update: some weights are a step further than "
-                "others; without it such files are refused",
+                "accept page files of a run that was killed during an update, in which some weights are one step "
+                "ahead of others; they are refused otherwise",
             ),
         ),
-        "SOURCE is a run directory (its newest checkpoint), a checkpoint, or what a dead run left on a drive.\n"
-        "A DEST that ends in .gguf is one file for llama.cpp; its card is DEST.md.",
+        "SOURCE is a run directory (its newest checkpoint), a checkpoint, or page files of a killed run on a drive.\n"
+        "A DEST that ends in .gguf becomes one file for llama.cpp, with a model card in DEST.md.",
     ),
     "sample": (
-        "go on with a text, by what a run has saved",
+        "continue a prompt with the model that a run has saved",
         "SOURCE",
-        (("--prompt TEXT", "what is gone on with; the model begins a text otherwise"), *_DRAWING),
+        (("--prompt TEXT", "text to continue (default: none)"), *_DRAWING),
         _SOURCE,
     ),
     "chat": (
-        "talk with what a run has saved: a line in, an answer out",
+        "chat with the model that a run has saved, in the terminal",
         "SOURCE",
         _DRAWING,
-        f"Lines are read until the end of the input. {_SOURCE}",
+        f"Type one message a line; end with Ctrl-D. {_SOURCE}",
     ),
     "runs": (
-        "list runs: how far each is, its losses, and whether it can go on",
+        "list runs with their step, losses, and whether they can be resumed",
         "[DIR]",
         (("--json", "print JSON"),),
-        "DIR is looked through at any depth; runs otherwise.",
+        "DIR (default runs) is searched at any depth.",
     ),
     "report": (
-        "compare runs: what differs between them, losses, seconds, memory",
+        "compare runs: configuration, losses, time, memory",
         "RUN [RUN...]",
-        (("--json", "print JSON"), ("--html FILE.html", "also write a page, with the losses in one chart")),
-        "RUN is a run directory; of one that goes on, what it has done so far.",
+        (("--json", "print JSON"), ("--html FILE.html", "also write an HTML page with the losses in one chart")),
+        "RUN is a run directory; the run may still be running.",
     ),
     "init": (
-        "ask for a model, a text and a drive, and write a configuration with its plan",
+        "ask for a model, a text and a drive, and write a configuration and its plan",
         _CONFIG,
-        (("--write FILE.yaml", "where it goes; train.yaml otherwise"),),
-        "What a flag or a key says is not asked for. 2: the plan does not fit, and nothing is written.",
+        (("--write FILE.yaml", "file for the configuration (default train.yaml)"),),
+        "Values given by a flag or key are not asked for. Exit code 2: the plan does not fit, and nothing is written.",
     ),
     "ls": (
-        "list the recipes that come with the package: what each is for and needs",
+        "list the recipes that come with the package, what each is for and what it needs",
         "",
         (("--json", "print JSON"),),
         "",
     ),
     "cp": (
-        "copy a recipe, to change and to train with",
+        "copy a recipe to a file that you can edit and train with",
         "NAME [DEST]",
         (),
-        "DEST is a file or a directory; here under its own name otherwise. Nothing is overwritten.",
+        "DEST is a file or a directory (default: the current directory). Existing files are not overwritten.",
     ),
     "completion": (
-        "print what makes a shell complete commands, flags, keys and their values",
+        "print a shell script that completes commands, flags, keys and values",
         "bash|zsh",
         (),
-        "In ~/.bashrc or ~/.zshrc: source <(offload-train completion bash), or zsh.",
+        "In ~/.bashrc: source <(offload-train completion bash). In ~/.zshrc: source <(offload-train completion zsh).",
     ),
 }
 
@@ -157,8 +166,9 @@ _FLAGS_OF = {
 }
 
 _START = """\
-Trains every parameter of a causal language model, its optimizer state in RAM or on a drive.
-`offload-train --nvme DIR` alone trains a small model on the text that ships with the package.
+Trains all parameters of a causal language model that need not fit on the GPU: weights, gradients and optimizer state
+are placed on the GPU, in RAM and on NVMe drives.
+`offload-train --nvme DIR` alone trains a small model on the text that comes with the package.
 """
 
 
@@ -167,7 +177,11 @@ def help_text(command: str | None = None) -> str:
     if command is None:
         lines = [f"offload-train {_CONFIG}", ""]
         lines += [f"offload-train {name:<12}{told}" for name, (told, *_) in _COMMANDS.items()]
-        lines += ["", _START, "`offload-train COMMAND --help` shows one command with its flags, --version the version."]
+        lines += [
+            "",
+            _START,
+            "`offload-train COMMAND --help` shows the flags of a command, `offload-train --version` the version.",
+        ]
         return "\n".join([*lines, "", *_flags(tuple(FLAGS)), "", _REST])
     told, words, switches, more = _COMMANDS[command]
     lines = [f"offload-train {command} {words}".rstrip(), "", f"{told[0].upper()}{told[1:]}."]
@@ -176,16 +190,20 @@ def help_text(command: str | None = None) -> str:
     if not takes_keys(command):
         return "\n".join(lines)
     flags = _FLAGS_OF[command]
-    others = [] if len(flags) == len(FLAGS) else ["The other flags of `train` may stand too, so that its words suit."]
+    others = (
+        []
+        if len(flags) == len(FLAGS)
+        else ["All other flags of `train` are accepted too, so the same arguments work for both."]
+    )
     return "\n".join([*lines, "", *_flags(flags), "", *others, _REST])
 
 
-_REST = "Every other key is section.key=value; docs/config.md lists them all."
+_REST = "Other keys are given as section.key=value; docs/config.md lists them all."
 
 
 def _flags(names: tuple[str, ...]) -> list[str]:
     entries = [_entry(f"{name} {FLAGS[name].metavar}".rstrip(), describe_key(FLAGS[name].key)) for name in names]
-    return ["flags, each a short spelling of a key:", *entries]
+    return ["flags, each the short form of a configuration key:", *entries]
 
 
 def flags_of(command: str) -> tuple[str, ...]:
@@ -233,7 +251,7 @@ def _hint(word: str) -> str:
         return f"; a model is named by a flag: --model {word}"
     if known := command_of(word):
         command, note = known
-        here = f"here it is `offload-train {command}`" if command else ""
+        here = f"use `offload-train {command}`" if command else ""
         return "; " + (f"{here} ({note})" if here and note else here or note)
     near = nearest(word, _COMMANDS)
     return f"; did you mean {near}?" if near in _COMMANDS else ""
@@ -283,7 +301,7 @@ def export_wish(words: list[str]) -> dict[str, Any]:
     largest = take_value(words, "--max-shard-size")
     if unknown := [word for word in words if word.startswith("-")]:
         known = "--dtype, --max-shard-size, --check, --mixed"
-        raise UserError(f"export: {unknown[0]}: there is no such flag; known: {known}")
+        raise UserError(f"export: {unknown[0]}: unknown flag; known: {known}")
     gguf = bool(words) and words[-1].endswith(".gguf")
     dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
     if len(words) != 2:
@@ -291,7 +309,7 @@ def export_wish(words: list[str]) -> dict[str, Any]:
         raise UserError(f"export needs SOURCE and DEST; got {given}. `offload-train export --help` says more")
     if dtype not in dtypes:
         what = "a GGUF file" if gguf else "a Hugging Face directory"
-        raise UserError(f"--dtype {dtype}: {what} can be had with --dtype {', '.join(dtypes)}")
+        raise UserError(f"--dtype {dtype}: {what} needs one of --dtype {', '.join(dtypes)}")
     if gguf and largest:
         raise UserError("--max-shard-size is for directories of safetensors, and DEST is one GGUF file")
     shard_bytes = parse_bytes(largest or "5GB")

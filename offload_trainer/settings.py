@@ -69,7 +69,7 @@ FLAGS: dict[str, Flag] = {
 
 # Keys (with their former default) and values that earlier versions had, and what to do instead.
 _GONE_KEYS: dict[str, tuple[Any, str]] = {
-    "model.checkpointing_variant": ("auto", "each engine takes the variant of checkpointing that is right there"),
+    "model.checkpointing_variant": ("auto", "each engine chooses its own variant of checkpointing"),
 }
 _GONE_VALUES = {
     "optim.name=adamw8bit": "8-bit moments are optim.moment_dtype=8bit; with --engine deepspeed they are bitsandbytes'",
@@ -77,7 +77,7 @@ _GONE_VALUES = {
 }
 # Keys that users look for and that are not implemented.
 _NOT_YET = {
-    "parallel.pipeline": "not carried out yet: docs/pipeline.md tells why; `plan --parallel` says what it would bring",
+    "parallel.pipeline": "not implemented: docs/pipeline.md explains why; `plan --parallel` forecasts its gain",
 }
 
 
@@ -147,7 +147,7 @@ class _Draft:
         value: Any = text
         if annotation is str:
             if (here := value_of(key, text)) and not Path(text).exists():
-                self.mistakes.append(f"{key}: {text!r}: no such path; here it is {here}")
+                self.mistakes.append(f"{key}: {text!r}: no such path; use {here}")
         else:
             try:
                 value = parsed_yaml(text, _Loader)
@@ -258,7 +258,7 @@ def _no_flag(name: str, text: str | None) -> str:
     key = plain(name)
     if key in all_keys():
         return f"{name}: a key is written without dashes: {_written(key, text, as_flag=False)}"
-    return f"{name}: there is no such flag{_hint(key, text, as_flag=True)}"
+    return f"{name}: unknown flag{_hint(key, text, as_flag=True)}"
 
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
@@ -267,7 +267,7 @@ def _no_key(spelled: str, key: str, text: str | None) -> str:
         return f"{spelled}: {_NOT_YET[key]}"
     if key in RENAMED_KEYS:
         return f"{spelled}: this key is now called {RENAMED_KEYS[key]}"
-    return f"{spelled}: there is no such key{_hint(plain(key), text, as_flag=False)}"
+    return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"
 
 
 def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
@@ -282,7 +282,7 @@ def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
             return f"; {told}"
         if same := [key for key in all_keys() if key.rpartition(".")[2] == end]:
             if as_flag and len(same) == 1:
-                return f"; here it is {_written(same[0], text, as_flag=True)}"
+                return f"; use {_written(same[0], text, as_flag=True)}"
             closest = sorted(same, key=lambda key: -_ratio(key, word))[: None if len(parts) == 1 else 1]
             return f"; did you mean {' or '.join(_written(key, None, as_flag=as_flag, bare=True) for key in closest)}?"
     for part in reversed(parts[:-1]):
@@ -324,7 +324,7 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
         here = given if given and "=" in given and given == instead else f"{key}={given}" if given else key
     key, _, value = here.partition("=")
     written = _written(key, value if value and _is_allowed(key, value) else None, as_flag=as_flag)
-    return f"here it is {written}" + (f" ({term.note})" if term.note else "")
+    return f"use {written}" + (f" ({term.note})" if term.note else "")
 
 
 def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) -> str:
@@ -382,7 +382,7 @@ def _misplaced(word: str) -> str:
     if path.suffix == ".py":
         return "scripts are run by Python and use the library: docs/library.md"
     if not path.exists() and "/" in word and path.suffix not in (".yaml", ".yml", ".json"):
-        return "there is no such file; a model or text is named by a flag: --model NAME, --data PATH"
+        return "no such file; a model or text is named by a flag: --model NAME, --data PATH"
     if not path.is_dir():
         return ""
     if (path / "config.yaml").exists():
@@ -392,7 +392,7 @@ def _misplaced(word: str) -> str:
 
 
 def _gone(spelled: str, key: str) -> str:
-    return f"{spelled}: there is no {key} any more: {_GONE_KEYS[key][1]}; leave it out"
+    return f"{spelled}: {key} was removed: {_GONE_KEYS[key][1]}; leave it out"
 
 
 def _read_file(path: Path, draft: _Draft) -> None:
@@ -506,10 +506,10 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
             yield f"{key}: {given[key]} is now called {now}"
             continue
         if instead := _GONE_VALUES.get(f"{key}={given[key]}"):
-            yield f"{key}: there is no {given[key]} any more: {instead}"
+            yield f"{key}: {given[key]} was removed: {instead}"
             continue
         if here := value_of(key, given[key]):
-            wanted = f"{wanted}; here it is {here}"
+            wanted = f"{wanted}; use {here}"
         yield f"{key}: {given[key]!r} is not allowed; it should be {wanted}"
 
 

@@ -15,26 +15,28 @@ _NEAR = 0.8  # lowest ratio of difflib: about one letter in five differs
 _MOST_EDITS = 3  # letters removed plus added; without it, long words that share a part would match
 
 _ADAPTERS = (
-    "the command trains whole weights; adapters (PEFT) are trained with the library: docs/library.md and, for "
+    "this command trains all weights; for adapters (PEFT) use the Python library: docs/library.md and, for "
     "transformers' Trainer and TRL, docs/integrations.md"
 )
 _FEWER_BITS = (
-    "weights are trained in bf16, fp16 or fp32 and never quantised; --params nvme and --optimizer nvme with --nvme DIR "
-    "make room instead, and optim.moment_dtype=8bit shrinks the moments"
+    "weights are trained in bf16, fp16 or fp32 and never quantised; to save memory use --params nvme and --optimizer "
+    "nvme with --nvme DIR, and optim.moment_dtype=8bit for smaller moments"
 )
-_PREFERENCES = "preferences are trained with TRL and the library: docs/integrations.md; `offload-train cp dpo`"
-_LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows the run; there is no key for it"
-_UPLOADS = "nothing is uploaded: `offload-train export RUN DIR` writes what `hf upload` then takes"
-_SHARDING = "--gpus N divides a run over ranks: docs/parallel.md, docs/scaling.md; `offload-train plan --parallel`"
-_DEVICE = "a GPU is used where there is one (CUDA_VISIBLE_DEVICES chooses it), and --gpus N for several"
-_SWITCHES = "there is no such choice: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
-_ROUTE = "what is compiled is chosen by the machine: optim.kernel; the model's forward is not compiled"
-_OF_FILES = "see docs/finetune.md for the files that --data takes"
-_PACKED = "docs/packing.md says what it does"
-_WHOLE_ROWS = "rows have one length, --seq-len; data.packing=on fills them with several conversations"
-_LAST = "checkpoints are of the newest steps (save.every, save.keep), whatever their loss"
-_SPLIT = "a data set of the hub is --data hub:OWNER/NAME/CONFIGURATION:SPLIT"
-_MODEL_KEYS = "keys of the model's own configuration need random weights: --scratch"
+_PREFERENCES = (
+    "preference training uses TRL with the Python library: docs/integrations.md; `offload-train cp dpo` writes a script"
+)
+_LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows progress; there is no key for it"
+_UPLOADS = "nothing is uploaded: `offload-train export RUN DIR` writes a directory that `hf upload` can upload"
+_SHARDING = "--gpus N trains on several ranks: docs/parallel.md, docs/scaling.md; `offload-train plan --parallel`"
+_DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
+_SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
+_ROUTE = "only the optimizer kernel is compiled (optim.kernel); the model's forward is not"
+_OF_FILES = "docs/finetune.md lists the file formats of --data"
+_PACKED = "see docs/packing.md"
+_WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several conversations in a row"
+_LAST = "the newest checkpoints are kept (save.every, save.keep), whatever their loss"
+_SPLIT = "for a dataset from the hub: --data hub:OWNER/NAME/CONFIGURATION:SPLIT"
+_MODEL_KEYS = "changing the model's configuration needs random weights: --scratch"
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,11 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("train.steps", "max_train_steps train_iters total_iters max_steps_per_epoch", ""),
     ("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs", ""),
     ("train.micro_batch_size", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
-    ("train.micro_batch_size", "batch_size", "rows of one forward; a step has --micro-batch x --accumulate of them"),
+    (
+        "train.micro_batch_size",
+        "batch_size",
+        "rows of one forward on each rank; a step has --micro-batch x --accumulate of them",
+    ),
     ("train.gradient_accumulation_steps", "gradient_accumulation_steps grad_accum", ""),
     ("train.gradient_accumulation_steps", "gradient_accumulation_iters accumulate_grad_batches", ""),
     ("train.gradient_accumulation_steps", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
@@ -187,26 +193,30 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "compile torch_compile use_compile torch_compile_backend jit", _ROUTE),
     ("", "group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last", _WHOLE_ROWS),
     ("", "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience", _LAST),
-    ("", "overwrite_output_dir", "--output names another directory, --resume never begins again in one"),
-    ("", "overwrite_cache", "--output names another directory, --resume never begins again in one"),
+    ("", "overwrite_output_dir", "to start over, name another directory with --output"),
+    ("", "overwrite_cache", "to start over, name another directory with --output"),
     ("", "stage sft", "conversations in --data are enough (docs/finetune.md); ZeRO's stage is deepspeed.zero_stage"),
-    ("", "neftune_noise_alpha label_smoothing_factor", "the command has no such key; the library takes your own loop"),
-    ("", "max_samples max_train_samples streaming", "--data takes all of a file; --steps ends a run earlier"),
+    (
+        "",
+        "neftune_noise_alpha label_smoothing_factor",
+        "no such key; use the Python library with your own training loop",
+    ),
+    ("", "max_samples max_train_samples streaming", "--data reads the whole file; --steps ends a run earlier"),
     (
         "",
         "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers",
-        "text is tokenised once, by all CPU threads, and rows are then read from the cache: there is nothing to set",
+        "text is tokenised once with all CPU threads, and rows are then read from the cache: there is nothing to set",
     ),
-    ("", "tf32 allow_tf32", "products are in --dtype; fp32 stays fp32"),
-    ("", "auto_find_batch_size", "train.tokens_per_step lets the plan choose rows that fit"),
-    ("", "export_dir export_size merge_lora", "a run is exported afterwards: `offload-train export RUN DIR`"),
-    ("", "per_device_eval_batch_size eval_batch_size", "evaluations take --micro-batch rows too"),
-    ("", "eval_accumulation_steps", "evaluations take --micro-batch rows too"),
-    ("", "gradient_checkpointing_kwargs", "model.activation_checkpointing=on is all there is to say"),
-    ("", "activation_checkpointing_kwargs", "model.activation_checkpointing=on is all there is to say"),
+    ("", "tf32 allow_tf32", "matrix products use --dtype; fp32 is not replaced by tf32"),
+    ("", "auto_find_batch_size", "with train.tokens_per_step the plan chooses a micro-batch that fits"),
+    ("", "export_dir export_size merge_lora", "export a run afterwards: `offload-train export RUN DIR`"),
+    ("", "per_device_eval_batch_size eval_batch_size", "evaluations use --micro-batch too"),
+    ("", "eval_accumulation_steps", "evaluations use --micro-batch too"),
+    ("", "gradient_checkpointing_kwargs", "model.activation_checkpointing=on has no further options"),
+    ("", "activation_checkpointing_kwargs", "model.activation_checkpointing=on has no further options"),
     ("", "dataset_train_split dataset_test_split dataset_config dataset_split split", _SPLIT),
     ("", "use_galore use_badam use_apollo use_adam_mini use_muon muon adafactor", "optim.name is adamw or lion"),
-    ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of them is a key of its own: docs/config.md"),
+    ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of these has its own key: docs/config.md"),
     ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
 )
 # Families of words that share a prefix.
@@ -214,11 +224,13 @@ _FAMILIES = {
     **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
     **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
     **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw or lion")),
-    **dict.fromkeys(("wandb_", "trackio_", "mlflow_"), Term("save.trackers", "it reads its own environment variables")),
+    **dict.fromkeys(
+        ("wandb_", "trackio_", "mlflow_"), Term("save.trackers", "trackers read their own environment variables")
+    ),
     "hub_": Term("", _UPLOADS),
     "bnb_": Term("", _FEWER_BITS),
     "logging_": Term("", _LOGGED),
-    "dataloader_": Term("", "rows are read from the cache of tokens: there is nothing to set"),
+    "dataloader_": Term("", "rows are read from the token cache: there is nothing to set"),
 }
 _BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
 
@@ -265,12 +277,14 @@ _VALUES: dict[str, dict[str, str]] = {
     "tiered.io": {"aio": "async_io", "libaio": "async_io"},
 }
 
-_EVALUATES = "a run evaluates every train.eval_every steps; `offload-train export` writes what lm-eval and others load"
+_EVALUATES = (
+    "a run evaluates every train.eval_every steps; `offload-train export` writes a directory for lm-eval and others"
+)
 _SERVES = "`offload-train export` writes a directory that vLLM and transformers load, or a .gguf file for llama.cpp"
-_HUB = "--model OWNER/NAME fetches a model as a run begins, --data hub:OWNER/NAME a data set"
+_HUB = "a run downloads what it needs: --model OWNER/NAME a model, --data hub:OWNER/NAME a dataset"
 _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("train", "finetune fine-tune finetune_full sft fit run pretrain pretraining launch start full finetuning", ""),
-    ("train", "resume continue", "the same command again resumes from its newest checkpoint"),
+    ("train", "resume continue", "run the same command again to resume from its newest checkpoint"),
     ("sample", "generate generation inference infer predict complete", ""),
     ("chat", "talk interact cli_demo", ""),
     ("export", "merge merge-lora merge_lora convert convert-hf save quantize gguf zero_to_fp32 convert_to_hf", ""),

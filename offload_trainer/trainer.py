@@ -152,7 +152,9 @@ def _taken_wish(job: Job) -> bool:
     try:
         job.save_wish.unlink()
     except OSError as error:  # it is a directory, or its directory is not writable
-        job.checkpoints.note(f"{job.save_wish} asks for no checkpoint, for it cannot be removed: {error.strerror}")
+        job.checkpoints.note(
+            f"{job.save_wish} is ignored as a request for a checkpoint, because it cannot be removed: {error.strerror}"
+        )
         return False
     return True
 
@@ -256,7 +258,7 @@ def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
     if job.optim.on_nonfinite_grad == "stop":
         raise TrainerError(
             f"step {step}: NaN or infinity in the gradient (loss {result.loss:.4g}); the weights are those of step "
-            f"{step - 1}. Lower optim.lr, look at the data of this step, or go on with optim.on_nonfinite_grad=skip"
+            f"{step - 1}. Lower optim.lr, check the data of this step, or use optim.on_nonfinite_grad=skip"
         )
     job.say(f"step {step} skipped: NaN or infinity in the gradient (loss {result.loss:.4g})")
 

@@ -239,7 +239,7 @@ class Trial:
             if rows(killed.output / "metrics.jsonl") != rows(self.alone / "metrics.jsonl"):
                 raise Difference(f"other numbers than alone: {command}")
             compare_file(killed.output / "export/model.safetensors", self.alone / "export/model.safetensors")
-            came = "resumed by the command" if "going on from the page files" in command.text else "begun again by it"
+            came = "resumed by the command" if "resuming from the page files" in command.text else "begun again by it"
             if came == "begun again by it" and killed.step > 1:
                 raise Difference(f"all of {killed.step} steps were forgotten: {command}")
         else:

@@ -143,7 +143,7 @@ class Trial:
         """
         if "engine ready" not in text:
             return
-        said = [line for line in text.splitlines() if "going on from the page files" in line]
+        said = [line for line in text.splitlines() if "resuming from the page files" in line]
         if step and not any(f", step {step};" in line for line in said):
             raise Difference(
                 f"page files of step {step} were left, and the next start did not go on from them:\n{text}"

@@ -157,7 +157,7 @@ def lose(folder: Path, alone: Path, *, each: int, steps: int, params: str) -> No
             codes = [started[0].wait(900)]
             signal_all(started[1], signal.SIGKILL)
             finished(started)
-        words = [line for line in (folder / "told-0").read_text().splitlines() if "not been heard" in line]
+        words = [line for line in (folder / "told-0").read_text().splitlines() if "sent no heartbeat" in line]
         took = time.monotonic() - began
         print(f"{name}: all that go on have ended after {took:.1f} s, exit codes {codes}: {words[-1:]}", flush=True)
         assert finished(start(folder, run, **how)) == [0, 0]

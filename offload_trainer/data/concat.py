@@ -89,12 +89,10 @@ def joined(files: Sequence[TokenFile]) -> Tokens:
         said = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
         if len(said) > 1:
             told = ", ".join(f"{value} in {path}" for value, path in said.items())
-            raise UserError(
-                f"the token files are not of one kind: their {what.replace('_', ' ')} is {told}; make them alike"
-            )
+            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {told}; make them equal")
     if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
         raise UserError(
-            f"{rows[0]} holds conversations in rows, and is one of {len(files)} files: give it alone, or the "
-            "conversations of all of them as .jsonl"
+            f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
+            "the conversations of all files as .jsonl"
         )
     return files[0] if len(files) == 1 else TokenShards(tuple(files))

@@ -92,15 +92,15 @@ def _packed(packer: Packer, ids: np.ndarray | None) -> np.ndarray | None:
 def _nothing_learned(counts: Counts, length: int) -> str:
     """Return why no conversation has produced a row, and what to do."""
     without = (
-        f"{counts.unanswered} have no answer to learn (a message from the assistant, without 'weight': 0 or 'train': "
-        "false)"
+        f"{counts.unanswered} have no answer to train on (a message from the assistant, without 'weight': 0 or "
+        "'train': false)"
     )
     if counts.unanswered and not counts.left_out:
         return f"of the conversations {without}, and there are no others; give them answers, or set data.train_on=all"
     left = f": all {counts.left_out} are left out" if counts.left_out else ""
     more = f"; {without}" if counts.unanswered else ""
     return (
-        f"there is no conversation in whose first {length} tokens something is learned{left}{more}; give more, a "
+        f"no conversation has tokens to train on within its first {length}{left}{more}; give more, a "
         "larger --seq-len, or data.train_on=all"
     )
 
@@ -109,7 +109,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], Non
     """Set a plain chat template on a tokenizer without one. Exports of the model then contain it too."""
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN_TEMPLATE.read_text()
-        say('note: the tokenizer has no chat template: turns become "User: ..." and "Assistant: ...", a line each')
+        say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
 
 
 def _batches(records: Iterator[tuple[str, dict[str, Any]]], *, form: str) -> Iterator[list[Example]]:

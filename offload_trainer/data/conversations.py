@@ -39,7 +39,7 @@ _SYSTEM = ("system", "system_prompt")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _PREFERENCES = (
     "preferences, which are trained with TRL: `offload-train cp dpo` writes a script for them. To train on the chosen "
-    "answers alone, give them as an 'output' beside an 'instruction', or as 'messages'"
+    "answers alone, give them as an 'output' next to an 'instruction', or as 'messages'"
 )
 _GOOD_AND_BAD = (
     "answers marked as good or bad (KTO), which TRL trains on: docs/integrations.md. To train on the good ones, give "
@@ -114,7 +114,7 @@ def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str
     kinds = list(dict.fromkeys(found.values()))
     if len(kinds) > 1:
         told = ", ".join(f"{kind} in {next(s for s, k in found.items() if k == kind)}" for kind in kinds)
-        raise UserError(f"the files are not of one kind: {told}; give files of one kind, or name data.format")
+        raise UserError(f"the files have different formats: {told}; use files of one format, or set data.format")
     return kinds[0]
 
 
@@ -135,7 +135,7 @@ def _form_of_file(source: Path, *, form: str, text_field: str) -> str:
     if _asks_and_answers(record) and "pairs" not in fitting:
         fitting.append("alpaca")
     if len(fitting) > 1:
-        raise UserError(f"{where}: it may be read as {' or as '.join(fitting)}: say which with data.format=NAME")
+        raise UserError(f"{where}: it could be read as {' or as '.join(fitting)}: choose one with data.format=NAME")
     if not fitting:
         _refuse_other(record, where=where)
     return fitting[0] if fitting else TEXT  # the text reader then reports what is missing
@@ -189,7 +189,7 @@ def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None
         raise UserError(f"{where}: 'label' holds true or false: {_GOOD_AND_BAD}")
     for key in _MEDIA:
         if record.get(key):
-            raise UserError(f"{where}: {key!r} is not empty, and only text is trained on here; leave such lines out")
+            raise UserError(f"{where}: {key!r} is not empty, and only text is supported; leave such lines out")
     if record.get("chat_template_kwargs"):
         raise UserError(f"{where}: 'chat_template_kwargs' is not read: set its values in data.chat_template=FILE")
 
@@ -221,9 +221,7 @@ def _only(record: dict[str, Any], names: Sequence[str], *, where: str) -> str | 
     """Return which of several names of one field is present, or None. Raises UserError for several."""
     there = [name for name in names if record.get(name) not in (None, "")] or [n for n in names if n in record][:1]
     if len(there) > 1:
-        raise UserError(
-            f"{where}: {' and '.join(map(repr, there))} may each be the one that is meant; leave one of them out"
-        )
+        raise UserError(f"{where}: {' and '.join(map(repr, there))} both match; leave one of them out")
     return there[0] if there else None
 
 
@@ -234,7 +232,7 @@ def _pair(record: dict[str, Any], *, where: str) -> tuple[str, str] | None:
     unused = [key for key in (*_SYSTEM, "tools") if record.get(key)]
     if unused:
         raise UserError(
-            f"{where}: {unused[0]!r} has no place beside a prompt and a completion of plain text: put it into the "
+            f"{where}: {unused[0]!r} has no place next to a prompt and a completion of plain text: put it into the "
             "prompt, or give 'messages'"
         )
     return string_in(record, "prompt", where=where), string_in(record, "completion", where=where)
@@ -275,11 +273,11 @@ def _checked(message: Message, number: int, *, where: str) -> Message:
     for key in _NO_LOSS_HERE:
         if message.get(key):
             raise UserError(
-                f"{where}: message {number} has {key!r}: answers are learned whole here, or not ('weight': 0)"
+                f"{where}: message {number} has {key!r}: an answer is trained on whole, or not at all ('weight': 0)"
             )
     if message.get("train") is True and message["role"] != "assistant":
         raise UserError(
-            f"{where}: message {number} has 'train': true, and only an assistant's messages are learned here"
+            f"{where}: message {number} has 'train': true, and only messages of the assistant can be trained on"
         )
     return message
 
@@ -359,13 +357,15 @@ def _list_or_nothing(record: dict[str, Any], name: str, *, where: str) -> list[A
 def _text(content: Any, number: int, *, where: str) -> str:
     """Return a message's text, which may be one string or a list of text parts."""
     if content is None:
-        raise UserError(f"{where}: message {number} has no content; where it is empty, say so with an empty string")
+        raise UserError(f"{where}: message {number} has no content; if it is empty, use an empty string")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: message {number} holds something else than text, which is not trained on here")
+            raise UserError(f"{where}: message {number} holds something other than text, which is not supported")
         if "train" in part or "weight" in part:
-            raise UserError(f"{where}: message {number} has parts to learn and others: answers are learned whole here")
+            raise UserError(
+                f"{where}: message {number} mixes parts to train on with others: an answer is trained on whole"
+            )
     return encodable("".join(part["text"] for part in parts), f"message {number}", where=where)
 
 

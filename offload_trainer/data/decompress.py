@@ -107,4 +107,4 @@ def _unpacked(raw: io.BufferedReader, packing: str) -> BinaryIO:
 
 def _damaged(path: Path, error: Exception) -> UserError:
     shown = str(path) if str(path).isprintable() else ascii(str(path))
-    return UserError(f"{shown} cannot be unpacked: {str(error)[:200]}; is it damaged, or not all there?")
+    return UserError(f"{shown} cannot be decompressed: {str(error)[:200]}; is it damaged or incomplete?")

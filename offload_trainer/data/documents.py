@@ -100,8 +100,8 @@ def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[s
             number += 1
             if len(raw) > LINE_BYTES:
                 raise UserError(
-                    f"{_where(source, number)}: longer than {format_bytes(LINE_BYTES)}, and a line is read whole; "
-                    "divide that document, or give it as a text file of its own"
+                    f"{_where(source, number)}: longer than {format_bytes(LINE_BYTES)}, and lines are read whole; "
+                    "split that document, or give it as a separate text file"
                 )
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -196,5 +196,5 @@ def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int
     where = _where(source, line + good.count(b"\n"))
     return UserError(
         f"{where}: not UTF-8: byte {place + 1} of the line, byte {before + len(good) + 1} of the text, is "
-        f"0x{error.object[error.start]:02x}; convert the file (iconv -t UTF-8), or unpack it if it is compressed"
+        f"0x{error.object[error.start]:02x}; convert the file (iconv -t UTF-8), or decompress it"
     )

@@ -40,7 +40,7 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
     fresh = {path: state for path, state in about.items() if not _is_known(known.get(path), state)}
     total = sum(state["size"] for state in fresh.values())
     if total >= _LONG:
-        say(f"reading {format_bytes(total)} of text: is it the one that was tokenised before?")
+        say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
     for path in fresh:
         at = time.time_ns()
         about[path] |= {"sum": _sum(Path(path)), "at": at}

@@ -27,7 +27,7 @@ def hub_files(wish: str) -> tuple[Path, ...]:
     found = _NAME.fullmatch(wish.removeprefix(HUB))
     if found is None:
         raise UserError(
-            f"{wish}: a data set of the hub is hub:OWNER/NAME, with /CONFIGURATION and :SPLIT if it has several"
+            f"{wish}: a dataset of the hub is written hub:OWNER/NAME, with /CONFIGURATION and :SPLIT if it has several"
         )
     if not is_installed("datasets"):
         raise UserError(lacks(wish, "datasets"))
@@ -40,7 +40,7 @@ def hub_files(wish: str) -> tuple[Path, ...]:
     # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
     except Exception as error:
         raise UserError(
-            f"{wish} is not to be had: {one_line(error)}. Check the name, configuration, split and network, or "
-            f"fetch it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
+            f"{wish} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
+            f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
         ) from error
     return tuple(Path(one["filename"]) for one in loaded.cache_files)

@@ -61,8 +61,8 @@ class OmittedText:
         named = sorted(self.fields, key=lambda name: -self.fields[name])[:_NAMED]
         found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]
         more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
-        told = [f"text that is in no row, or not all of it: {', '.join(found + more)}"] if found else []
-        return told + ([f"{self.empty} of the answers that are learned are empty"] if self.empty else [])
+        told = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
+        return told + ([f"{self.empty} of the answers to train on are empty"] if self.empty else [])
 
 
 class AnswerEncoder:
@@ -76,7 +76,7 @@ class AnswerEncoder:
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
-                "tokenizer.json), and conversations need that: convert it, or give them rendered, in a text field"
+                "tokenizer.json), which conversations need: convert it, or give them as rendered text in a text field"
             )
         self.unsaid = OmittedText()
         self._tokenizer, self._everything, self._end_of_text = tokenizer, everything, end_of_text
@@ -135,7 +135,7 @@ class AnswerEncoder:
             content = _content(message)
             if content.strip() and not _holds(text, content, any_piece=True):
                 raise UserError(
-                    f"{example.where}: the chat template prints nothing of message {number} "
+                    f"{example.where}: the chat template leaves out message {number} "
                     f"({message['role'][:60]!r}): {_OWN_TEMPLATE} it, or leave that message out"
                 )
         if any(message.get("tool_calls") for message in example.messages):
@@ -160,7 +160,7 @@ class AnswerEncoder:
             if not re.search(rf"{name}\b", found):
                 raise UserError(
                     f"{example.where}: the chat template does not print the 'tool_calls' of message {number + 1}, and "
-                    f"what is left would be learned as an answer: {_OWN_TEMPLATE} them, or leave that conversation out"
+                    f"the rest would be trained on as an answer: {_OWN_TEMPLATE} them, or leave that conversation out"
                 )
 
     def _render(
@@ -203,7 +203,7 @@ class AnswerEncoder:
             if end is not None:
                 return len(before), len(before) + _without_space(text[len(before) : end], said)
         raise UserError(
-            f"{example.where}: the chat template renders message {number + 1} in another way once others follow it, so "
+            f"{example.where}: the chat template renders message {number + 1} differently once others follow it, so "
             "what of the text is that answer cannot be told: give data.chat_template=FILE with {% generation %} around "
             "what an assistant writes, one answer a line, or data.train_on=all"
         )

@@ -155,7 +155,7 @@ def mixed(
     for what in ("dtype", "row_length", "packed"):
         if len(said := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
             told = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in said.items())
-            raise UserError(f"data.mixture: {told} are not of one kind: give conversations alone, or text alone")
+            raise UserError(f"data.mixture: {told} differ in kind: use only conversations, or only text")
     train, held_out = [], []
     for file, name in zip(files, names, strict=True):
         rows = (len(file) - 1) // seq_len

@@ -53,15 +53,15 @@ class Counts:
         kept = self.tokens - self.cut_off
         parts = [
             f"{self.conversations} conversations, {format_count(self.tokens)} tokens, {self.learned / kept:.0%} of "
-            f"them learned; the longest has {self.longest}"
+            f"them trained on; the longest has {self.longest}"
         ]
         if self.cut:
             share = f"{self.cut_off / self.tokens:.1%} of the tokens"
             parts.append(f"{self.cut} longer than a row of {length} are cut ({share})")
         if self.left_out:
-            parts.append(f"{self.left_out} are left out, in whose first {length} tokens nothing is learned")
+            parts.append(f"{self.left_out} are left out, because their first {length} tokens have nothing to train on")
         if self.unanswered:
-            parts.append(f"{self.unanswered} are left out, which have no answer to learn")
+            parts.append(f"{self.unanswered} are left out, because they have no answer to train on")
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join(parts)
 

@@ -91,7 +91,7 @@ def prepare_tokens(
         set_template(tokenizer, say=say)
         rows = RowOptions(form, everything=section.train_on == "all", length=seq_len, packed=section.packing == "on")
     elif end_of_text(tokenizer) is None:
-        say("note: the tokenizer has no end-of-text: nothing marks where one document ends and the next begins")
+        say("note: the tokenizer has no end-of-text: document boundaries are not marked")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, cache=cache, say=say)
 
 
@@ -137,7 +137,7 @@ def _tokenised(
                 records = _of_all(sources, sums=sums, read=read, writer=writer)
                 write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
             if not writer.tokens:
-                raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")
+                raise UserError(f"{', '.join(section.path)}: it contains no text; correct the path")
     return TokenFile.open(target, owned=True)
 
 
@@ -167,12 +167,12 @@ def _checked(
     path = tokens.path
     if tokens.row_length not in (None, seq_len):
         raise UserError(
-            f"{path} holds conversations in rows of {tokens.row_length}, and this run's have {seq_len}: use --seq-len "
+            f"{path} holds conversations in rows of {tokens.row_length}, and this run uses {seq_len}: use --seq-len "
             f"{tokens.row_length}, or give the conversations instead"
         )
     if tokens.tokenizer is not None and tokens.tokenizer != fingerprint:
         raise UserError(
-            f"{path} was made with the tokenizer {tokens.tokenizer} and this run's is {fingerprint}: "
+            f"{path} was made with the tokenizer {tokens.tokenizer} but this run uses {fingerprint}: "
             "set data.tokenizer to the one it was made with, or give the text instead"
         )
     if tokens.assumed:
@@ -184,7 +184,7 @@ def _checked(
         needed = tokens.vocabulary
     if needed > vocabulary:
         raise UserError(
-            f"{path} holds ids up to {needed - 1} and the model only knows those below {vocabulary}: "
+            f"{path} holds ids up to {needed - 1}, but the model only has ids below {vocabulary}: "
             "choose the model that it was tokenised for, or give the text instead"
         )
     return tokens
@@ -193,7 +193,7 @@ def _checked(
 def _refuse_other_rows(tokens: TokenFile, *, packing: bool) -> None:
     """Raise UserError for a file of rows that does not match `data.packing`."""
     if tokens.row_length is not None and tokens.packed != packing:
-        holds, key = ("several in a row", "on") if tokens.packed else ("each in a row of its own", "off")
+        holds, key = ("several in a row", "on") if tokens.packed else ("each in a separate row", "off")
         raise UserError(
             f"{tokens.path} holds conversations, {holds}: use data.packing={key}, or give the conversations instead"
         )
@@ -239,7 +239,7 @@ def _of_all(
         yield from read(source, seen=see)
         if found.hexdigest() != expected:
             raise TrainerError(
-                f"{source}: the text changed while it was being tokenised: start again once it is complete"
+                f"{source}: the text changed while it was being tokenised: start again when it is complete"
             )
 
 
@@ -261,8 +261,8 @@ def _write_text(
     writer.text_bytes = _tokenise(pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say)
     if cutter.inexact:
         say(
-            f"note: {cutter.inexact} cuts through text without lines or words, where ids may differ by a few from "
-            "those of the text in one piece"
+            f"note: {cutter.inexact} splits text that has no lines or words, so a few ids may differ from those "
+            "of the unsplit text"
         )
 
 

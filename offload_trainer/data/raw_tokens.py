@@ -23,7 +23,7 @@ _TELLING = 32  # number of uint32 ids from which the pattern is not a coincidenc
 _FOREIGN = {
     b"\x93NUMPY": "NumPy's .npy: write its ids alone: numpy.load(FILE).tofile('ids.bin')",
     b"PK\x03\x04": "a zip archive (torch.save, .npz): write its ids alone, as uint16 or uint32",
-    b"\x1f\x8b": "gzip: unpack it",
+    b"\x1f\x8b": "gzip: decompress it",
     b"PAR1": "parquet: its tokens or text must be written out",
     (20240520).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
     (20240801).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
@@ -47,7 +47,9 @@ def scan(path: Path, file: BinaryIO, *, size: int) -> Scan:
     while seen < size:
         data = file.read(min(_CHUNK, size - seen))
         if not data or (len(data) % BLOCK and seen + len(data) != size):
-            raise TrainerError(f"{path}: {size} bytes were there, and only {seen + len(data)} can be read; start again")
+            raise TrainerError(
+                f"{path}: {size} bytes were expected, but only {seen + len(data)} can be read; start again"
+            )
         seen += len(data)
         sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
         halves = np.frombuffer(data, dtype="<u2")
@@ -77,16 +79,16 @@ def bare_dtype(path: Path, found: Scan, *, size: int) -> str:
     every second value is an id like its neighbours. Raises UserError if the values fit both, or look like 64-bit ids.
     """
     low, high = max(found.lanes[0::2]), max(found.lanes[1::2])
-    say = "say which with data.token_dtype=uint16 or uint32"
+    say = "choose with data.token_dtype=uint16 or uint32"
     if size % 8 == 0 and size // 8 >= _TELLING and found.lanes[2] == found.lanes[3] == 0 < max(found.lanes):
         raise UserError(
-            f"{path}: looks like ids of 64 bits (four bytes of every eight are 0), and uint16 or uint32 are read: "
-            f"numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'); or {say}"
+            f"{path}: looks like ids of 64 bits (four bytes of every eight are 0), but only uint16 and uint32 are "
+            f"supported: numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'); or {say}"
         )
     if size % 4 or high > _UPPER or (high > 0 and low <= _UPPER):
         return "uint16"
     if high == low == 0 or size // 4 < _TELLING:
-        raise UserError(f"{path}: its {size} bytes may be ids of 16 or of 32 bits: {say}")
+        raise UserError(f"{path}: its {size} bytes could be 16-bit or 32-bit ids: {say}")
     return "uint32"
 
 
@@ -95,6 +97,4 @@ def refuse_foreign(path: Path, head: bytes) -> None:
     for magic, what in _FOREIGN.items():
         if head.startswith(magic):
             told = what.replace("FILE", str(path))
-            raise UserError(
-                f"{path}: not raw ids, but {told} (data.token_dtype=uint16 or uint32 reads it all the same)"
-            )
+            raise UserError(f"{path}: not raw ids, but {told} (data.token_dtype=uint16 or uint32 reads it anyway)")

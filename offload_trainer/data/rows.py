@@ -109,7 +109,7 @@ def weights_in_step(counts: Sequence[int]) -> list[float]:
     """
     total = sum(counts)
     if not total:
-        raise TrainerError(f"a step of {len(counts)} micro-batches counts no target in the loss: all are {IGNORED}")
+        raise TrainerError(f"a step of {len(counts)} micro-batches has no target in the loss: all are {IGNORED}")
     return [count * len(counts) / total for count in counts]
 
 
@@ -228,7 +228,7 @@ class RowReader:
             row = indices[int(block.max(axis=1).argmax())]
             raise TrainerError(
                 f"{self._tokens.name}: row {row} holds id {block.max()}, and the model's vocabulary is "
-                f"{self._vocabulary}: the file was changed or damaged; make it again"
+                f"{self._vocabulary}: the file was changed or damaged; create it again"
             )
         targets = block[:, 1:].copy()
         if marks is not None:

@@ -21,12 +21,12 @@ TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # also when compressed
 _HEAD = 1 << 16  # bytes by which a file's format is judged
 
 _LINES = 'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {rows}]" < FILE > data.jsonl'
-_TABLE = "a table must become lines of JSON: "
-_UNPACK = "unpack it"
-_NAMED = "it is packed: give it a name that says of what, such as NAME.txt{0} or NAME.jsonl{0}; or unpack it"
+_TABLE = "convert the table to lines of JSON: "
+_UNPACK = "decompress it"
+_NAMED = "it is compressed: give it a name that shows its kind, such as NAME.txt{0} or NAME.jsonl{0}; or decompress it"
 _REFUSED = {
-    ".json": f"JSON is read by the line. An array becomes lines with {_LINES.format(rows='json.load(sys.stdin)')}; if "
-    "each of its lines is an object already, rename it to .jsonl",
+    ".json": f"JSON is read line by line. Convert an array to lines with {_LINES.format(rows='json.load(sys.stdin)')}; "
+    "if each of its lines is an object already, rename it to .jsonl",
     ".ndjson": "rename it to .jsonl",
     ".csv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin)"),
     ".tsv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin, dialect='excel-tab')"),
@@ -35,7 +35,7 @@ _REFUSED = {
     **{packing: _NAMED.format(packing) for packing in PACKED},
     ".zip": _UNPACK,
     ".tar": _UNPACK,
-    ".pdf": "take its text out: pdftotext FILE data.txt",
+    ".pdf": "extract its text: pdftotext FILE data.txt",
     ".docx": "save it as text",
     ".npy": "write its ids alone: numpy.load('FILE').tofile('ids.bin')",
 }
@@ -83,8 +83,8 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
     token_files = [str(file) for file in sources if file.suffix == ".bin"]
     if token_files and len(sources) > len(token_files):
         raise UserError(
-            f"{len(sources)} files were given, and {', '.join(token_files[:5])} among them is already tokens: "
-            "give .bin files alone, or text only"
+            f"{len(sources)} files were given, but {', '.join(token_files[:5])} among them holds tokens: "
+            "give only .bin files, or only text"
         )
     return sources
 
@@ -98,7 +98,7 @@ def _named(path: str) -> tuple[Path, ...]:
 def _hub(name: str) -> str:
     """Return advice for a path that does not exist; it may be meant as the name of a data set on the hub."""
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
-        return f"correct the path; if it is a data set of the hub: --data hub:{name}"
+        return f"correct the path; for a dataset of the hub use --data hub:{name}"
     return "correct the path"
 
 
@@ -112,16 +112,16 @@ def _saved_by_datasets(directory: Path) -> list[Path] | None:
     if (directory / "dataset_dict.json").is_file():
         splits = _object_in(directory / "dataset_dict.json").get("splits")
         told = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
-        raise UserError(f"{directory} holds several data sets: name one, {told}")
+        raise UserError(f"{directory} holds several datasets: choose one, {told}")
     if not (directory / "state.json").is_file() or not (directory / "dataset_info.json").is_file():
         return None
     named = _object_in(directory / "state.json").get("_data_files") or []
     files = [str(one["filename"]) for one in named if isinstance(one, dict) and "filename" in one]
     if not files or any(Path(name).name != name for name in files):
-        raise UserError(f"{directory / 'state.json'} names no files of a data set; save it again with save_to_disk")
+        raise UserError(f"{directory / 'state.json'} names no files of a dataset; save it again with save_to_disk")
     if missing := [name for name in files if not (directory / name).is_file()]:
         raise UserError(
-            f"{directory / missing[0]} is not there, and {directory / 'state.json'} names it; copy it again"
+            f"{directory / missing[0]} does not exist, but {directory / 'state.json'} names it; copy it again"
         )
     return [directory / name for name in files]
 
@@ -144,11 +144,11 @@ def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
         if not any(part.startswith(".") for part in path.relative_to(directory).parts)
     ]
     if linked := [str(path) for path in inside if path.is_symlink() and path.is_dir()]:
-        say(f"note: {len(linked)} linked directories are not followed ({_first(linked)}); name them too if meant")
+        say(f"note: {len(linked)} linked directories are not followed ({_first(linked)}); name them too if wanted")
     if other := [
         str(path) for path in inside if path.suffix.lower() in _REFUSED and not is_read(path) and path.is_file()
     ]:
-        say(f"note: {len(other)} files in {directory} are not read ({_first(other)}); name one to see what it needs")
+        say(f"note: {len(other)} files in {directory} are not read ({_first(other)}); name one to see why")
     files = [path for path in inside if is_read(path) and path.is_file()]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
@@ -186,7 +186,7 @@ def _refuse_other(path: Path) -> None:
     if is_read(path):
         return
     if b"\0" in head:
-        raise UserError(f"{path}: holds zero bytes, so it is no UTF-8 text (UTF-16? a binary file?); convert it")
+        raise UserError(f"{path}: holds zero bytes, so it is not UTF-8 text (UTF-16? a binary file?); convert it")
     if _is_json_object(head.partition(b"\n")[0]):
         raise UserError(
             f"{path}: its first line is a JSON object; rename it to .jsonl, or to .txt to train on it as it is"

@@ -39,9 +39,9 @@ from offload_trainer.units import format_bytes
 
 _SCAN_TOKENS = 1 << 24
 _TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
-_AGAIN = "delete the file and its sidecar, and the same command makes them again"
-_ELSEWHERE = "Delete both it and its sidecar, or name a cache of your own with data.cache=DIR"
-_RESTORE = f"it has changed since the run opened it. Put back what it was, and {AGAIN}"
+_AGAIN = "delete the file and its sidecar, and the same command creates them again"
+_ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
+_RESTORE = f"it has changed since the run opened it. Restore it, and {AGAIN}"
 
 
 def sidecar_path(path: Path) -> Path:
@@ -127,11 +127,11 @@ class TokenFile:
         width = 4 if told == "uint32" else 2
         if size == 0 or size % width:
             ids = f"{'uint16' if told == 'auto' else told} ids"
-            raise UserError(f"{path}: {size} bytes are not one or more whole {ids}; make the file again")
+            raise UserError(f"{path}: {size} bytes are not a whole number of {ids}; create the file again")
         if fields and fields["tokens"] != size // width:
             raise UserError(
                 f"{path}: {sidecar.name} says {fields['tokens']} {told} ids, and the file holds "
-                f"{size // width} ({size} bytes); delete both and make them again"
+                f"{size // width} ({size} bytes); delete both and create them again"
             )
         sums, largest = tuple(fields.get("crc32", ())), None
         if not sums:
@@ -175,7 +175,7 @@ class TokenFile:
         crc = zlib.crc32(self._bytes(start, min(BLOCK, self.tokens * self.dtype.itemsize - start)))
         if block >= len(self.sums) or crc != self.sums[block]:
             raise TrainerError(
-                f"{self.path}: the block at byte {start} is not what was written (CRC-32 {crc}); "
+                f"{self.path}: the block at byte {start} differs from what was written (CRC-32 {crc}); "
                 + (_AGAIN if self.largest is None else _RESTORE)
             )
         self._checked.add(block)
@@ -188,8 +188,8 @@ class TokenFile:
         if len(data) != count:
             size = self.tokens * self.dtype.itemsize
             raise TrainerError(
-                f"{self.path}: cut short: {count} bytes at {start} wanted, {len(data)} are left of {size} bytes; make "
-                f"it again, and {AGAIN}"
+                f"{self.path}: cut short: {count} bytes at {start} expected, {len(data)} are left of {size} bytes; "
+                f"create it again, and {AGAIN}"
             )
         return data
 

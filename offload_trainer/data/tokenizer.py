@@ -55,14 +55,14 @@ def _downloaded(name: str) -> str:
 def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:
     reason = f" ({str(error).strip().splitlines()[0]})" if error and str(error).strip() else ""
     if "trust_remote_code" in str(error):
-        return f"the tokenizer of {name} needs Python code of its own: model.trust_remote_code=true lets it run"
+        return f"the tokenizer of {name} has its own Python code: model.trust_remote_code=true allows it to run"
     if is_directory:
         return (
             f"{name} holds no tokenizer that can be loaded{reason}; put its tokenizer.json there, "
             "or set data.tokenizer=builtin or another directory"
         )
     return (
-        f"the tokenizer {name} is neither a directory here nor to be had from the hub{reason}; "
+        f"the tokenizer {name} is neither a directory here nor available from the hub{reason}; "
         "check the name and the network, or set data.tokenizer=builtin or a directory"
     )
 
@@ -104,7 +104,7 @@ def read_template(path: Path) -> str:
     try:
         return file_bytes(path, links=True).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"data.chat_template: {path} is not UTF-8, so it is no Jinja template") from error
+        raise UserError(f"data.chat_template: {path} is not UTF-8, so it is not a Jinja template") from error
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"data.chat_template: {path} cannot be read: {told}") from error

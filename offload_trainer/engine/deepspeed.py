@@ -167,7 +167,7 @@ class DeepSpeedEngine:
             raise TrainerError(
                 f"{len(without)} of {len(self._trained)} weights got no gradient ({', '.join(without[:3])}"
                 f"{', ...' if len(without) > 3 else ''}), and stock DeepSpeed would update them with an older one: use "
-                "--engine tiered, or leave them as they are with model.freeze"
+                "--engine tiered, or freeze them with model.freeze"
             )
 
     def synchronize(self) -> None:

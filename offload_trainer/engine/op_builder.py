@@ -71,7 +71,7 @@ def importing(package: str, *, wish: str) -> Iterator[None]:
             raise TrainerError(lacks(wish, package)) from error
         told = " ".join(str(error).split())[:300]
         raise TrainerError(
-            f"{wish} needs {package}, which is installed and cannot be imported: {told}; install it anew: "
+            f"{wish} needs {package}, which is installed but cannot be imported: {told}; reinstall it: "
             f"{to_install(package)} --force-reinstall --no-deps"
         ) from error
 

@@ -53,7 +53,7 @@ class Parts:
             if tuple(found) != (expected := self._expected(name))
         ]
         if wrong:
-            raise TrainerError(f"{len(wrong)} weights were divided otherwise than planned: {', '.join(wrong[:3])}")
+            raise TrainerError(f"{len(wrong)} weights were not split as planned: {', '.join(wrong[:3])}")
 
     def _expected(self, name: str) -> tuple[int, ...]:
         shape, dim = list(self.shape(name)), self._dim(name)

@@ -71,8 +71,8 @@ def _gpu() -> dict[str, Any]:
             facts["built_for"] = tuple(torch.cuda.get_arch_list())
     except Exception as error:  # torch, CUDA and the driver raise many kinds of errors
         raise UnusableGpu(
-            f"torch finds a GPU and cannot use it: {' '.join(str(error).split())[:500]}; `nvidia-smi` shows what else "
-            "uses it and whether its driver answers. With CUDA_VISIBLE_DEVICES= set to nothing the CPU computes"
+            f"torch finds a GPU but cannot use it: {' '.join(str(error).split())[:500]}; `nvidia-smi` shows what else "
+            "uses it and whether its driver answers. With an empty CUDA_VISIBLE_DEVICES= training runs on the CPU"
         ) from error
     from offload_trainer.optim.cuda_adam import why_no_cuda_kernel  # imports torch
 

@@ -125,7 +125,7 @@ def refuse_unwritable() -> None:
         ) from error
     except OSError as error:
         raise UserError(
-            f"{path}: rates cannot be kept there: {reason(error)}; name another directory with OFFLOAD_TRAINER_CACHE"
+            f"{path}: rates cannot be saved there: {reason(error)}; name another directory with OFFLOAD_TRAINER_CACHE"
         ) from error
 
 
@@ -167,8 +167,8 @@ def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
     if not counts:
         return []
     return [
-        f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is not known with the "
-        f"{threads} that there are here (OMP_NUM_THREADS, over all ranks): give as many, or time it with these, "
+        f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is unknown with the "
+        f"{threads} used now (OMP_NUM_THREADS, over all ranks): use as many, or time it with these, "
         f"`offload-train bench placement.threads={threads}`"
     ]
 

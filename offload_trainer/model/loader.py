@@ -366,13 +366,13 @@ def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool)
     notes, name, text = [], type(model).__name__, model.config.get_text_config()
     attends = bool(getattr(of_layer(text, 0), "num_attention_heads", None))
     if section.attention == "auto" and attends and text._attn_implementation == "eager":
-        notes.append(f"attention: eager, since {name} has no SDPA in transformers; its matrices are kept")
+        notes.append(f"attention: eager, since {name} has no SDPA in transformers; attention matrices are stored")
     if section.activation_checkpointing == "auto" and not model.supports_gradient_checkpointing:
         notes.append(f"gradient checkpointing: off whatever its size, since {name} has none in transformers")
     if whole_logits:
         notes.append(
             f"loss: with the logits of all tokens at once, since {name}'s head cannot be run on a chunk of hidden "
-            "states; model.loss_chunk changes nothing"
+            "states; model.loss_chunk has no effect"
         )
     return tuple(notes)
 

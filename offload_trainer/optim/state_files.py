@@ -45,7 +45,7 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.nan_check import unusable
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
-_FIX = "Move that checkpoint away, and the same command goes on from the one before it"
+_FIX = "Move that checkpoint away, and the same command resumes from the one before it"
 RuleName = Annotated[str, Field(pattern=f"^({'|'.join(RULES)})$")]
 MomentsName = Annotated[str, Field(pattern=f"^({'|'.join(MOMENT_FORMATS)})$")]
 _Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
@@ -143,7 +143,7 @@ def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
     if wrong := unusable(values.detach(), signed=is_signed(field)):
         raise TrainerError(
             f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
-            "checkpoint was made of it and the older ones are untouched: the same command goes on from the newest, "
+            "checkpoint was made of it and the older ones are untouched: the same command resumes from the newest, "
             "perhaps with a lower optim.lr"
         )
 
@@ -242,7 +242,7 @@ class StoredKind:
     def _read(self, file: TensorFileReader, name: str, start: int, count: int) -> torch.Tensor:
         values = file.read_part(name, start, count)
         if wrong := unusable(values, signed=is_signed(file.path.stem)):
-            raise UserError(f"{file.path}: {name}: {wrong}: no run can go on from it. {_FIX}")
+            raise UserError(f"{file.path}: {name}: {wrong}: no run can resume from it. {_FIX}")
         return values
 
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterato
     rows, rest = divmod(tokens, seq_len * world)
     if rest or not rows:
         raise UserError(
-            f"train.tokens_per_step={tokens}: not a multiple of {world} rank(s) x {seq_len} tokens in a row; take "
+            f"train.tokens_per_step={tokens}: not a multiple of {world} rank(s) x {seq_len} tokens in a row; use "
             f"{max(1, round(tokens / (seq_len * world))) * seq_len * world}, or another --seq-len"
         )
     for micro in range(min(rows, _MOST_ROWS), 0, -1):

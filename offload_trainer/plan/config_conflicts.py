@@ -15,11 +15,11 @@ def mistakes_of_shares(place: PlacementSection) -> list[str]:
     words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
     left = round(1 - sum(given.values()), 9)
     if left < 0:
-        return [f"{words} make {1 - left:g} of the state: lower one of them"]
+        return [f"{words} add up to {1 - left:g} of the state: lower one of them"]
     only = {"gpu": "--gpu-fraction", "cpu": "--ram-fraction"}.get(place.optimizer)
     if only and any(share != (flag == only) for flag, share in given.items()):
         where = "on the GPU" if place.optimizer == "gpu" else "in RAM"
-        return [f"{words} with --optimizer {place.optimizer}, which is all of it {where}: leave one out"]
+        return [f"{words} with --optimizer {place.optimizer}, which puts all of it {where}: leave one out"]
     if place.ram_fraction != "auto" and left and not place.nvme:
         other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
         return [f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}"]
@@ -32,7 +32,7 @@ def only_here(
     """Return settings that only the tiered engine supports and `engine` would ignore; `moments` are its formats."""
     shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
     mistakes = [
-        f"{flag} {share:g} with the {engine} engine: it keeps the optimizer state wholly in one place; only --engine "
+        f"{flag} {share:g} with the {engine} engine: it stores all of the optimizer state in one place; only --engine "
         "tiered divides it"
         for flag, share in shares.items()
         if share != "auto"
@@ -57,15 +57,15 @@ def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointin
     mistakes = []
     if parallel.tensor != 1 and engine != "deepspeed":
         mistakes.append(
-            f"parallel.tensor={parallel.tensor} is DeepSpeed's: add --engine deepspeed; the tiered engine divides rows "
-            "and state alone"
+            f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides "
+            "only rows and state"
         )
     if parallel.sequence > 1 and engine != "tiered":
-        mistakes.append(f"parallel.sequence={parallel.sequence} is the tiered engine's: leave --engine {engine} out")
+        mistakes.append(f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine}")
     if parallel.partition_activations and parallel.tensor == 1:
         mistakes.append(
-            "parallel.partition_activations=true divides what tensor ranks all keep: add --engine deepspeed "
-            "parallel.tensor=N; ranks with rows, or pieces of rows, of their own keep only those"
+            "parallel.partition_activations=true divides activations that tensor-parallel ranks all store: add "
+            "--engine deepspeed parallel.tensor=N; other ranks store only the activations of their own rows"
         )
     if parallel.partition_activations and checkpointing == "off":
         mistakes.append(
@@ -86,11 +86,11 @@ def mistakes_of_rule(optim: OptimSection) -> list[str]:
     mistakes = []
     if optim.name == "lion" and optim.moment_dtype == "8bit":
         mistakes.append(
-            "optim.moment_dtype=8bit with optim.name=lion: its moment moves by a hundredth a step, and rounded to the "
-            "nearest of 256 numbers it would stand still; use bf16"
+            "optim.moment_dtype=8bit with optim.name=lion: its moment changes by a hundredth a step, which rounding to "
+            "the nearest of 256 numbers would undo; use bf16"
         )
     if optim.name == "lion" and optim.eps != OptimSection().eps:
-        mistakes.append(f"optim.eps={optim.eps:g} with optim.name=lion, which divides by nothing: leave it out")
+        mistakes.append(f"optim.eps={optim.eps:g} with optim.name=lion, which has no eps: leave it out")
     if max(optim.betas) >= 1:
         mistakes.append(f"optim.betas={list(optim.betas)}: both must be below 1")
     return mistakes

@@ -43,7 +43,7 @@ def card_mistakes(machine: MachineProfile, *, dtype: str) -> list[tuple[str, str
         fix = _CU126 if capability < _CU126_UP_TO else _NEWER
         found.append((f"the installed torch has no kernels for {name}; it has {', '.join(built)}", fix))
     if dtype == "bf16" and capability < BF16_FROM:
-        found.append((f"{name} has no bf16 units; they begin with sm_80", "use --dtype fp16"))
+        found.append((f"{name} has no bf16 units, which need sm_80 or newer", "use --dtype fp16"))
     return found
 
 

@@ -218,7 +218,7 @@ def read_machine(name: str) -> MachineProfile:
         known = named_machines()
         near = [each for each in known if name.lower() in each] or difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"--machine {name}: neither a file nor one of {', '.join(known)}{hint}")
+        raise UserError(f"--machine {name}: neither a file nor a known machine ({', '.join(known)}){hint}")
     return read_back(path, MachineProfile, links=True, fix="It should be as `offload-train bench --json` prints it")
 
 
@@ -232,7 +232,7 @@ def describe_rates(machine: MachineProfile) -> str:
             lines.append(f"  {name:<34}{rate.value / scale:>9.4g} {unit:<16}{rate.origin}: {rate.source}")
 
     for dtype, rate in rates.matmul.items():
-        add(f"products, {dtype}", rate, 1e9, "GFLOP/s")
+        add(f"matrix products, {dtype}", rate, 1e9, "GFLOP/s")
     for key, rate in rates.layers.items():
         dtype, part, phase = key.split(".")
         units = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s"}
@@ -253,6 +253,7 @@ def describe_rates(machine: MachineProfile) -> str:
         for name in ("read", "write", "mixed_read", "mixed_write"):
             add(name.replace("_", " "), getattr(drive.rates, name), 1e9, "GB/s")
         lines += [
-            f"  tried {words}: {speed / 1e9:.4g} GB/s, both ways added" for words, speed in drive.rates.tried.items()
+            f"  tried {words}: {speed / 1e9:.4g} GB/s, read and written together"
+            for words, speed in drive.rates.tried.items()
         ]
     return "\n".join(lines)

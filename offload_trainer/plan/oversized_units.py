@@ -21,5 +21,7 @@ def too_large(work: Workload, machine: MachineProfile) -> str:
     if size <= room:
         return ""
     name = f"the block {largest.name}" if largest.name == largest.within else largest.name
-    where = "a GPU has room for" if gpu else "there is RAM for"
-    return f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it comes as a whole"
+    where = "a GPU has room for" if gpu else "RAM has room for"
+    return (
+        f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it is fetched as a whole"
+    )

@@ -67,7 +67,7 @@ class PlainCandidate:
         return [
             *process_items(device),
             Item(device, "weights", e * shape.parameters, f"{e} B a parameter"),
-            Item(device, "gradients", (e + 4) * shape.trainable, f"{e} B a parameter, and their fp32 sums"),
+            Item(device, "gradients", (e + 4) * shape.trainable, f"{e} B a parameter, plus 4 B for fp32 sums"),
             Item(device, "masters and moments", 12 * shape.trainable, "fp32 master, first and second moment"),
             *activation_items(self.work, device=device),
         ]

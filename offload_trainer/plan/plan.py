@@ -90,7 +90,7 @@ class Plan:
         """Raise UserError if the plan does not fit, unless `force`."""
         if not self.fits and not force:
             missing = [*self.shortfalls(), *([self.too_large] if self.too_large else [])]
-            raise UserError("this does not fit: " + "; ".join(missing) + " (--force tries all the same)")
+            raise UserError("this does not fit: " + "; ".join(missing) + " (--force runs it anyway)")
 
     def to_json(self) -> dict[str, Any]:
         """Return the output of `plan --json`, a stable format. Seconds are null if a rate was not measured."""
@@ -129,19 +129,21 @@ class Plan:
         """Return the plan as text."""
         lines = [
             f"plan: {self.title}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, "
-            f"{self.micro_batch} x {self.seq_len} at a time; gradient checkpointing "
+            f"micro-batches of {self.micro_batch} x {self.seq_len}; gradient checkpointing "
             f"{'on' if self.checkpointing else 'off'}"
-            + (f"; MLPs {self.mlp_chunk} tokens at a time" if self.mlp_chunk else "")
+            + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else "")
         ]
         lines += self._describe_tiers()
         lines += [f"  {self.too_large}"] if self.too_large else []
         if self.longest_row == 0:
-            lines.append("  longest row: none fits, however short, with whatever homes")
+            lines.append("  longest row: not even the shortest row fits, in any placement")
         elif self.longest_row is not None:
-            rows = "a row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
-            lines.append(f"  longest row: {self.longest_row} tokens, {rows} at a time, with whatever homes fit")
+            rows = "1 row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
+            lines.append(
+                f"  longest row: {self.longest_row} tokens, {rows} a micro-batch, in the placement with most room"
+            )
         lines += self._describe_seconds()
-        lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
+        lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -168,17 +170,19 @@ class Plan:
         if one is None:
             return f"of {format_bytes(room['have'])}   DOES NOT FIT"
         others = " and ".join(each for each in one.directories if each != tier)
-        return f"of {format_bytes(one.free_bytes)} on the filesystem that {others} is on too   DOES NOT FIT"
+        return f"of {format_bytes(one.free_bytes)} on the filesystem shared with {others}   DOES NOT FIT"
 
     def _describe_untimed(self) -> list[str]:
         """Return which rates are missing, the command that measures them, and what `auto` would then choose between."""
         untimed = dict.fromkeys(bound.what for bound in self.forecast.bounds if bound.seconds is None)
         drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != "device")
         command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
-        lines = [f"  seconds a step: not known, since this machine was never timed for: {'; '.join(untimed)}"]
+        lines = [f"  seconds a step: unknown, this machine was not timed for: {'; '.join(untimed)}"]
         others = [way.words for way in self.ways if way.words != self.way]
-        chooses = f"; with that auto takes the fastest of {self.way} (taken now), {', '.join(others)}" if others else ""
-        return [*lines, f"    `{command}` times it, once{chooses}"]
+        chooses = (
+            f"; auto then chooses the fastest of {self.way} (the current choice), {', '.join(others)}" if others else ""
+        )
+        return [*lines, f"    run `{command}` once to time it{chooses}"]
 
     def _describe_seconds(self) -> list[str]:
         found = self.forecast
@@ -186,30 +190,30 @@ class Plan:
         if step is None:
             return self._describe_untimed()
         speed = f"{format_count(self.tokens_per_step / step)} tokens/s"
-        lines = [_entry("a step, about", format_seconds(step), speed)]
+        lines = [_entry("estimated step", format_seconds(step), speed)]
         for phase in PHASES:
             lines.append(_entry(f"  {phase}", format_seconds(found.seconds[phase] or 0.0), found.limits(phase)))
         if found.behind:
             behind, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
             where = "the backward and the next forward" if found.ahead else "the next forward"
-            lines.append(f"    {behind} of the update's {whole} go on behind {where} (tiered.overlap)")
+            lines.append(f"    {behind} of the {whole} update overlap with {where} (tiered.overlap)")
         if found.ahead:
             longer = format_seconds(found.if_clipped)
-            lines.append(f"    a step that is clipped, or skipped, after that began takes up to {longer} more")
+            lines.append(f"    if the gradient turns out to need clipping or the step is skipped: up to {longer} more")
         return lines + self._describe_ways()
 
     def _describe_ways(self) -> list[str]:
         """Return the forecasts of the other update schedules, and the tokens per step that hide the drives' time."""
         others = [way for way in self.ways if way.words != self.way]
         timed = [f"{way.words} {format_seconds(way.seconds)}" for way in others if way.seconds is not None]
-        lines = [f"    auto takes {self.way}; a step with {', '.join(timed)}"] if timed else []
-        lines += [f"    auto leaves out {way.why_not}" for way in others if way.why_not]
+        lines = [f"    auto chose {self.way}; estimated step with {', '.join(timed)}"] if timed else []
+        lines += [f"    auto ruled out {way.why_not}" for way in others if way.why_not]
         hidden = tokens_that_hide_the_update(self.forecast, tokens=self.tokens_per_step)
         if hidden and hidden > self.tokens_per_step:
             of_others = [f"{way.words} {format_count(way.tokens)}" for way in others if way.tokens]
             more = f"; with {', '.join(of_others)}" if of_others else ""
-            words = f"the update is a tenth of a step from {format_count(hidden)} tokens a step on (--accumulate){more}"
-            lines.append(f"    {words}")
+            tokens = f"{format_count(hidden)} tokens a step"
+            lines.append(f"    the update falls to a tenth of a step at {tokens} (--accumulate){more}")
         return lines
 
 

@@ -98,12 +98,14 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     if config.train.epochs == "auto":
         mistakes += mistakes_of_length(optim, steps=config.train.steps)
     elif "steps" in config.train.model_fields_set:
-        mistakes.append(f"train.epochs={config.train.epochs:g} makes the steps: leave train.steps (--steps) out")
+        mistakes.append(f"train.epochs={config.train.epochs:g} determines the steps: leave train.steps (--steps) out")
     if (
         config.train.tokens_per_step != "auto"
         and {"micro_batch_size", "gradient_accumulation_steps"} & config.train.model_fields_set
     ):
-        mistakes.append("train.tokens_per_step chooses micro_batch and accumulate: leave those two out")
+        mistakes.append(
+            "train.tokens_per_step chooses micro_batch_size and gradient_accumulation_steps: leave those two out"
+        )
     if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
     mistakes += mistakes_of_division(
@@ -305,7 +307,8 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
         return []
     seconds = format_seconds(best.forecast.step)
     return [
-        f"{best.title}, {best.homes}, is forecast at {seconds} a step for {format_seconds(ours)}: --engine deepspeed"
+        f"{best.title}, {best.homes}, is forecast at {seconds} a step, the tiered engine at "
+        f"{format_seconds(ours)}: consider --engine deepspeed"
     ]
 
 
@@ -319,7 +322,7 @@ def _notes_of_rule(optim: OptimSection) -> list[str]:
     if optim.name != "lion":
         return []
     betas = " and ".join(f"{beta:g}" for beta in optim.betas)
-    return [f"the update is Lion's, with betas {betas} (optim.betas) and one moment a parameter"]
+    return [f"optimizer Lion: betas {betas} (optim.betas), one moment a parameter"]
 
 
 def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
@@ -359,8 +362,8 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
 def _slower(step: float, chosen: float) -> str:
     """Return why a plan whose step takes `step` seconds was not chosen over one that takes `chosen`."""
     if step >= 1.01 * chosen:
-        return f"it fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
-    return f"it fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and moves more bytes"
+        return f"fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
+    return f"fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and moves more bytes"
 
 
 def _choose(plans: Sequence[Plan]) -> Plan:
@@ -423,25 +426,30 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         written = sum(moved.written for moved in traffic if moved.place == drive.directory)
         if written and drive.endurance_bytes:
             steps, rated = format_count(drive.endurance_bytes / written), format_bytes(drive.endurance_bytes)
-            notes.append(f"{drive.directory} is rated for {rated}: {steps} steps of {format_bytes(written)} written")
+            notes.append(
+                f"a step writes {format_bytes(written)} to {drive.directory}, whose rated endurance of {rated} lasts "
+                f"{steps} steps"
+            )
         elif written:
             notes.append(f"a step writes {format_bytes(written)} to {drive.directory}")
     if machine.gpu is not None and not has_bf16(machine) and work.dtype == "fp16":
-        notes.append(f"{machine.gpu} has no bf16 units: fp16, with dynamic loss scaling")
+        notes.append(f"{machine.gpu} has no bf16 units: training in fp16 with dynamic loss scaling")
     timed = machine.rates.matmul
     if machine.gpu is not None and timed and work.dtype not in timed:
         as_fast = stands_for(work.dtype, machine)
-        guess = f"they are taken to be as fast as {as_fast}" if as_fast else "no second of a step is known"
+        guess = f"are assumed to be as fast as {as_fast}" if as_fast else "no time can be forecast"
         notes.append(
-            f"products in {work.dtype} were not timed on {machine.gpu}, and {guess}: `offload-train bench` does it"
+            f"matrix products in {work.dtype} were not timed on {machine.gpu} and {guess}: run `offload-train bench`"
         )
     if work.offload_activations and not work.checkpointing:
         notes.append(
-            f"model.offload_activations={work.offload_activations} moves nothing: gradient checkpointing is "
+            f"model.offload_activations={work.offload_activations} has no effect: gradient checkpointing is "
             "off for a model of this size (model.activation_checkpointing=on)"
         )
     if machine.gpu is None and work.inputs_away == "cpu":
-        notes.append("model.offload_activations=cpu frees nothing here: without a GPU inputs are in host memory anyway")
+        notes.append(
+            "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
+        )
     if machine.gpu is None:
-        notes.append("no GPU here: the CPU computes, and its memory is RAM")
+        notes.append("no GPU here: the model runs on the CPU, in RAM")
     return notes

@@ -22,7 +22,7 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 _FASTER = 1.02  # least speed-up in tokens/s worth a line
 _SMALLER = 0.05  # least saving worth a line, as a share of a tier's bytes
 _MOST = 4  # lines under each heading
-FASTER, SMALLER = "What would make it faster, by the plan", "What would make it smaller, by the plan"
+FASTER, SMALLER = "Changes that would make a step faster, by the plan", "Changes that would save memory, by the plan"
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 Update = tuple[str, dict[str, Any]]  # a section, its keys and values
@@ -60,7 +60,7 @@ def advice(planned: Planned) -> list[tuple[str, list[str]]]:
     smaller = [one for one in smaller if one not in of_shares]
     lines = [_faster(one, now) for one in picked[:_MOST]]
     if now.forecast.step is None:
-        lines = ["not known: `offload-train bench` with the same words times this machine"]
+        lines = ["unknown: time this machine first, with `offload-train bench` and the same arguments"]
     parts = [(FASTER, lines), (SMALLER, [_smaller(one, now) for one in smaller[:_MOST]])]
     return [(heading, lines) for heading, lines in parts if lines]
 
@@ -107,13 +107,13 @@ def _changes(planned: Planned) -> Iterator[tuple[str, str, Update]]:
                 told = f"{share:.0%} of the optimizer state in RAM"
                 yield told, f"--ram-fraction {share:g}", ("placement", {"ram_fraction": share})
     yield from _changes_of_rows(planned)
-    other, does = ("off", "keeps all activations") if plan.checkpointing else ("on", "computes activations again")
+    other, does = ("off", "stores all activations") if plan.checkpointing else ("on", "recomputes activations")
     told = f"gradient checkpointing {other}, which {does}"
     yield told, f"model.activation_checkpointing={other}", ("model", {"activation_checkpointing": other})
     if not isinstance(sizes, TierSizes):
         return
     for states in ("bf16", "8bit") if config.optim.moment_dtype == "fp32" else ():
-        told = f"moments in {states}, which is another trajectory"
+        told = f"moments in {states}, which changes the results"
         yield told, f"optim.moment_dtype={states}", ("optim", {"moment_dtype": states})
     for home in ("nvme",) if planned.machine.gpu is None else ("cpu", "nvme"):  # without a GPU, device memory is RAM
         if home != plan.placement.params and (home == "cpu" or config.placement.nvme):
@@ -130,7 +130,7 @@ def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, Update]]:
     )
     hidden = tokens_that_hide_the_update(planned.plan.forecast, tokens=planned.plan.tokens_per_step)
     if hidden and hidden > tokens:
-        told += f" where the update is a tenth of one from {format_count(hidden)} on"
+        told += f" (the update falls to a tenth of a step at {format_count(hidden)})"
     ways = [(told, rows, 4 * times)]
     ways += [(f"micro-batches of {2 * rows} rows", 2 * rows, times // 2)] if times % 2 == 0 else []
     ways += [(f"micro-batches of {rows // 2} rows", rows // 2, 2 * times)] if rows % 2 == 0 else []
@@ -151,7 +151,7 @@ def _faster(one: Advice, now: Plan) -> str:
     else:
         speeds = one.plan.tokens_per_step / step, now.tokens_per_step / before
         gain = f"{format_count(speeds[0])} tokens/s instead of {format_count(speeds[1])}"
-        gain += f", since the update is {_update(one.plan):.0%} of such a step and not {_update(now):.0%}"
+        gain += f", since the update is {_update(one.plan):.0%} of such a step instead of {_update(now):.0%}"
     return f"{one.told} ({one.words}): {gain}; {_rooms(one, now)}"
 
 

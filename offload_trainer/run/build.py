@@ -100,7 +100,7 @@ def build_job(
     start = time.perf_counter()
     dtype = setup.planned.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
-        log.say(f"this CPU has no units for {dtype}: products are taken in fp32 and rounded once")
+        log.say(f"this CPU has no {dtype} units: matrix products are computed in fp32 and rounded once")
     keep_heap(setup.planned.plan.engine, row=setup.planned.plan.seq_len)
     engine = build(setup, swaps=swaps, load_weights=begins is None)
     stack.callback(engine.close)

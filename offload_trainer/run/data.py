@@ -103,7 +103,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
         held_out = rank_zero_first(lambda: prepared(wish))
         if held_out.sums == tokens.sums:
-            say("note: --validation-data is the text of --data: its loss says nothing of other text")
+            say("note: --validation-data is the text of --data: its loss says nothing about other text")
     split = _rows(section, tokens, held_out, seq_len=seq_len)
     if tokens.summary:
         say(f"conversations: {tokens.summary}")
@@ -125,7 +125,7 @@ def _refuse_mixture(section: DataSection) -> None:
             "each"
         )
     if section.mixture and not section.shuffle:
-        raise UserError("data.mixture draws an order from the seed: leave data.shuffle=false out")
+        raise UserError("data.mixture needs shuffled rows: leave data.shuffle=false out")
 
 
 def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_len: int) -> Any:
@@ -143,7 +143,7 @@ def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_
 def _what_ends_documents(end: int | None, *given: Any) -> int | None:
     """Return the end-of-text token. Raises UserError if the tokenizer lacks one and a token file needs it."""
     if end is None and any(tokens.row_length is None for tokens in given):
-        raise UserError("data.packing=on: the tokenizer has no end-of-text, so nothing marks where a document ends")
+        raise UserError("data.packing=on: the tokenizer has no end-of-text, so the end of a document is not marked")
     return end
 
 
@@ -204,7 +204,7 @@ def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None])
     if section.chat_template != "auto":
         tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
     if len(tokenizer) < source.shape.vocabulary / 2:
-        say(f"note: the tokenizer {name} has {len(tokenizer)} ids of the model's {source.shape.vocabulary}")
+        say(f"note: the tokenizer {name} has {len(tokenizer)} ids, the model has {source.shape.vocabulary}")
     return tokenizer
 
 
@@ -217,7 +217,7 @@ def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
     for path in map(Path, (*section.path, *section.validation_path)):
         if path.suffix == ".bin" and said_tokenizer(path.expanduser()) is None:
             raise UserError(
-                f"{path} does not say which tokenizer its ids are of, and samples and exports need it: name it with "
+                f"{path} does not say which tokenizer its ids belong to, and samples and exports need it: name it with "
                 "--tokenizer (a directory, a hub id, or builtin)"
             )
 
@@ -246,7 +246,7 @@ def _told(tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> str:
     apart = held_out is not tokens
     used = (len(split.train) + (0 if apart else len(split.validation))) * seq_len + 1
     left = len(tokens) - used
-    behind = f"; the last {left} fill no row" if left else ""
+    behind = f"; the last {left} tokens do not fill a row" if left else ""
     of = f" of {format_count(len(held_out))} tokens" if apart else ""
     return (
         f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {len(split.validation)} for validation{of}"

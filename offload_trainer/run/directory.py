@@ -73,7 +73,7 @@ class Log:
             self.file.write(lines.encode(errors="backslashreplace"))
         except OSError as error:  # a failing log must not end the run
             self.file = None
-            write_now(f"note: log.txt cannot be written any more: {error.strerror}")
+            write_now(f"note: log.txt can no longer be written: {error.strerror}")
 
 
 @contextmanager
@@ -112,8 +112,8 @@ def refuse_strangers(output: Path) -> None:
         there.append("model")
     if there and not is_there(output / _MARK):
         raise UserError(
-            f"{output} holds {', '.join(there)}, which a run there would replace, and no {_MARK}, so no run has "
-            "written that: name another --output, or move it away. If it is a copy of a run, make an empty "
+            f"{output} holds {', '.join(there)}, which a run there would replace, and no {_MARK}, so it was not "
+            "written by a run: name another --output, or move it away. If it is a copy of a run, make an empty "
             f"{output / _MARK}"
         )
 
@@ -133,8 +133,8 @@ def held(output: Path, log: Log) -> Iterator[int]:
             _take_in_the_end(lock, output)
         except NoLocks as error:
             log.say(
-                f"note: {output}: {error}. Nothing keeps a second run out of this directory: start none. Older "
-                "checkpoints are not pruned, and what a killed save leaves is not removed"
+                f"note: {output}: {error}. A second run in this directory would not be noticed: start none. Older "
+                "checkpoints are not pruned, and leftovers of a killed save are not removed"
             )
         yield lock
     finally:
@@ -164,7 +164,7 @@ def _take(lock: int, output: Path, *, shared: bool = False) -> None:
     try:
         take(lock, shared=shared)
     except BlockingIOError:
-        raise UserError(f"{output}: another run is writing there; name another --output") from None
+        raise UserError(f"{output}: another run is using this directory; name another --output") from None
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _noted_as_alive(lock: int, log: Log) -> Iterator[None]:
     A run that ends in order empties the file, so content found at the start means that a run was killed.
     """
     if os.fstat(lock).st_size:
-        log.say("note: the last run here ended without a word: killed, out of memory, or the power went")
+        log.say("note: the last run here ended without a message: it was killed, ran out of memory, or lost power")
         os.ftruncate(lock, 0)
     try:
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -100,7 +100,9 @@ class PageFiles:
                 self.newest.engine, self.newest.places(self.pages), bytes.fromhex(self.newest.sums)
             )
         except UserError as error:
-            torn = ". One slot of their record is damaged, and the other one is of an older step" if self.torn else ""
+            torn = (
+                ". One slot of their record is damaged, and the other one belongs to an older step" if self.torn else ""
+            )
             raise _refused(f"{error}{torn}", step=self.train.step, instead=self.instead) from error
 
 
@@ -117,10 +119,10 @@ def keep(setup: Setup, job: Job) -> None:
         return
     why = _why_never(setup)
     if not why and not all(map(has_locks, job.swaps)):
-        why = "locks do not work on the drive, so the next start could not know that this run has died"
+        why = "locks do not work on the drive, so the next start could not tell that this run has ended"
     if why:
         if setup.planned.config.tiered.state_copies == 2:
-            setup.log.say(f"note: a kill will leave no page files to go on from: {why}")
+            setup.log.say(f"note: a kill will leave no page files to resume from: {why}")
         return
     engine, record = job.engine, setup.record
     assert isinstance(engine, TieredEngine)
@@ -148,7 +150,7 @@ def clear_drives(setup: Setup) -> None:
         try:
             clear(Path(drive).expanduser(), say=setup.log.say, listed=setup.listed)
         except (OSError, UserError) as error:
-            setup.log.say(f"note: what dead runs left in {drive} stays: {_sentence(error)}")
+            setup.log.say(f"note: files of ended runs in {drive} could not be removed: {_sentence(error)}")
 
 
 def _why_never(setup: Setup) -> str:
@@ -156,19 +158,17 @@ def _why_never(setup: Setup) -> str:
     plan = setup.planned.plan
     sizes = plan.sizes
     if not isinstance(sizes, TierSizes) or not plan.uses_drives:
-        return "this run keeps no state on drives"
+        return "this run stores no state on drives"
     if sizes.remainders:
-        return (
-            "this run keeps remainders of masters (tiered.master_format=split), which are nothing without its weights"
-        )
+        return "this run stores split masters (tiered.master_format=split), which are incomplete without its weights"
     if sizes.places < 2:
-        return "this run's pages have one place (tiered.state_copies=1)"
+        return "this run's pages have only one copy (tiered.state_copies=1)"
     if plan.nodes > 1:
-        return f"this run has {plan.nodes} nodes, each with page files of its own, and one alone goes on from them"
+        return f"this run has {plan.nodes} nodes; only runs on one node can resume from page files"
     if any(page.home < 0 for page in _pages(setup)):
-        return "this run keeps some of its state in memory; --ram-fraction 0 keeps all of it on drives"
+        return "this run stores some of its state in memory; with --ram-fraction 0 all of it is on drives"
     if any(not weight.trainable for weight in setup.planned.source.shape.weights):
-        return "weights that are not trained (model.freeze) are not in them"
+        return "they do not contain the weights that are not trained (model.freeze)"
     return ""
 
 
@@ -204,7 +204,7 @@ def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) ->
         stack.push(locks.pop_all())
     where = ", ".join(str(place.path) for place in found.places)
     than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
-    setup.log.say(f"going on from the page files in {where}, step {found.train.step}; they are newer than {than}")
+    setup.log.say(f"resuming from the page files in {where}, step {found.train.step}; they are newer than {than}")
     return [found]
 
 
@@ -223,7 +223,9 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
         for folder in folders:
             refuse_outside(folder, told)
         if told.places == 1:
-            raise ValueError(f"{folders[0] / DESCRIPTION} says that pages have one place, and such files are not kept")
+            raise ValueError(
+                f"{folders[0] / DESCRIPTION} says that pages have only one copy; a run cannot resume from such files"
+            )
         newest = read_newest(told, fix=_RESTORE)
         if newest is None or newest.train is None or newest.engine is None:
             return None  # the run was killed before it completed a step
@@ -243,8 +245,8 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
     """Return the error of a start that cannot use the page files. `step`: the step in them; 0 if not known."""
     of = f"of step {step}, newer than any checkpoint" if step else "which may be newer than any checkpoint"
     return UserError(
-        f"the page files that this run has left, {of}, cannot be resumed from, and stay: {why}. Once that is mended "
-        f"the same command goes on from them; {instead} lets go of them"
+        f"the page files that this run has left, {of}, cannot be resumed from, and are kept: {why}. Once that is "
+        f"fixed, the same command resumes from them; start without them with {instead}"
     )
 
 
@@ -271,10 +273,10 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
     gone = [folder for folder in named if not folder.is_dir()]
     if gone and len(gone) == len(named) and begins and not kept:
         told = ", ".join(map(str, gone))
-        setup.log.say(f"note: page files were in {told}, which is not there now; going on from the checkpoint")
+        setup.log.say(f"note: page files were in {told}, which no longer exists; resuming from the checkpoint")
         return []
     if gone:
-        raise ValueError(f"{gone[0]} is not there; is its drive mounted?")
+        raise ValueError(f"{gone[0]} does not exist; is its drive mounted?")
     return named
 
 
@@ -283,7 +285,9 @@ def _locked(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
     try:
         return taken_over(folder, say=say)
     except BlockingIOError:
-        raise TrainerError(f"{folder} is in use: its run lives, or it is being exported; wait for that") from None
+        raise TrainerError(
+            f"{folder} is in use: its run is still running, or it is being exported; wait for that to end"
+        ) from None
 
 
 def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest) -> None:
@@ -292,7 +296,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
     Print a note for each other setting that differs.
     """
     if not os.path.lexists(setup.listed):
-        raise ValueError(f"{setup.listed}, which named {', '.join(map(str, folders))}, is gone")
+        raise ValueError(f"{setup.listed}, which listed {', '.join(map(str, folders))}, no longer exists")
     if why := _why_never(setup):
         raise ValueError(why)
     files_of(told)  # checks sizes: opening a truncated file later would extend it with zeros
@@ -300,10 +304,10 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
     others = differences(made.identity, _in_json(setup.record.identity))
     others += differences(made.layout, _in_json(setup.record.layout))
     if others:
-        raise ValueError(f"they are of another run: {'; '.join(others[:5])}")
+        raise ValueError(f"they belong to another run: {'; '.join(others[:5])}")
     wished = [root_of(Path(drive).expanduser()).resolve() for drive in setup.planned.config.placement.nvme]
     if [folder.parent.resolve() for folder in folders] != wished:
-        raise ValueError(f"they lie in {shown(', '.join(told.drives))}, and --nvme names other directories")
+        raise ValueError(f"they are in {shown(', '.join(told.drives))}, and --nvme names other directories")
     units, sizes = units_of(setup.planned.source.shape), setup.planned.plan.sizes
     assert isinstance(sizes, TierSizes)
     ours = description(
@@ -319,11 +323,11 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
     differ = [key for key, told in _in_json(ours).items() if told != theirs.get(key)]
     if "pages" in differ and made.ranks != setup.planned.plan.world:
         raise ValueError(
-            f"they are laid out for {made.ranks} rank(s), and this run has {setup.planned.plan.world}: give --gpus "
+            f"they were written by {made.ranks} rank(s), and this run has {setup.planned.plan.world}: use --gpus "
             f"{made.ranks}"
         )
     if differ:
-        raise ValueError(f"they are laid out otherwise than this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
+        raise ValueError(f"their layout differs from this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
     for line in changed_settings("the page files' run", made.config, setup.record.run["config"]):
         setup.log.say(f"note: {line}")
 
@@ -333,7 +337,7 @@ def _in_json(told: Mapping[str, Any]) -> dict[str, Any]:
     return parsed(json.dumps(dict(told)), dict)
 
 
-_RESTORE = "Nothing but a copy of that file can mend this"
+_RESTORE = "Only a copy of that file can fix this"
 _WORDS = {
     "pages": "pages: tiered.page_size, tiered.drive_speeds or the shares",
     "states": "optim.moment_dtype",

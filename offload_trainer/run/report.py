@@ -50,8 +50,8 @@ def wear(rows: Sequence[StepRecord]) -> list[tuple[str, list[str]]]:
     if each < _LOGS:
         return []
     told = (
-        f"{format_bytes(sum(written))} were written in these {len(rows)} steps, {format_bytes(each)} a step, as the "
-        "kernel counts. Each TB of the endurance (TBW) that a drive is rated for lasts "
+        f"{format_bytes(sum(written))} were written in these {len(rows)} steps, {format_bytes(each)} a step, by "
+        "the kernel's counters. Each TB of a drive's rated endurance (TBW) lasts "
         f"{format_count(1e12 / each)} such steps"
     )
     return [("Wear of the drives", [told])]
@@ -98,4 +98,4 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
         taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
         keep_ratios(setup.planned.machine, steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world))
     except (OSError, TrainerError) as error:  # the run itself has succeeded
-        log.say(f"note: these ratios could not be kept for later plans: {error}")
+        log.say(f"note: these ratios could not be saved for later plans: {error}")

@@ -19,7 +19,7 @@ from offload_trainer.retention import step_of
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
-ANEW = "nothing was kept yet: the same command begins anew"
+ANEW = "nothing was saved yet: the same command starts from step 0"
 
 
 def saying_where(told: str, words: Sequence[str]) -> str:

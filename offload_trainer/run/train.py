@@ -74,8 +74,8 @@ def refuse(planned: Planned) -> None:
         )
     if config.save.every != 0:
         raise UserError(
-            f"{plan.homes}: no exact checkpoints here: {reason}. Add --save-every 0 to train without them (the "
-            "weights are exported at the end), or use --engine tiered"
+            f"{plan.homes}: no exact checkpoints are possible: {reason}. Add --save-every 0 to train without them "
+            "(the weights are exported at the end), or use --engine tiered"
         )
 
 
@@ -94,12 +94,12 @@ def refuse_output(planned: Planned) -> None:
     newer = [path.name for path in here if resumes and step_of(path) > step_of(resumes)]
     if newer:
         raise UserError(
-            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}), which "
-            "the same command would go on from next time. Move them away, or name another --output"
+            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}), from "
+            "which the same command would resume next time. Move them away, or name another --output"
         )
     if config.save.resume == "never" and here:
         raise UserError(
-            f"--resume never, but {config.save.output} holds checkpoints that it would mix with: name another --output"
+            f"--resume never, but {config.save.output} holds checkpoints of an earlier run: name another --output"
         )
     if resumes:
         check_identity(resumes, planned_identity(planned) | unknown_identity(config.data), layout_of(planned))
@@ -143,7 +143,7 @@ def _train_as_rank(
     on_rank_zero(lambda: check_start(planned, say=lambda _: None))
     on_rank_zero(lambda: refuse_output(planned))
     if not planned.plan.fits:
-        log.say("--force: going on although the plan says that it does not fit")
+        log.say("--force: running although the plan says that it does not fit")
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
     setup = Setup(planned, data, record_of(planned, data), log)
     refuse_other_data(setup.record.identity, setup.record.layout)
@@ -202,7 +202,9 @@ def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
     """
     tiered, wished = engine_of(config).name == "tiered", config.placement.gpus
     if tiered and wished not in (1, world):
-        raise UserError(f"--gpus {wished}, and the launcher has started {world}: leave one of the two numbers out")
+        raise UserError(
+            f"--gpus {wished}, but the launcher has started {world}: leave --gpus out, or start as many ranks"
+        )
     if world > 1:
         join()
     if world > 1 and tiered:
@@ -322,7 +324,7 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
         refuse_output(setup.planned)
         chosen = find_resume(setup.planned.config.save.resume, output=setup.output)
         if chosen != resume:
-            setup.log.say(f"another run has ended in {setup.output} meanwhile: looking again")
+            setup.log.say(f"another run has ended in {setup.output} in the meantime: checking again")
             if chosen:
                 _check(chosen, setup.record, setup.log)
 
@@ -364,12 +366,12 @@ def _train(setup: Setup, job: Job, *, resume: tuple[Path | None, TrainState] | N
 
 def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
     if step == steps:
-        return f"stopped after step {step}, the last; all is done and kept"
+        return f"stopped after step {step}, the last; the run is complete and saved"
     if saved:
-        return f"stopped after step {step}, everything saved; the same command goes on from there"
+        return f"stopped after step {step}, everything saved; the same command resumes from there"
     return (
         f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
-        f"moments are lost: to train on from the weights give --model {output / 'export'} and another --output"
+        f"moments are lost: to continue from the weights use --model {output / 'export'} and another --output"
     )
 
 
@@ -377,7 +379,7 @@ def _next_command(output: Path) -> str:
     """Return the export command to print at the end of a run; "" if there is no checkpoint."""
     if not complete_checkpoints(output / "checkpoints"):
         return ""
-    return f"; its weights as a model: offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
+    return f"; export the model with: offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
 
 
 def _export_live(setup: Setup, job: Job, *, step: int) -> None:

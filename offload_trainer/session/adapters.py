@@ -41,8 +41,8 @@ def merging(model: nn.Module) -> Change | None:
     ]
     if left:
         raise UserError(
-            f"{len(left)} parameters cannot be merged into the model's weights ({left[0]}, ...): merge=False writes "
-            "the weights without them, and their library's own save_pretrained writes them"
+            f"{len(left)} parameters cannot be merged into the model's weights ({left[0]}, ...): use merge=False to "
+            "write the weights without them, and their library's save_pretrained to write them"
         )
 
     @torch.no_grad()

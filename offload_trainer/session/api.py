@@ -154,12 +154,10 @@ def _planned(
             break
     config, plan = tried[-1] if tried[-1][1].fits else tried[0]
     if config.model.dtype == "fp16":
-        raise UserError(
-            'a session has no loss scale, so no fp16: give dtype="bf16", or "fp32" where the card has no bf16'
-        )
+        raise UserError('a session has no loss scale, so no fp16: use dtype="bf16", or "fp32" if the GPU has no bf16')
     say(plan.describe())
     if not plan.fits and not config.placement.force:
-        raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True tries all the same)")
+        raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True runs it anyway)")
     return config, plan
 
 
@@ -199,13 +197,13 @@ def _refuse_parts(module: nn.Module) -> None:
         told = f"{name or 'the module'} ({type(part).__name__})"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise UserError(
-                f"{told} has max_norm={part.max_norm}, and so writes to its weight in each forward, which an offloaded "
-                "weight does not keep: set max_norm to None, or scale the rows in a forward of your own"
+                f"{told} has max_norm={part.max_norm}, so each forward writes to its weight, and an offloaded weight "
+                "does not keep such changes: set max_norm to None, or scale the rows in your own forward"
             )
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
             raise UserError(
-                f"{told} is compiled, and its graph would miss that weights come and go: offload the module that was "
-                "given to torch.compile. An offloaded model always runs eagerly"
+                f"{told} is compiled, but compiled code does not see weights being loaded and released: offload the "
+                "module that was passed to torch.compile. An offloaded model always runs eagerly"
             )
 
 
@@ -266,7 +264,7 @@ def _refuse_without_values(module: nn.Module) -> None:
     """Raise UserError for uninitialized lazy parameters and for tensors on the meta device."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise UserError(f"{name} has no shape before the first forward: call the module once, then offload it")
+            raise UserError(f"{name} has no shape before the first forward: call the module once before offloading it")
         if tensor.is_meta:
             raise UserError(f"{name} has no values: weights of bf16 and fp32 can be offloaded")
 
@@ -287,8 +285,8 @@ def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
     if len(found) > 1 and not given:
         told = ", ".join(f"{len(its)} in {dtype} ({its[0]})" for dtype, its in found.items())
         raise UserError(
-            f"the module's parameters have several dtypes, {told}, and all are offloaded in one: name it, as "
-            f"dtype={next(iter(found))!r}, if the module's forward works with that"
+            f"the module's parameters have several dtypes, {told}, but all are offloaded in the same one: choose it "
+            f"with dtype={next(iter(found))!r}, if the module's forward works with that"
         )
     return max(found, key=lambda dtype: sum(parameters[name].numel() for name in found[dtype]))
 

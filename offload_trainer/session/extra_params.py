@@ -134,14 +134,14 @@ def counted_in(plan: Plan, parameters: Iterable[nn.Parameter], rule: UpdateRule)
     for parameter in parameters:
         tier = "gpu" if parameter.is_cuda else "ram"
         added[tier] = added.get(tier, 0) + (2 + len(rule.moments)) * parameter.nbytes
-    why = "trained beside the model: values, gradients, moments"
+    why = "other trained parameters: values, gradients, moments"
     items = (*plan.items, *(Item(tier, "adapters", size, why) for tier, size in added.items()))
     tiers = {tier: room | {"need": room["need"] + added.get(tier, 0)} for tier, room in plan.tiers.items()}
     counted = replace(plan, items=items, tiers=tiers)
     if plan.fits and not counted.fits:
         told = "; ".join(counted.shortfalls())
         size = format_bytes(sum(added.values()))
-        raise UserError(f"with {size} for what is trained beside the model this does not fit: {told}")
+        raise UserError(f"with {size} for the other trained parameters this does not fit: {told}")
     return counted
 
 
@@ -195,7 +195,7 @@ def read_residents(
             for name, entry in file.entries.items():
                 here = residents.get(name)
                 if here is None or entry.shape != (() if kind == "step" else tuple(here.shape)):
-                    raise UserError(f"{path}: {name} {list(entry.shape)} is none of what is trained here")
+                    raise UserError(f"{path}: {name} {list(entry.shape)} is not among the parameters trained here")
                 found[name][kind] = file.read(name)
     return found
 

@@ -31,15 +31,15 @@ _SINGLE = (
 _RULE = "optim.name"  # the keyword is `rule`, since `name` is the model's
 _NOT = {  # keys that a session does not accept, and what to do instead
     "model.name": "give it to ot.load",
-    "model.loss_chunk": "the loss is yours",
-    "model.mlp_chunk": "a session's forward is transformers' own",
-    "placement.engine": "a session is the tiered engine",
+    "model.loss_chunk": "your code computes the loss",
+    "model.mlp_chunk": "a session runs the model's own forward",
+    "placement.engine": "a session always uses the tiered engine",
     "placement.gpus": "a session trains with one GPU",
     "placement.threads": "use torch.set_num_threads",
-    "placement.hang_timeout": "it is for several ranks",
+    "placement.hang_timeout": "it applies to several ranks only",
     "tiered.weight_transfer": "a session trains with one GPU",
-    "tiered.fetch_granularity": "a session's code may read a block's weights wherever it likes",
-    "tiered.master_format": "a session's masters are in fp32, since its weights are in others' hands",
+    "tiered.fetch_granularity": "your code may read all weights of a block at any point",
+    "tiered.master_format": "a session stores fp32 masters, since other code can change its weights",
     "optim.lr": "give it to session.adamw",
     "optim.betas": "give them to session.adamw",
     "optim.eps": "give it to session.adamw",
@@ -104,8 +104,8 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
             raise UserError(f"{key}={given[key]!r}: {_unknown(key, known)}")
     if given.get("overlap") == "backward":
         raise UserError(
-            "overlap='backward': a session knows rates and factor of a step only once its backward is through; use "
-            "overlap='forward'"
+            "overlap='backward': in a session, learning rate and clipping factor are known only after the backward; "
+            "use overlap='forward'"
         )
     words = ["--engine", "tiered", "--save-every", "1"]  # makes the plan count memory for saves
     words += ["--model", name] if name is not None else ["model.activation_checkpointing=off"]

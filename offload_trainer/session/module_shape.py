@@ -59,7 +59,7 @@ def _named(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     for name in blocks:
         if name not in parts:
             raise UserError(
-                f"blocks={name!r}: the module has no part of that name; it has {', '.join(list(parts)[1:9])}"
+                f"blocks={name!r}: the module has no submodule of that name; it has {', '.join(list(parts)[1:9])}"
             )
         if isinstance(parts[name], nn.ModuleList):
             yield from (_below(name, key) for key, _ in parts[name].named_children())

@@ -35,7 +35,9 @@ class _OffloadedState(dict[str, torch.Tensor]):
         self._name = name
 
     def __missing__(self, key: str) -> NoReturn:
-        raise UserError(f"state[{self._name}][{key!r}]: the session keeps the state of offloaded weights; {_SAVES}")
+        raise UserError(
+            f"state[{self._name}][{key!r}]: the state of offloaded weights is stored by the session; {_SAVES}"
+        )
 
 
 class _State(defaultdict[torch.Tensor, dict[str, Any]]):
@@ -93,8 +95,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if self.rule is LION and not kept:
                 self.param_groups.pop()
                 raise UserError(
-                    f"a parameter of shape {tuple(parameter.shape)} in {parameter.dtype} beside the offloaded ones: "
-                    "Lion's are kept in fp32; give it an optimizer of its own"
+                    f"a parameter of shape {tuple(parameter.shape)} in {parameter.dtype} next to the offloaded ones: "
+                    "Lion needs fp32 for these; use a separate optimizer for it"
                 )
 
     @property
@@ -133,8 +135,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Drop all gradients accumulated since the last step. Raises UserError for set_to_none=False."""
         if not set_to_none:
             raise UserError(
-                "zero_grad(set_to_none=False) would keep zeros as gradients, by which a step changes weights that no "
-                "backward reached; the session keeps none: leave set_to_none out"
+                "zero_grad(set_to_none=False) would keep zero gradients, with which a step changes weights that no "
+                "backward reached: leave set_to_none out"
             )
         self._clear()
 
@@ -164,7 +166,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if (given or self._steps()) and not self._saved_apart:
             has = f"has the state of {given} offloaded weights" if given else "has no state of the offloaded weights"
             raise UserError(
-                f"load_state_dict(): what was given {has}, and the session's has {self._steps()} steps: {_SAVES}"
+                f"load_state_dict(): the given state {has}, the session's optimizer has {self._steps()} steps: {_SAVES}"
             )
         super().load_state_dict(state_dict)
         self.state = _State(self.state)

@@ -38,7 +38,7 @@ from offload_trainer.storage.owned_dirs import clear, replacing
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 _STATE = "session.json"
-_FIX = "Go on from another save"
+_FIX = "Resume from another save"
 _COMPARED = 1024  # elements of each frozen weight in the checksum that identifies a base model
 
 
@@ -78,7 +78,9 @@ class Saves:
         """
         final = final.absolute()
         if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
-            raise UserError(f"{final} holds something that is no save, and is not replaced: name another directory")
+            raise UserError(
+                f"{final} contains something other than a save, and is not replaced: name another directory"
+            )
         told = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
         held = _SessionState(_groups(optimizer), told, base=_base(offloaded))
         residents, step = optimizer.residents, steps_done(offloaded, optimizer)
@@ -107,7 +109,7 @@ class Saves:
         `change`: function applied to each weight, such as merging an adapter. `step`: step count for the model card.
         """
         if dtype not in DTYPES:
-            raise UserError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
+            raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
         places = offloaded.places
         source = Source(
             shapes={name: places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
@@ -143,7 +145,7 @@ class Saves:
             raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
         _refuse_other_groups(save, held.groups, _groups(optimizer))
         if held.base != _base(offloaded):
-            raise UserError(f"{save} was made beside other weights, or in another dtype: load the same model for it")
+            raise UserError(f"{save} was made with other weights, or in another dtype: load the same model for it")
         values = read_residents(save, residents, rule=optimizer.rule)
         offloaded.load(save)
         set_residents(residents, optimizer.state, values)
@@ -221,9 +223,7 @@ def _newest(directory: Path) -> Path | None:
 def _refuse_other_groups(save: Path, saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
     if [group.get("params") for group in saved] != [group["params"] for group in now]:
         told = ", ".join(str(len(group.get("params", ()))) for group in saved)
-        raise UserError(
-            f"{save} was made with other groups of parameters (of {told} parameters): give the optimizer the same ones"
-        )
+        raise UserError(f"{save} was made with other groups of parameters (of {told} parameters): use the same groups")
 
 
 def _write_by_name(source: Source, destination: Path, *, dtype: str) -> None:

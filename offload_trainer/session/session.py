@@ -154,7 +154,7 @@ class Session:
         kept = self._offloaded.store.format.rule
         if rule is not kept:
             raise UserError(
-                f"the session keeps {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
+                f"the session stores {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
             )
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -188,7 +188,9 @@ class Session:
         """
         self._refuse_closed()
         if max_norm <= 0:
-            raise UserError(f"clip_grad_norm_({max_norm}): a limit above 0 is needed; float('inf') only takes the norm")
+            raise UserError(
+                f"clip_grad_norm_({max_norm}): a limit above 0 is needed; float('inf') only computes the norm"
+            )
         self._apply_clip()
         norm = self._norm_of_sums()  # taken for any norm_type, so that later gradients are detected
         if norm_type != 2.0:
@@ -249,8 +251,8 @@ class Session:
         norm = self._norm_of_sums()
         if not isfinite(norm):
             raise NonFiniteGradient(
-                f"the gradient's norm is {norm}: nothing was changed. The optimizer's zero_grad() lets go of these "
-                "gradients, and the next backward begins anew"
+                f"the gradient's norm is {norm}: nothing was changed. The optimizer's zero_grad() drops these "
+                "gradients, so that the next backward starts from zero"
             )
         if arrived:
             self._offloaded.step(rules, scale=self._clip)

@@ -107,7 +107,7 @@ def refuse_foreign(path: Path) -> None:
     except ValueError:
         ours = False
     if not ours:
-        raise UserError(f"{path}: already there, and no report of this program; name another file, or move it away")
+        raise UserError(f"{path}: already exists, but is not a report of this program; name another file")
 
 
 Rows = Sequence[Sequence[str]]
@@ -145,8 +145,8 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dic
         facts["steps"] = str(last.step)
         facts["tokens"] = format_count(last.tokens)
         facts["training loss"] = _number(last.loss)
-        facts["a step (median)"] = format_seconds(median(row.seconds for row in counted))
-        facts["tokens a second (of such a step)"] = format_count(median_speed(counted))
+        facts["time per step (median)"] = format_seconds(median(row.seconds for row in counted))
+        facts["tokens/s (of that step)"] = format_count(median_speed(counted))
         utilisation = [row.mfu for row in counted if row.mfu is not None]
         if utilisation:
             facts["MFU (median)"] = f"{100 * median(utilisation):.1f} %"
@@ -154,10 +154,10 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dic
         if last.device_peak_bytes:
             facts["GPU memory, peak"] = format_bytes(last.device_peak_bytes)
         if any(row.hidden for row in counted):
-            facts["update hidden behind the forward (median)"] = format_seconds(median(row.hidden for row in counted))
+            facts["update overlapped with computation (median)"] = format_seconds(median(row.hidden for row in counted))
         skipped = sum(row.skipped for row in rows)
         if skipped:
-            facts["steps skipped"] = str(skipped)
+            facts["skipped steps"] = str(skipped)
     if evaluations:
         facts["validation loss"] = _number(evaluations[-1].validation_loss)
     return {name: text for name, text in facts.items() if text != "-"}
@@ -182,7 +182,7 @@ def _memory(rows: Sequence[StepRecord]) -> str:
             continue
         series = [Series(f"{name} at the end of a step", ends)]
         if peak := peaks.get(tier):
-            series.append(Series(f"{name}, most so far", [(float(row.step), float(peak(row))) for row in rows]))
+            series.append(Series(f"{name}, peak so far", [(float(row.step), float(peak(row))) for row in rows]))
         told.append(lines(series, label=f"{name} over steps", text=format_bytes, from_zero=True))
     return "\n".join(told)
 
@@ -202,7 +202,7 @@ def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
         total = sum(guessed.values()), sum(taken.values())
         rows.append(_compared("all phases", *total, None, format_seconds))
     told = [line for line in rows if any(cell != "-" for cell in line[2:])]
-    return _table(("", "there is", "predicted", "measured", "measured / predicted"), told) if told else ""
+    return _table(("", "available", "predicted", "measured", "measured / predicted"), told) if told else ""
 
 
 def _compared(

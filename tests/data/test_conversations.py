@@ -98,7 +98,7 @@ def test_earlier_answers_without_their_thoughts() -> None:
 
 
 def test_a_template_that_hides_the_answers_is_refused() -> None:
-    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 in another way .*data.train_on=all"):
+    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 differently .*data.train_on=all"):
         encoded({"messages": TALK}, form="chat", template=COUNTED)
     found = encoded({"messages": TALK}, form="chat", template=COUNTED, everything=True)
     assert all(found.counted)
@@ -287,7 +287,7 @@ def test_the_wish_makes_another_file(tmp_path: Path) -> None:
     other.chat_template = LINES
     others = [
         prepared(file, tokenizer=chat_tokenizer(), seq_len=60),
-        prepared(file, tokenizer=chat_tokenizer(), seq_len=80, loss="all"),
+        prepared(file, tokenizer=chat_tokenizer(), seq_len=80, train_on="all"),
         prepared(file, tokenizer=other, seq_len=80),
     ]
     assert len({first.path, *(tokens.path for tokens in others)}) == 4
@@ -300,7 +300,7 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
     file.write_text(json.dumps({"messages": TALK}) + "\n")
     made = prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
     assert prepared(made.path, tokenizer=chat_tokenizer(), seq_len=80).row_length == 80
-    with pytest.raises(UserError, match=r"rows of 80, and this run's have 40: use --seq-len 80"):
+    with pytest.raises(UserError, match=r"rows of 80, and this run uses 40: use --seq-len 80"):
         prepared(made.path, tokenizer=chat_tokenizer(), seq_len=40)
 
 
@@ -346,11 +346,11 @@ def test_forms_are_known_by_their_keys(tmp_path: Path) -> None:
         assert form_of_files([files[name]], form="auto", text_field="text") == name
     assert form_of_files([files["text"]], form="chat", text_field="text") == "chat"
     assert form_of_files([files["chat"]], form="text", text_field="text") == "text"
-    with pytest.raises(UserError, match=r"not of one kind: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
+    with pytest.raises(UserError, match=r"have different formats: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
         form_of_files([files["chat"], files["alpaca"]], form="auto", text_field="text")
     both = tmp_path / "both.jsonl"
     both.write_text(json.dumps(lines["chat"] | lines["alpaca"]))
-    with pytest.raises(UserError, match=r"line 1: it may be read as chat or as alpaca: say which with data.format"):
+    with pytest.raises(UserError, match=r"line 1: it could be read as chat or as alpaca: choose one with data.format"):
         form_of_files([both], form="auto", text_field="text")
     words = tmp_path / "words.txt"
     words.write_text("x")
@@ -367,12 +367,12 @@ def test_a_template_that_refuses_names_the_line(tmp_path: Path) -> None:
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": TALK[:3]}) + "\n")
-    with pytest.raises(UserError, match=r"first 12 tokens something is learned: all 1 are left out; give more"):
+    with pytest.raises(UserError, match=r"to train on within its first 12: all 1 are left out; give more"):
         prepared(file, tokenizer=chat_tokenizer(), seq_len=12)
     file.write_text((json.dumps({"messages": TALK[:2]}) + "\n") * 3)
     with pytest.raises(
-        UserError, match=r"of the conversations 3 have no answer to learn .* set data.train_on=all"
+        UserError, match=r"of the conversations 3 have no answer to train on .* set data.train_on=all"
     ) as told:
         prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
     assert "seq-len" not in str(told.value)
-    assert prepared(file, tokenizer=chat_tokenizer(), seq_len=80, loss="all").summary.startswith("3 conversations")
+    assert prepared(file, tokenizer=chat_tokenizer(), seq_len=80, train_on="all").summary.startswith("3 conversations")

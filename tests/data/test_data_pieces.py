@@ -150,4 +150,4 @@ def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytes
         cache=tmp_path / "cache",
         say=said.append,
     )
-    assert [line for line in said if "9 cuts through text without lines or words" in line]
+    assert [line for line in said if "9 splits text that has no lines or words" in line]

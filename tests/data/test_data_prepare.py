@@ -424,7 +424,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
 def test_empty_text_is_refused_and_leaves_nothing(tmp_path: Path, tokenizer: CountingTokenizer) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n\n')
-    with pytest.raises(UserError, match="no text in it"):
+    with pytest.raises(UserError, match="it contains no text"):
         prepared(tmp_path / "a.txt", tmp_path / "b.jsonl", tokenizer=tokenizer, cache=tmp_path / "cache")
     assert [name for name in leftovers(tmp_path / "cache") if not name.endswith((".sums.json", ".lock"))] == []
 

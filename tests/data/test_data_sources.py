@@ -41,7 +41,7 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
     with pytest.raises(UserError, match=r"no \.txt, \.md, \.jsonl.*--data .*train\.bin"):
         find_sources([str(tmp_path)])
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="already tokens"):
+    with pytest.raises(UserError, match="holds tokens"):
         find_sources([str(tmp_path / "a.txt"), str(tmp_path / "train.bin")])
     shards = [tmp_path / "train.bin", tmp_path / "train.bin"]
     assert find_sources([str(shard) for shard in shards]) == shards
@@ -56,9 +56,9 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
         ("a.csv", b"text\na", r"csv\.DictReader"),
         ("a.tsv", b"text\na", r"csv\.DictReader"),
         ("a.dump", b"PAR1 and more", r"rename it to \.parquet"),
-        ("a.txt", gzip.compress(b"text", mtime=0), r"it is packed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
-        ("a.gz", gzip.compress(b"text", mtime=0), r"it is packed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
-        ("a.tar.gz", gzip.compress(b"text", mtime=0), "or unpack it"),
+        ("a.txt", gzip.compress(b"text", mtime=0), r"it is compressed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
+        ("a.gz", gzip.compress(b"text", mtime=0), r"it is compressed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
+        ("a.tar.gz", gzip.compress(b"text", mtime=0), "or decompress it"),
         ("a.tar.zst", b"(\xb5/\xfd", r"NAME\.txt\.zst"),
         ("a.xz", b"", r"NAME\.txt\.xz"),
         ("a", "text".encode("utf-16"), "zero bytes"),

@@ -72,7 +72,7 @@ def test_what_may_be_either_needs_the_key(tmp_path: Path, tokenizer: Any) -> Non
     path = tmp_path / "t.bin"
     for ids in ([70, 0, 80, 0], [0] * 400):
         np.array(ids, dtype="<u2").tofile(path)
-        with pytest.raises(UserError, match=r"16 or of 32 bits.*data\.token_dtype"):
+        with pytest.raises(UserError, match=r"16-bit or 32-bit ids.*data\.token_dtype"):
             prepared(path, tokenizer=tokenizer)
         assert prepared(path, tokenizer=tokenizer, token_dtype="uint16").read(0, 4).tolist() == ids[:4]
         wide = prepared(path, tokenizer=tokenizer, token_dtype="uint32")
@@ -215,7 +215,7 @@ def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_p
     assert text.startswith("Creeps in this petty pace")
     assert "for validation of" in said[-1]
     left = (len(apart.tokens) - 1) % 8
-    assert f"the last {left} fill no row" in said[-1]
+    assert f"the last {left} tokens do not fill a row" in said[-1]
 
 
 def test_the_validation_text_belongs_to_the_identity(tmp_path: Path) -> None:

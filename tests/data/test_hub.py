@@ -70,7 +70,7 @@ def test_it_is_read_as_any_text(tmp_path: Path) -> None:
     ("wish", "message"),
     [
         ("hub:corpus", "hub:OWNER/NAME, with"),
-        ("hub:someone/corpus:nowhere", "not to be had.*nowhere"),
+        ("hub:someone/corpus:nowhere", "could not be loaded.*nowhere"),
         ("hub:someone/other", "hf download --repo-type dataset someone/other --local-dir data"),
     ],
 )

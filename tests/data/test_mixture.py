@@ -79,9 +79,7 @@ def test_rows_are_the_texts_own(tmp_path: Path) -> None:
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
     text = written(tmp_path, "a", first=0, tokens=103)
     rows = written(tmp_path, "b", first=0, tokens=51, row_length=LENGTH)
-    with pytest.raises(
-        UserError, match=r"data\.mixture: a \(dtype uint16\) and b \(dtype uint32\) are not of one kind"
-    ):
+    with pytest.raises(UserError, match=r"data\.mixture: a \(dtype uint16\) and b \(dtype uint32\) differ in kind"):
         mixed([text, rows], (1, 1), names=("a", "b"), seq_len=LENGTH, validation=0.1)
     short = written(tmp_path, "c", first=0, tokens=8)
     with pytest.raises(

@@ -158,7 +158,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "axolotl parts to train": (
         {"messages": [{"role": A, "content": [{"type": "text", "text": "A", "train": False}]}]},
-        "message 1 has parts to learn and others",
+        "message 1 mixes parts to train on with others",
     ),
     "axolotl question and answer": ({"question": "a", "answer": "A"}, "<user>a<end><assistant>«A<end>»"),
     "axolotl alpaca_chat": (
@@ -210,10 +210,10 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         "'chat_template_kwargs' is not read",
     ),
     # other forms
-    "two answers": ({"question": "a", "answer": "A", "response": "B"}, "'response' and 'answer' may each be the one"),
+    "two answers": ({"question": "a", "answer": "A", "response": "B"}, "'response' and 'answer' both match"),
     "a system prompt for plain text": (
         {"prompt": "a", "completion": "b", "system": "s"},
-        "'system' has no place beside",
+        "'system' has no place next to",
     ),
     "a history that is none": ({"instruction": "a", "output": "b", "history": ["x"]}, "turn 1 of 'history' is no list"),
     "an answer that is no string": ({"instruction": "a", "output": 3}, "field 'output' holds a number, where a string"),
@@ -223,7 +223,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "content that is null": (
         {"messages": [*turns("a", "A"), {"role": U, "content": None}]},
-        "message 3 has no content; where it is empty",
+        "message 3 has no content; if it is empty",
     ),
 }
 
@@ -269,7 +269,7 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
     if any(letter in expected for letter in "«<") or expected.startswith("Some text"):
         tokenizer, tokens = prepared(tmp_path, record, table=table)
         assert shown(tokenizer, tokens) == expected
-        assert "in no row" not in (tokens.summary or "")
+        assert "missing from the rows" not in (tokens.summary or "")
         return
     if table and name == "axolotl oasst":
         expected = expected.split(".*")[0]
@@ -300,10 +300,10 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
         (
             {"messages": [{"role": S, "content": "Shout."}, *turns("a", "A")]},
             NO_SYSTEM,
-            r"prints nothing of message 1 \('system'\): give data.chat_template=FILE",
+            r"leaves out message 1 \('system'\): give data.chat_template=FILE",
         ),
-        ({"instruction": "a", "output": "A", "system": "Shout."}, NO_SYSTEM, "prints nothing of message 1"),
-        ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "prints nothing of message 1"),
+        ({"instruction": "a", "output": "A", "system": "Shout."}, NO_SYSTEM, "leaves out message 1"),
+        ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "leaves out message 1"),
     ],
 )
 def test_what_would_change_an_answer_is_refused_where_it_is_not_printed(
@@ -319,7 +319,7 @@ def test_other_text_that_no_row_holds_is_named_and_counted(tmp_path: Path) -> No
     more = {"messages": turns("a", "A"), "category": "letters", "extra": {"notes": ["", "Look\nhere."]}}
     twice = {"messages": [{"role": S, "content": "Be brief."}, *turns("a", "A")], "system": "Shout."}
     _, tokens = prepared(tmp_path, plain, thinks, thinks, more, twice, template=TEMPLATE)
-    assert "text that is in no row, or not all of it: " in tokens.summary
+    assert "text that is missing from the rows: " in tokens.summary
     for told in (
         "'messages.reasoning_content' in 2 (first: ",
         "a.jsonl, line 2)",
@@ -343,13 +343,13 @@ def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
     )
     talk = turns('"Why"?\nÄ', "<think>\nHm. \n</think>\n\n Because. ")
     _, tokens = prepared(tmp_path, {"messages": talk}, template=moves)
-    assert "in no row" not in tokens.summary
+    assert "missing from the rows" not in tokens.summary
 
 
 def test_empty_answers_are_counted(tmp_path: Path) -> None:
     records = [{"messages": turns("a", "A")}, {"messages": turns("a", " ", "b", "")}, {"messages": turns("a", "")}]
     records[0]["messages"][1:1] = [{"role": A, "content": "", "weight": 0}, *turns("c")]
     _, tokens = prepared(tmp_path, *records, template=TEMPLATE)
-    assert "; 3 of the answers that are learned are empty" in tokens.summary
+    assert "; 3 of the answers to train on are empty" in tokens.summary
     _, tokens = prepared(tmp_path, {"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"})
-    assert "; 1 of the answers that are learned are empty" in tokens.summary
+    assert "; 1 of the answers to train on are empty" in tokens.summary

@@ -80,10 +80,10 @@ def test_packed_files_give_what_they_hold(packing: str, tmp_path: Path) -> None:
 def test_a_packed_file_that_is_cut_short_is_refused(packing: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.jsonl{packing}"
     file.write_bytes(PACKERS[packing](lines(texts()))[:-40])
-    with pytest.raises(UserError, match=r"a\.jsonl\.\w+ cannot be unpacked: .*is it damaged, or not all there"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.\w+ cannot be decompressed: .*is it damaged or incomplete"):
         prepared(file)
     file.write_bytes(b"Once upon a time, and so on.")
-    with pytest.raises(UserError, match="cannot be unpacked"):
+    with pytest.raises(UserError, match="cannot be decompressed"):
         prepared(file)
     assert not list((tmp_path / "cache").glob("*.bin*"))
 
@@ -175,15 +175,15 @@ def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
     one = Dataset.from_list(texts()[:5])
     DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
     with pytest.raises(
-        UserError, match=r"holds several data sets: name one, --data .*both/train or --data .*both/test"
+        UserError, match=r"holds several datasets: choose one, --data .*both/train or --data .*both/test"
     ):
         prepared(tmp_path / "both")
     assert len(prepared(tmp_path / "both" / "train")) > 5
     (tmp_path / "both/train/data-00000-of-00001.arrow").unlink()
-    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow is not there, and .*state\.json names it"):
+    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow does not exist, but .*state\.json names it"):
         prepared(tmp_path / "both" / "train")
     (tmp_path / "both/train/state.json").write_text('{"_data_files": [{"filename": "../../x"}]}')
-    with pytest.raises(UserError, match="names no files of a data set"):
+    with pytest.raises(UserError, match="names no files of a dataset"):
         prepared(tmp_path / "both" / "train")
 
 
@@ -198,7 +198,7 @@ def test_without_the_library_the_line_says_what_to_install(tmp_path: Path, monke
 
 
 def test_a_name_that_may_be_the_hubs_says_how_to_have_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"if it is a data set of the hub: --data hub:someone/corpus"):
+    with pytest.raises(UserError, match=r"for a dataset of the hub use --data hub:someone/corpus"):
         prepare_tokens(
             DataSection(path=("someone/corpus",)),
             tokenizer=chat_tokenizer(),

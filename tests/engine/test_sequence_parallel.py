@@ -158,7 +158,10 @@ def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
     for name in ("block inputs", "activations"):
         assert held(short)[name] <= held(pieces)[name] <= 1.1 * held(short)[name] < held(whole)[name]
     assert (pieces.tokens_per_step, whole.tokens_per_step) == (1024, 4096)
-    assert any("a GPU has 256 of the 1024 tokens of a row; 1 group(s) of 4 ranks" in note for note in pieces.notes)
+    assert any(
+        "each GPU processes 256 of the 1024 tokens of a row; 1 data-parallel group(s) of 4 ranks" in note
+        for note in pieces.notes
+    )
     work = workload(load_config([*words, "parallel.sequence=4"]), SHAPE, world=8)
     assert (work.data, work.added, work.length) == (2, 8, 256)
 
@@ -178,7 +181,7 @@ def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
         (["parallel.sequence=3"], 3, {}, "16 attention heads are not a multiple of 3"),
         (["parallel.sequence=4", "--seq-len", "1022"], 4, {}, "rows of 1022 tokens are not a multiple of 4"),
         (["parallel.sequence=2"], 2, {"heads": 0}, "number of attention heads is not known"),
-        (["parallel.sequence=2"], 2, {"packed": True}, "data.packing=on: no mask is made between documents"),
+        (["parallel.sequence=2"], 2, {"packed": True}, "data.packing=on: attention masks between documents"),
     ],
 )
 def test_what_cannot_be_in_pieces_is_refused(words: list[str], ranks: int, changes: dict[str, Any], told: str) -> None:

@@ -166,24 +166,26 @@ def plan_of(shape: ModelShape, *words: str, ranks: int = 2, gpu: int = 0) -> Pla
 
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     shape = shape_of(directory(tmp_path / "model", "llama"))
-    assert plan_of(shape).title == "DeepSpeed's AutoTP over 2, ZeRO-1"
-    with pytest.raises(UserError, match="transformers has no rule for this architecture"):
+    assert plan_of(shape).title == "DeepSpeed AutoTP over 2 ranks, ZeRO-1"
+    with pytest.raises(UserError, match="transformers has no tensor-parallel plan for this architecture"):
         plan_of(SHAPES["gpt2-mini"])
     with pytest.raises(UserError, match=r"parallel.tensor=2 with 3 rank\(s\): a multiple of 2"):
         plan_of(shape, ranks=3)
-    with pytest.raises(UserError, match="1 heads of keys and values are not a multiple of 2"):
+    with pytest.raises(UserError, match="1 key-value heads are not a multiple of 2"):
         plan_of(replace(shape, key_heads=1))
     with pytest.raises(UserError, match="use --optimizer cpu"):
         plan_of(shape, "--optimizer", "gpu", "--accumulate", "2", gpu=80 * GB)
     assert plan_of(shape, "--accumulate", "2", gpu=80 * GB).placement.optimizer == "cpu"
     assert plan_of(shape, gpu=80 * GB).placement.optimizer == "gpu"
     assert plan_of(shape).cannot_save is None
-    with pytest.raises(UserError, match="partition_activations=true divides what gradient checkpointing keeps"):
+    with pytest.raises(UserError, match="partition_activations=true divides the block inputs"):
         plan_of(shape, PARTS)  # a model of this size is not checkpointed
     with pytest.raises(UserError, match="partition_activations=true needs checkpointed activations"):
         plan_of(shape, PARTS, "model.activation_checkpointing=off")
     for words in ([], ["--engine", "deepspeed"], ["parallel.sequence=2"]):
-        with pytest.raises(UserError, match="partition_activations=true divides what tensor ranks all keep"):
+        with pytest.raises(
+            UserError, match="partition_activations=true divides activations that tensor-parallel ranks all store"
+        ):
             load_config([PARTS, *words])
 
 
@@ -228,5 +230,5 @@ def test_parts_of_a_weight() -> None:
     assert torch.equal(torch.cat([one.of("r", whole) for one in made], 1), whole)
     assert torch.equal(made[1].of("w", whole), whole)
     made[0].check({"c": (3, 4), "r": (6, 2), "w": (6, 4)})
-    with pytest.raises(TrainerError, match=r"1 weights were divided otherwise than planned: r \[6, 4\] for \[6, 2\]"):
+    with pytest.raises(TrainerError, match=r"1 weights were not split as planned: r \[6, 4\] for \[6, 2\]"):
         made[0].check({"c": (3, 4), "r": (6, 4)})

@@ -139,7 +139,7 @@ def test_damaged_checkpoints_are_refused_with_what_to_do(name: str, tmp_path: Pa
         with reading(find_checkpoint(tmp_path)):
             check_resume(checkpoint, RECORD)
         read_state(checkpoint)
-    assert "and the same command goes on from the one before it" in str(refused.value)
+    assert "and the same command resumes from the one before it" in str(refused.value)
     assert str(refused.value).isprintable()
 
 

@@ -22,7 +22,7 @@ from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages with their own tests, or with a record of experiments instead of instructions.
-ELSEWHERE = {"docs/scaling.md", "docs/parallel.md", "docs/log.md"}
+ELSEWHERE = {"docs/scaling.md", "docs/parallel.md"}
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES if page not in ELSEWHERE}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)

@@ -15,7 +15,7 @@ from offload_trainer.help_text import command_names, switches_of, take_command
 from offload_trainer.settings import FLAGS, all_keys, load_config
 from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUES, nearest
 
-ADAPTERS, QUANTISED, LOGGED = "adapters (PEFT) are trained with the library", "never quantised", "metrics.jsonl"
+ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
 # trainer: what a user types -> the equivalent here, or a part of the message if there is none
 LEADS: dict[str, dict[str, str]] = {
@@ -108,7 +108,7 @@ LEADS: dict[str, dict[str, str]] = {
         "--stage sft": "docs/finetune.md",
         "--interleave_probs 0.5,0.5": "data.mixture=",
         "--preprocessing_num_workers 8": "nothing to set",
-        "--overwrite_output_dir": "--output names another directory",
+        "--overwrite_output_dir": "name another directory with --output",
     },
     "torchtune": {
         "optimizer.lr=2e-5": "optim.lr",
@@ -135,7 +135,7 @@ LEADS: dict[str, dict[str, str]] = {
         "--init_from=gpt2": "--model gpt2",
         "--n_layer=6": "model.overrides.n_layer=",
         "--wandb_log=True": "save.trackers=wandb",
-        "--dtype=bfloat16": "here it is bf16",
+        "--dtype=bfloat16": "use bf16",
     },
     "litgpt": {
         "--precision bf16-true": "--dtype bf16",
@@ -148,8 +148,8 @@ LEADS: dict[str, dict[str, str]] = {
         "--eval.interval 10": "train.eval_every=10",
         "--devices 4": "--gpus 4",
         "--quantize bnb.nf4": QUANTISED,
-        "--resume true": "here it is auto",
-        "--optimizer AdamW": "here it is optim.name=adamw",
+        "--resume true": "use auto",
+        "--optimizer AdamW": "use optim.name=adamw",
     },
 }
 COMMANDS = {
@@ -190,7 +190,7 @@ def test_a_word_of_another_trainer_leads_to_the_one_here(typed: str, here: str) 
     message = told(*shlex.split(typed))
     assert message.startswith("1 mistake")
     assert here in message
-    written = re.search(r"here it is (--[a-z-]+ [^ ;(]+|--[a-z-]+|[a-z]+\.[a-z_.]+=[^ ;(]+)", message)
+    written = re.search(r"use (--[a-z-]+ [^ ;(]+|--[a-z-]+|[a-z]+\.[a-z_.]+=[^ ;(]+)", message)
     if written and not re.search(r"[A-Z|]", written[1].partition("=")[2] or written[1].partition(" ")[2]):
         more = ["--engine", "deepspeed"] if "--engine deepspeed" in message else []
         more += ["--nvme", "/x"] if "nvme" in written[1] else []
@@ -331,13 +331,13 @@ def test_a_file_of_another_trainer_is_read_to_its_end(tmp_path: Path) -> None:
     message = told(str(path))
     assert message.startswith("8 mistakes")
     for here in (
-        "base_model: there is no such key; here it is model.name=gpt2",
-        "learning_rate: there is no such key; here it is optim.lr=2e-05",
-        f"adapter: there is no such key; the command trains whole weights; {ADAPTERS}",
-        "datasets: there is no such key; here it is data.path=TEXT",
-        "zero_optimization.stage: there is no such key; here it is deepspeed.zero_stage=3 --engine deepspeed",
-        "optimizer.lr: there is no such key; did you mean optim.lr?",
-        "optimizer.weight_decay: there is no such key; did you mean optim.weight_decay?",
-        "train.max_steps: there is no such key; here it is train.steps=100",
+        "base_model: unknown key; use model.name=gpt2",
+        "learning_rate: unknown key; use optim.lr=2e-05",
+        f"adapter: unknown key; this command trains all weights; {ADAPTERS}",
+        "datasets: unknown key; use data.path=TEXT",
+        "zero_optimization.stage: unknown key; use deepspeed.zero_stage=3 --engine deepspeed",
+        "optimizer.lr: unknown key; did you mean optim.lr?",
+        "optimizer.weight_decay: unknown key; did you mean optim.weight_decay?",
+        "train.max_steps: unknown key; use train.steps=100",
     ):
         assert here in message

@@ -114,7 +114,7 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_export_in_a_type_that_the_file_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", "runs/default", "y.gguf", "--dtype", "bf16"]) == 2
-    assert "--dtype bf16: a GGUF file can be had with --dtype fp16, fp32, q8_0" in capsys.readouterr().err
+    assert "--dtype bf16: a GGUF file needs one of --dtype fp16, fp32, q8_0" in capsys.readouterr().err
 
 
 def test_a_plan_without_a_gpu_speaks_of_none() -> None:
@@ -172,7 +172,7 @@ def test_a_hub_tokenizer_that_is_not_to_be_had_is_asked_for_once(monkeypatch: py
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
-    with pytest.raises(UserError, match="neither a directory here nor to be had from the hub"):
+    with pytest.raises(UserError, match="neither a directory here nor available from the hub"):
         load_tokenizer("someone/something")
     assert asked == ["someone/something"]
 

@@ -250,7 +250,7 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.default\.weight: it has .*, this run none"),
         ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"o_proj\.lora_A\.default\.weight: it has none"),
         (None, "it has .*, this run none"),
-        ({"model": 5}, "made beside other weights"),
+        ({"model": 5}, "made with other weights"),
     ],
     ids=["shape", "fewer", "more", "none", "another base"],
 )
@@ -387,7 +387,7 @@ def test_what_is_trained_beside_is_counted(folder: Path, drive: Path) -> None:
         assert sum(item.bytes for item in session.plan.items if item.name == "adapters") == 4 * size
     with opened(folder, drive) as session:
         large = nn.Parameter(torch.empty(1, device="meta").expand(1 << 44))
-        with pytest.raises(ot.UserError, match=r"for what is trained beside the model this does not fit: ram needs"):
+        with pytest.raises(ot.UserError, match=r"for the other trained parameters this does not fit: ram needs"):
             session.adamw([large])
 
 
@@ -400,7 +400,7 @@ def test_nothing_to_train_and_what_cannot_be_merged_are_refused(folder: Path, dr
             session.export(tmp_path / "out")
     with opened(folder, drive, freeze=[], rule="lion", moment_dtype="fp32") as session:
         head = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        with pytest.raises(ot.UserError, match="Lion's are kept in fp32"):
+        with pytest.raises(ot.UserError, match="Lion needs fp32 for these"):
             session.lion([head])
 
 

@@ -250,7 +250,9 @@ def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) ->
         weight = model.head.weight
         assert not optimizer.state[weight]
         assert weight not in optimizer.state
-        with pytest.raises(ot.UserError, match=r"state\[head\.weight\]\['exp_avg'\]: the session keeps"):
+        with pytest.raises(
+            ot.UserError, match=r"state\[head\.weight\]\['exp_avg'\]: the state of offloaded weights is stored"
+        ):
             optimizer.state[weight]["exp_avg"]
         session.save(tmp_path / "save")
         assert session.resume(tmp_path / "save") == 1

@@ -43,7 +43,7 @@ def test_equal_counts_have_weights_of_exactly_one() -> None:
 
 
 def test_a_step_that_counts_nothing_is_refused(pretrained: Path) -> None:
-    with pytest.raises(TrainerError, match="a step of 2 micro-batches counts no target in the loss: all are -100"):
+    with pytest.raises(TrainerError, match="a step of 2 micro-batches has no target in the loss: all are -100"):
         weights_in_step([0, 0])
 
 

@@ -111,7 +111,7 @@ def test_twice_the_disk_is_planned_and_taken(model: Path, drive: Path) -> None:
         return {item.name: item.bytes for item in plan.items if item.tier == str(drive)}
 
     once, twice = planned("--optimizer", "nvme"), planned(*TWO)
-    assert twice == once | {"state of the step before": once["state"]}
+    assert twice == once | {"state, second copy": once["state"]}
     with engine(model, *TWO, drives=[drive]):
         assert (lease(drive) / "state").stat().st_size == 2 * once["state"]
 

@@ -205,14 +205,14 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--dtype", "fp16"], "--dtype fp16: a remainder is what rounding to bf16 takes away"),
+        (["--dtype", "fp16"], "--dtype fp16: split masters need bf16 weights"),
         (["--dtype", "fp32"], "--dtype fp32"),
-        (["tiered.state_copies=2"], "tiered.state_copies=2: weights have one place"),
+        (["tiered.state_copies=2"], "tiered.state_copies=2: weights have only one copy"),
         (
             ["--ram-fraction", "0", "tiered.overlap=backward"],
-            "tiered.overlap=backward: a step that is clipped needs its old weights again",
+            "tiered.overlap=backward: a clipped step needs its old weights again",
         ),
-        (["tiered.overlap=backward"], "tiered.overlap=backward: a step that is clipped needs its old weights again"),
+        (["tiered.overlap=backward"], "tiered.overlap=backward: a clipped step needs its old weights again"),
     ],
 )
 def test_what_cannot_have_remainders_is_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:

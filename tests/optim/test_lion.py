@@ -145,7 +145,7 @@ def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
     words = [*TINY, "optim.name=lion", *RATE, "--steps", 4, "--save-every", 2, "--nvme", tmp_path / "drive"]
     words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "optim.schedule=constant", "train.eval_every=0"]
     whole = call(*words, output=tmp_path / "whole")
-    assert "Lion's, with betas 0.9 and 0.99" in whole.text
+    assert "optimizer Lion: betas 0.9 and 0.99" in whole.text
     shutil.copytree(whole.output, tmp_path / "half")
     shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000004")
     (tmp_path / "half" / "metrics.jsonl").unlink()
@@ -190,7 +190,7 @@ def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     keys = {"nvme": [str(tmp_path / "drive")], "dtype": "fp32", "page_size": 4096, "say": lambda line: None, **home}
     with ot.offload(network, rule="lion", **keys) as session:
-        with pytest.raises(UserError, match="the session keeps Lion's state: call lion"):
+        with pytest.raises(UserError, match="the session stores Lion's state: call lion"):
             session.adamw()
         assert trained(session.model, lambda groups: session.lion(groups, lr=3e-3)) == losses
         masters = dict(session.named_masters())
@@ -220,7 +220,7 @@ def test_the_plan_names_rule_and_betas() -> None:
     assert config.optim.betas == (0.9, 0.99)
     plan = make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("h200"))
     text = plan.describe()
-    assert "Lion's, with betas 0.9 and 0.99" in text
+    assert "optimizer Lion: betas 0.9 and 0.99" in text
     assert "fp32 master, fp32 moment: 8 B a parameter" in text
     assert "Lion on" in text
 
@@ -230,8 +230,8 @@ def test_the_plan_names_rule_and_betas() -> None:
     [
         (["--engine", "plain"], "optim.name=lion belongs to --engine tiered, not to plain"),
         (["--engine", "deepspeed"], "optim.name=lion belongs to --engine tiered, not to deepspeed"),
-        (["optim.moment_dtype=8bit"], "it would stand still; use bf16"),
-        (["optim.eps=1e-6"], "divides by nothing"),
+        (["optim.moment_dtype=8bit"], "would undo; use bf16"),
+        (["optim.eps=1e-6"], "which has no eps"),
     ],
 )
 def test_what_lion_is_not_is_refused(words: list[str], told: str) -> None:

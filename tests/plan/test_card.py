@@ -79,7 +79,7 @@ def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refuse
         assert checks == ["ok"]
         return
     assert checks == ["ok", "failure"]
-    with pytest.raises(UserError, match=r"NVIDIA X \(sm_7[05]\) has no bf16 units; .*: use --dtype fp16"):
+    with pytest.raises(UserError, match=r"NVIDIA X \(sm_7[05]\) has no bf16 units, .*: use --dtype fp16"):
         make_plan(config, shape, machine)
 
 
@@ -96,9 +96,9 @@ def test_where_nothing_is_asked_for_the_card_decides(capsys: pytest.CaptureFixtu
         config = load_config(["--model", "gpt2", *words])
         settled, plan = settle_and_plan(config, shape, replace(card((8, 0), None), capability=capability))
         assert settled.model.dtype == dtype
-        assert ("has no bf16 units: fp16" in "".join(plan.notes)) == (dtype == "fp16")
+        assert ("has no bf16 units: training in fp16" in "".join(plan.notes)) == (dtype == "fp16")
     assert main(["plan", "--model", "gpt2-10b", "--machine", "v100-32gb"]) == 0
-    assert "has no bf16 units: fp16, with dynamic loss scaling" in capsys.readouterr().out
+    assert "has no bf16 units: training in fp16 with dynamic loss scaling" in capsys.readouterr().out
 
 
 def missing() -> None:
@@ -136,7 +136,7 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", (30 << 30) + 500_000_000, (7, 0))
     assert machine.built_for == ("sm_75", "sm_80", "sm_90")
     assert machine.no_state_on_gpu == "no NVRTC"
-    assert "no optimizer state can live there: no NVRTC" in " ".join(
+    assert "it cannot store optimizer state: no NVRTC" in " ".join(
         check.found for check in doctor._gpu(load_config(["--model", "gpt2"]).model, machine)
     )
     assert profile_from_json(json.loads(json.dumps(machine.to_json()))) == machine
@@ -199,7 +199,7 @@ def test_a_gpu_that_answers_nothing_is_refused_in_one_line_and_the_doctor_goes_o
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
-    assert "torch finds a GPU and cannot use it: CUDA error: all CUDA-capable devices are busy" in told
+    assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in told
     assert "CUDA_VISIBLE_DEVICES=" in told
     assert len(told.strip().splitlines()) == 1
     config = load_config(["--model", "gpt2", "--output", str(tmp_path / "run")])
@@ -219,9 +219,9 @@ def test_without_a_usable_nvrtc_plan_and_doctor_work(
     faked(monkeypatch, capability=(9, 0))
     monkeypatch.setattr(nvrtc, "find_nvrtc", broken)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 0
-    assert f"no optimizer state can live on this GPU: {type(error).__name__}: {error}" in capsys.readouterr().out
+    assert f"this GPU cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
     assert main(["doctor", "--output", str(tmp_path / "run")]) == 0
-    assert f"no optimizer state can live there: {type(error).__name__}: {error}" in capsys.readouterr().out
+    assert f"it cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
 
 
 def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) 
     forward = next(b for b in plan.forecast.bounds if (b.phase, b.kind) == ("forward", "compute"))
     if expected is None:
         assert forward.seconds is None
-        assert any("no second of a step is known: `offload-train bench` does it" in note for note in plan.notes)
+        assert any("no time can be forecast: run `offload-train bench`" in note for note in plan.notes)
         return
     whole = make_plan(config, shape, timed(fp16=expected)).forecast
     assert forward.seconds == next(b for b in whole.bounds if (b.phase, b.kind) == ("forward", "compute")).seconds
@@ -308,8 +308,8 @@ def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) 
         []
         if "fp16" in speeds
         else [
-            "products in fp16 were not timed on NVIDIA X, and they are taken to be as fast as bf16: "
-            "`offload-train bench` does it"
+            "matrix products in fp16 were not timed on NVIDIA X and are assumed to be as fast as bf16: run "
+            "`offload-train bench`"
         ]
     )
 

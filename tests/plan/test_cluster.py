@@ -104,7 +104,7 @@ def test_seconds_of_the_links() -> None:
     units, each = len(units_of(SHAPES["gpt2-medium"])), 2 * 3 * 1e-3
     assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)
     assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms + MEETS * each)
-    assert any("meetings" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
+    assert any("barriers" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
 
 
 def test_a_network_that_nobody_knows_leaves_the_step_unknown() -> None:

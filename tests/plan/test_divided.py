@@ -117,7 +117,8 @@ def planned(gpu: float, *words: str) -> Plan:
 def way(plan: Plan) -> tuple[str, int]:
     assert isinstance(plan.sizes, TierSizes)
     parts = any(
-        note.startswith("tiered.fetch_granularity=module: blocks' weights come in parts") for note in plan.notes
+        note.startswith("tiered.fetch_granularity=module: weights of blocks are fetched in parts")
+        for note in plan.notes
     )
     return "module" if parts else "block", plan.sizes.unit_buffers
 
@@ -216,6 +217,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}')
     words = ["--model", str(tmp_path), "--scratch", "tiered.fetch_granularity=module", "--nvme", "/ssd"]
     with pytest.raises(
-        UserError, match=r"tiered\.fetch_granularity=module: no block of this model is made of modules that need"
+        UserError,
+        match=r"tiered\.fetch_granularity=module: a trial with a tiny model of this architecture found no block",
     ):
         plan_elsewhere(load_config(words), machine(gpu=ROOMY))

@@ -85,7 +85,7 @@ def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.Captu
     for words, told in (
         (["--data", "nosuch.txt"], "no such file or directory: nosuch.txt"),
         (["--validation-data", "nosuch.txt"], "no such file or directory: nosuch.txt"),
-        (["--data", str(tmp_path / "a.json")], "JSON is read by the line"),
+        (["--data", str(tmp_path / "a.json")], "JSON is read line by line"),
     ):
         code, errors = plan("--output", output, *words, capsys=capsys)
         assert (code, told in errors) == (2, True), errors

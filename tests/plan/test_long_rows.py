@@ -54,7 +54,7 @@ def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does()
     for chunk, size in sizes.items():
         plan = planned(size / GB + 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])
         assert (plan.mlp_chunk, plan.fits) == (chunk, True)
-        assert f"MLPs {chunk} tokens at a time" in plan.describe()
+        assert f"MLPs in chunks of {chunk} tokens" in plan.describe()
         assert plan.to_json()["chosen"]["mlp_chunk"] == chunk
     least = planned(sizes[256] / GB - 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])
     assert not least.fits

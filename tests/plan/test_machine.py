@@ -139,7 +139,7 @@ def test_threads_that_were_not_timed_are_named(
     found = rate_cache.with_cached_rates(machine)
     assert found.rates == Rates()
     (note,) = found.notes
-    assert "timed with 6 CPU threads, and is not known with the 2 that" in note
+    assert "timed with 6 CPU threads, and is unknown with the 2 used now" in note
     assert "`offload-train bench placement.threads=2`" in note
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     of_rank = replace(machine, cores=3)  # on its own NUMA node
@@ -267,7 +267,7 @@ def test_drives_of_a_machine_that_is_named_lie_where_nvme_says() -> None:
     machine, words = described(named, ["--nvme", "/my/path"])
     assert words == ["--nvme", "/my/path"]
     assert machine.drives == (replace(named.drives[0], directory="/my/path"),)
-    assert machine.notes == ("--nvme /my/path is taken for /mnt/nvme of the machine",)
+    assert machine.notes == ("--nvme /my/path stands for /mnt/nvme of that machine",)
     assert described(named, ["--nvme=/mnt/nvme"]) == (named, ["--nvme=/mnt/nvme"])
     assert described(named, []) == (named, ["--nvme", "/mnt/nvme"])
     two = replace(named, drives=(*named.drives, replace(named.drives[0], directory="/mnt/b")))
@@ -288,7 +288,7 @@ def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[s
     plan = json.loads(capsys.readouterr().out)
     assert plan["tiers"]["/my/path"] == own["tiers"]["/mnt/nvme"]
     assert plan["seconds"] == own["seconds"]
-    assert "--nvme /my/path is taken for /mnt/nvme of the machine" in plan["notes"]
+    assert "--nvme /my/path stands for /mnt/nvme of that machine" in plan["notes"]
 
 
 @pytest.mark.parametrize("words", [(), ("placement.threads=3",)])

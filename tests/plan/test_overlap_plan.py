@@ -83,8 +83,8 @@ def test_the_plan_counts_it_and_says_so() -> None:
     assert sum(seconds or 0.0 for seconds in on.in_line.values()) == pytest.approx(on.step)
     assert off.in_line == off.seconds
     assert plans["forward"].to_json()["hidden"] == on.hidden
-    assert "go on behind the next forward" in plans["forward"].describe()
-    assert "go on behind" not in plans["off"].describe()
+    assert "update overlap with the next forward" in plans["forward"].describe()
+    assert "update overlap with" not in plans["off"].describe()
 
 
 def test_auto_takes_it_where_it_hides_enough() -> None:
@@ -199,10 +199,10 @@ def test_full_is_counted_itemised_and_said(share: str, ranks: int) -> None:
     assert full.hidden > forward.hidden
     assert full.if_clipped == pytest.approx(full.hidden - forward.hidden)
     assert full.apart == ()
-    second = [item for item in plans["backward"].items if item.name == "state of the step before"]
+    second = [item for item in plans["backward"].items if item.name == "state, second copy"]
     assert [item.bytes for item in second] == [item.bytes for item in plans["backward"].items if item.name == "state"]
     said = plans["backward"].describe()
-    assert "go on behind the backward and the next forward" in said
-    assert f"takes up to {format_seconds(full.if_clipped)} more" in said
-    assert "takes up to" not in plans["forward"].describe()
+    assert "update overlap with the backward and the next forward" in said
+    assert f"skipped: up to {format_seconds(full.if_clipped)} more" in said
+    assert "skipped: up to" not in plans["forward"].describe()
     assert [plans[way].to_json()["if_clipped"] for way in ("backward", "forward")] == [full.if_clipped, 0.0]

@@ -116,13 +116,13 @@ def test_zero_by_itself_moves_what_the_plan_of_stock_deepspeed_says(stage: int, 
 
 def test_a_stage_that_cannot_be_is_refused() -> None:
     stock = ("--engine", "deepspeed")
-    with pytest.raises(UserError, match=r"zero_stage=2 has whole weights on each GPU.*use --params gpu"):
+    with pytest.raises(UserError, match=r"zero_stage=2 keeps whole weights on each GPU.*use --params gpu"):
         wish(*stock, "deepspeed.zero_stage=2", "--params", "cpu")
-    with pytest.raises(UserError, match=r"parallel.tensor=2 goes with ZeRO-1: leave deepspeed.zero_stage out"):
+    with pytest.raises(UserError, match=r"parallel.tensor=2 works with ZeRO-1 only: leave deepspeed.zero_stage out"):
         wish(*stock, "deepspeed.zero_stage=3", "parallel.tensor=2")
     wish(*stock, "deepspeed.zero_stage=3", "--params", "cpu")
     words = ("--engine", "deepspeed", "--save-every", "0", "deepspeed.zero_stage=1", "--accumulate", "2")
-    with pytest.raises(UserError, match=r"zero_stage=1 --optimizer gpu with sums in fp32"):
+    with pytest.raises(UserError, match=r"zero_stage=1 --optimizer gpu with fp32 sums"):
         make_plan(wish(*words, "--optimizer", "gpu"), SHAPE, here(), world=2)
     plan = make_plan(wish(*words), SHAPE, here(), world=2)
     assert (plan.title, plan.placement.optimizer) == ("DeepSpeed ZeRO-1", "cpu")
@@ -261,10 +261,10 @@ def test_what_cannot_be_divided_is_named() -> None:
 
     assert told(Mode(tensor=8)) == ""
     assert told(Mode(tensor=32)) == "16 attention heads are not a multiple of 32"
-    assert told(Mode(tensor=8), key_heads=4) == "4 heads of keys and values are not a multiple of 8"
+    assert told(Mode(tensor=8), key_heads=4) == "4 key-value heads are not a multiple of 8"
     assert told(Mode(sequence=3)) == "16 attention heads are not a multiple of 3"
     assert "not a multiple of 3 data" in told(Mode(data=3))
-    assert told(Mode(pipeline=32)) == "24 blocks for 32 ranks"
+    assert told(Mode(pipeline=32)) == "24 blocks are too few for 32 pipeline stages"
     experts = Weight("h.0.experts", (4, 8, 8), unit="h.0", block=True)
     assert "experts" in told(Mode(tensor=2), weights=(*SHAPE.weights, experts))
     assert told(Mode(sequence=16), heads=0) == ""
@@ -327,8 +327,8 @@ def test_one_tensor_rank_where_nothing_is_known_or_nothing_can_be_divided() -> N
     assert (count, "1: not timed" in plan.notes[-1]) == (1, True)
     count, plan = chosen("--micro-batch", "1", shape=SHAPE, between_gpus=rate(1e11))
     assert count == 1
-    assert "2: parallel.tensor=2: transformers has no rule for this architecture" in plan.notes[-1]
-    with pytest.raises(UserError, match=r"parallel.tensor=auto is DeepSpeed's: add --engine deepspeed"):
+    assert "2: parallel.tensor=2: transformers has no tensor-parallel plan for this architecture" in plan.notes[-1]
+    with pytest.raises(UserError, match=r"parallel.tensor=auto needs DeepSpeed: add --engine deepspeed"):
         wish("parallel.tensor=auto")
 
 
@@ -359,15 +359,15 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--machine", "8xh100-80gb"]) == 0
     told = capsys.readouterr().out
     assert "tensor 2 x ZeRO-1 over 4" in told
-    assert "fastest from 8.19 k tokens a step on: " in told
+    assert "fastest from 8.19 k tokens a step: " in told
     assert "assumed: between GPUs: 360 GB/s each way" in told
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--machine", "8xh100-80gb", "--gpus", "1"], "there is one: add --gpus N"),
-        (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: of --parallel a whole number"),
+        (["--machine", "8xh100-80gb", "--gpus", "1"], "there is only one rank: add --gpus N"),
+        (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: with --parallel, one whole number"),
         (["--machine", "8xh100-80gb", "--nodes", "0"], "--nodes 0"),
     ],
 )

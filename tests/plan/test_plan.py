@@ -107,7 +107,7 @@ def test_auto_takes_the_first_that_fits_and_says_why_not_the_others() -> None:
     assert (chosen[80].engine, chosen[80].homes) == ("tiered", "params gpu, optimizer gpu")
     assert chosen[80].to_json()["chosen"]["optimizer"] == "gpu"
     assert chosen[16].engine == "tiered"
-    assert re.fullmatch(r"params gpu, optimizer [1-9][0-9.]+% gpu, else RAM", chosen[16].homes)
+    assert re.fullmatch(r"params gpu, optimizer [1-9][0-9.]+% gpu, rest RAM", chosen[16].homes)
     assert [name for name, _ in chosen[16].rejected] == ["params gpu, optimizer gpu"]
     assert "gpu needs" in chosen[16].rejected[0][1]
     assert make_plan(wish(), shape, machine(gpu=16 * GB)) == chosen[16]
@@ -442,14 +442,14 @@ def test_directories_on_one_filesystem_are_told_of_as_one() -> None:
     assert "of 0 B" not in said
     for place, other in (("/ssd", "/out"), ("/out", "/ssd")):
         line = next(line for line in said.splitlines() if line.startswith(f"  {place} "))
-        assert f"{sizes[place]}   of 1 GB on the filesystem that {other} is on too   DOES NOT FIT" in line
+        assert f"{sizes[place]}   of 1 GB on the filesystem shared with {other}   DOES NOT FIT" in line
 
 
 def test_a_drive_that_is_not_used_and_a_row_that_does_not_fit_are_told_as_such() -> None:
     plan = make_plan(wish("--ram-fraction", "1"), SHAPES["gpt2"], machine())
     assert "0 B   of 500 GB: not used by this plan" in plan.describe()
-    assert "longest row: none fits, however short" in replace(plan, longest_row=0).describe()
-    assert "longest row: 256 tokens, 4 rows at a time" in replace(plan, longest_row=256).describe()
+    assert "longest row: not even the shortest row fits" in replace(plan, longest_row=0).describe()
+    assert "longest row: 256 tokens, 4 rows a micro-batch" in replace(plan, longest_row=256).describe()
 
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])

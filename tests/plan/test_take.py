@@ -79,9 +79,9 @@ def test_rates_of_all_at_once() -> None:
 def test_the_faster_way_is_taken(links: dict[str, float], parts: bool) -> None:
     plan = planned(node(**links))
     assert by_parts(plan) == parts
-    (told,) = [note for note in plan.notes if note.startswith("weights: each of 8 GPUs")]
-    assert told.endswith("by parts" if parts else "all of it directly")
-    assert ("not known" in told) == (not links)
+    (told,) = [note for note in plan.notes if note.startswith("weight transfer for 8 GPUs")]
+    assert ("GPUs: all_gather" if parts else "GPUs: direct") in told
+    assert ("unknown" in told) == (not links)
     assert by_parts(planned(node(**links), "tiered.weight_transfer=all_gather"))
     assert not by_parts(planned(node(**links), "tiered.weight_transfer=direct"))
     assert any(
@@ -95,10 +95,9 @@ def test_both_numbers_are_the_arithmetics() -> None:
     plan = planned(node(between_gpus=3e11, to_device_at_once=2.5e10))
     largest = 2 * max(unit.elements for unit in units_of(SHAPES["gpt2-xl"]))
     whole, parts = largest / 2.5e10, largest / 8 / 2.5e10 + largest * 7 / 8 / 3e11
-    (told,) = [note for note in plan.notes if note.startswith("weights: each of 8 GPUs")]
-    assert told.endswith(
-        f"from RAM, {format_seconds(whole)}; by parts and all-gather, {format_seconds(parts)}: by parts"
-    )
+    (told,) = [note for note in plan.notes if note.startswith("weight transfer for 8 GPUs")]
+    assert f"the largest block takes {format_seconds(whole)} if each GPU copies all" in told
+    assert f"(direct), {format_seconds(parts)} if each copies its shard" in told
 
 
 def test_seconds_and_bytes_of_a_plan() -> None:
@@ -130,7 +129,7 @@ def test_a_wish_that_says_nothing_is_told() -> None:
     for words, gpus in ((("--params", "gpu"), 8), ((), 1)):
         plan = planned(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
         assert not by_parts(plan)
-        assert any("tiered.weight_transfer=all_gather says nothing here" in note for note in plan.notes)
+        assert any("tiered.weight_transfer=all_gather has no effect here" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

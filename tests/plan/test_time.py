@@ -35,7 +35,7 @@ def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, upd
 def test_without_rates_nothing_is_claimed() -> None:
     plan = make_plan(wish(), SHAPES["gpt2"], machine())
     assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
-    assert "not known" in plan.describe()
+    assert "unknown" in plan.describe()
 
 
 def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
@@ -178,7 +178,7 @@ def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:
     plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], replace(here, drives=(drive,)))
     written = sum(moved.written for moved in plan.traffic if moved.place == "/ssd")
     assert written == pytest.approx(12 * SHAPES["gpt2"].trainable, rel=0.001)
-    assert any("rated for 1.2 PB" in note for note in plan.notes)
+    assert any("rated endurance of 1.2 PB" in note for note in plan.notes)
 
 
 def test_tokens_that_hide_the_update() -> None:

@@ -26,7 +26,7 @@ def test_what_no_home_helps_is_named_with_its_bytes(shape: ModelShape, name: str
     size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
     plan = planned(shape, 2)  # half of it is CUDA's own memory and the reserve
     assert not plan.fits
-    told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it comes as a whole"
+    told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is fetched as a whole"
     assert told in plan.describe()
     assert plan.to_json()["too_large"] == told
     with pytest.raises(UserError, match=f"gpu needs .*; {told}"):

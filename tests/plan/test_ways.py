@@ -45,7 +45,7 @@ def test_the_fastest_is_taken_and_the_others_stand_beside_it(words: tuple[str, .
         way == FULL,
         way != FULL,
     )
-    said = next(line for line in plan.describe().splitlines() if f"auto takes {way}" in line)
+    said = next(line for line in plan.describe().splitlines() if f"auto chose {way}" in line)
     for one, step in steps.items():
         assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != way)
     taken = [one["words"] for one in plan.to_json()["ways"] if one["taken"]]
@@ -64,14 +64,14 @@ def test_what_gains_less_than_a_twentieth_is_not_taken() -> None:
 
 
 def test_two_places_only_where_the_disk_has_room() -> None:
-    second = next(item.bytes for item in planned(*BOTH).items if item.name == "state of the step before")
+    second = next(item.bytes for item in planned(*BOTH).items if item.name == "state, second copy")
     need = planned(*BOTH).tiers["/ssd"]["need"]
     drive = timed().drives[0]
     for free, way in ((need, FULL), (need - 1, REMAINDER), (need - second, REMAINDER)):
         plan = planned(*BOTH, on=replace(timed(), drives=(replace(drive, free_bytes=free),)))
         assert plan.fits
         assert plan.way == way
-        assert ("auto leaves out tiered.overlap=backward: /ssd needs" in plan.describe()) == (way != FULL)
+        assert ("auto ruled out tiered.overlap=backward: /ssd needs" in plan.describe()) == (way != FULL)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_is_asked_for_is_not_chosen_otherwise(words: tuple[str, ...], left:
     ("words", "more", "out"),
     [
         ((), {"world": 2}, {REMAINDER: "2 ranks"}),
-        ((), {"saves": False}, {REMAINDER: "a session's masters", FULL: "a session knows"}),
+        ((), {"saves": False}, {REMAINDER: "a session stores fp32 masters", FULL: "in a session, the learning rate"}),
         (("--dtype", "fp32"), {}, {REMAINDER: "--dtype fp32"}),
     ],
 )
@@ -115,7 +115,7 @@ def test_what_a_run_does_not_allow_is_left_out_and_named(
     for way, why in out.items():
         assert plan.way != way
         assert next(one.why_not for one in plan.ways if one.words == way).startswith(way)
-        assert why in next(line for line in plan.describe().splitlines() if f"auto leaves out {way}" in line)
+        assert why in next(line for line in plan.describe().splitlines() if f"auto ruled out {way}" in line)
         with pytest.raises(UserError, match=way):
             planned(*words, way, on=here, **more)
 
@@ -123,7 +123,7 @@ def test_what_a_run_does_not_allow_is_left_out_and_named(
 def test_several_ranks_begin_no_step_ahead_unless_they_are_told_to() -> None:
     plan = planned(*BOTH[:4], world=2)
     assert not sizes(plan).ahead
-    assert "auto leaves out tiered.overlap=backward with 2 ranks" in plan.describe()
+    assert "auto ruled out tiered.overlap=backward with 2 ranks" in plan.describe()
     assert sizes(planned(*BOTH[:4], FULL, world=2)).ahead
 
 
@@ -149,8 +149,8 @@ def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_t
     assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
     said = plan.describe()
     times = next(line for line in said.splitlines() if "offload-train bench" in line)
-    assert "`offload-train bench --nvme /ssd` times it" in times
-    assert f"the fastest of {FORWARD} (taken now), {OFF}, {REMAINDER}, {FULL}" in times
+    assert "run `offload-train bench --nvme /ssd` once to time it" in times
+    assert f"the fastest of {FORWARD} (the current choice), {OFF}, {REMAINDER}, {FULL}" in times
     assert [one["words"] for one in plan.to_json()["ways"] if one["taken"]] == [FORWARD]
     assert sizes(planned(*words, OFF, on=on)).overlap is False
     alone = planned(*words, on=replace(on, cores=1))

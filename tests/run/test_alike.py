@@ -35,7 +35,7 @@ def test_ranks_that_are_alike_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"torch": "2.1"}, f"torch: rank 2 has 2.1, rank 0 {torch.__version__}"),
         ({"offload_trainer": "0"}, "offload_trainer: rank 2 has 0, rank 0 "),
-        ({"the CPU's instructions, to torch": "Z80"}, "the CPU's instructions, to torch: rank 2 has Z80, rank 0 "),
+        ({"CPU instruction set (torch)": "Z80"}, "CPU instruction set (torch): rank 2 has Z80, rank 0 "),
         ({"optim.lr": 0.5}, "optim.lr: rank 2 has 0.5, rank 0 0.001"),
         ({"optim.lr": 0.5, "train.seed": 9}, "train.seed: rank 2 has 9, rank 0 "),
     ],
@@ -45,7 +45,7 @@ def test_another_program_is_named(changed: dict[str, Any], told: str, monkeypatc
     with pytest.raises(UserError) as refused:
         refuse_other_programs(wishes("--lr", "1e-3"))
     assert told in str(refused.value)
-    assert "every rank the same command" in str(refused.value)
+    assert "every rank with the same command" in str(refused.value)
 
 
 def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

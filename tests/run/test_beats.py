@@ -49,7 +49,7 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
         assert first.listen() is None
         second.tell()
     now[0] = 0.4
-    assert first.listen() == "node 2 (ranks 4 to 5) has not been heard of for 0.3 s"
+    assert first.listen() == "node 2 (ranks 4 to 5) has sent no heartbeat for 0.3 s"
     second.tell()
     third.tell_the_end()
     assert first.listen() is None  # a node that has ended is not monitored
@@ -57,7 +57,7 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
     with pytest.raises(Lost):
         _exchange_heartbeats(first, said.append)
     (line,) = said
-    assert line.startswith("node 1 (ranks 2 to 3) has not been heard of for 0.3 s, and the run ends. The same command")
+    assert line.startswith("node 1 (ranks 2 to 3) has sent no heartbeat for 0.3 s, and the run ends. The same command")
 
 
 def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str]) -> None:
@@ -66,7 +66,7 @@ def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str
     )  # no heartbeat was sent, which raises the same error as an unreachable store
     with pytest.raises(Lost):
         _exchange_heartbeats(beats, said.append)
-    assert said[0].startswith("the launcher of the first node is not to be reached (")
+    assert said[0].startswith("the launcher of the first node cannot be reached (")
 
 
 def test_a_store_that_does_not_answer_ends_them(store: dist.TCPStore, said: list[str]) -> None:
@@ -90,11 +90,11 @@ def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.Mo
     place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    ranks.tell_not_coming("--lrr: there is no such flag")
+    ranks.tell_not_coming("--lrr: unknown flag")
     with pytest.raises(PeerFailed):
         ranks.join()
     monkeypatch.setenv("GROUP_RANK", "0")
-    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: there is no such flag$"):
+    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: unknown flag$"):
         ranks.join()
     monkeypatch.setenv(ranks.SECRET, "what another node knows")
     with pytest.raises(UserError, match="its note is not signed"):

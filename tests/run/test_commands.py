@@ -68,7 +68,7 @@ def test_a_copy_overwrites_nothing(there: str, tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "demo.yaml"
     path.write_text("mine") if there == "a file" else path.symlink_to("nowhere")
     assert cli.main(["cp", "demo"]) == 2
-    assert "demo.yaml: already there" in capsys.readouterr().err
+    assert "demo.yaml: already exists" in capsys.readouterr().err
     assert (path.read_text() == "mine") if there == "a file" else not (tmp_path / "nowhere").exists()
 
 
@@ -115,7 +115,7 @@ def test_what_is_said_is_not_asked_and_nothing_means_the_default(
     asked = [line for line in capsys.readouterr().err.splitlines() if "?" in line]
     assert [line.split("?")[0] for line in asked] == [
         "Which model",
-        "A directory on an SSD, for what memory does not hold",
+        "A directory on an SSD, for what does not fit in memory",
     ]
     assert load_config(["train.yaml"]) == load_config(["small.yaml", *SMALL, "--model", "gpt2-mini"])
 
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_not_written(
     (tmp_path / "train.yaml").write_text("mine")
     answered(monkeypatch)  # it fails before the first question
     assert cli.main(["init"]) == 2
-    assert "train.yaml: already there" in capsys.readouterr().err
+    assert "train.yaml: already exists" in capsys.readouterr().err
 
 
 # -- completion ------------------------------------------------------------------------------------------------------

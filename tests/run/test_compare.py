@@ -127,13 +127,13 @@ def test_the_page_is_not_cut(tmp_path: Path) -> None:
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     for words, told in (
         ([], "report needs at least one RUN"),
-        (["--csv", "runs/a"], "--csv: there is no such flag"),
+        (["--csv", "runs/a"], "--csv: unknown flag"),
         ([str(tmp_path)], "holds no run: .*config.yaml: No such file"),
     ):
         with pytest.raises(UserError, match=told):
             cli._COMMANDS["report"](list(words))
     broken = a_run(tmp_path / "broken")
     (broken / "plan.json").write_text("{}")
-    with pytest.raises(UserError, match="is not what a run writes"):
+    with pytest.raises(UserError, match="was not written by a run"):
         compared([broken])
     assert yaml.safe_load((broken / "config.yaml").read_text())

@@ -75,7 +75,7 @@ def test_page_files_are_resumed_to_the_same_step(text: Path, tmp_path: Path, dri
     whole = call(*words, output=tmp_path / "whole")
     call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 4, number=KILL, hold=4)
     again = call(*words, output=tmp_path / "killed")
-    assert "going on from the page files" in again.text
+    assert "resuming from the page files" in again.text
     assert again.losses == whole.losses
 
 

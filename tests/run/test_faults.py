@@ -168,7 +168,7 @@ def test_a_drive_without_room_for_the_page_files(disk: Path, tmp_path: Path) -> 
 def test_a_drive_that_returns_errors(fault: str, verb: str, words: list, alone: Run, tmp_path: Path) -> None:
     """After an error within an update (about the tenth), the run resumes from a checkpoint without half an update."""
     run = faulty(fault, 32, *words, output=tmp_path / "out")
-    assert_told(run, f"could not be {verb}: Input/output error", "the same command goes on from the checkpoint step-")
+    assert_told(run, f"could not be {verb}: Input/output error", "the same command resumes from the checkpoint step-")
     assert 4 < len(run.steps) < 20
     assert_goes_on(words, tmp_path / "out", alone)
 
@@ -218,9 +218,9 @@ def test_sigkill_is_told_of_by_the_next_run(words: list, alone: Run, tmp_path: P
     killed = call_and_kill(*words, output=output, when=once_saved(output, 4, lambda: None), number=KILL, hold=19)
     assert killed.code == -9
     again = assert_goes_on(words, output, alone)
-    assert "the last run here ended without a word" in again.text
+    assert "the last run here ended without a message" in again.text
     assert "removed what 1 run(s) left that died" in again.text
-    assert "without a word" not in call(*words, output=output).text
+    assert "ended without a message" not in call(*words, output=output).text
 
 
 @pytest.mark.box
@@ -244,7 +244,7 @@ def test_the_kernel_kills_a_run_out_of_memory(box: Path, words: list, alone: Run
             process.wait(timeout=120)
             other.kill()
     assert process.returncode == -9
-    assert "ended without a word: killed, out of memory" in assert_goes_on(words, output, alone).text
+    assert "ended without a message: it was killed, ran out of memory" in assert_goes_on(words, output, alone).text
 
 
 def test_two_runs_on_one_drive(words: list, alone: Run, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
 
     long = [*words, "--steps", 2000, "--save-every", 0]
     first = call_and_kill(*long, output=output, when=after(6, second), number=signal.SIGINT)
-    assert_told(refused[0], "another run is writing there; name another --output", code=2)
+    assert_told(refused[0], "another run is using this directory; name another --output", code=2)
     assert first.code == 130
     assert len(first.steps) > 6
 
@@ -307,10 +307,10 @@ def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone:
     if damage == "a flipped bit":
         call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=KILL, hold=19)
         run = call(*words, output=output, check=False)
-        assert_told(run, "is not what was written (CRC-32", "delete the file and its sidecar")
+        assert_told(run, "differs from what was written (CRC-32", "delete the file and its sidecar")
     else:
         run = call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=NO_SIGNAL, hold=7)
-        assert_told(run, "cut short", "make it again")
+        assert_told(run, "cut short", "create it again")
     for path in [*cache.glob("*.bin"), *cache.glob("*.json")]:
         path.unlink()
     assert_goes_on(words, tmp_path / "out", alone)

@@ -68,7 +68,7 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     for path, most in places:
         with inference_model(path, say=said.append, most_bytes=most) as found:
             assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
-    assert sum("read anew for each token" in line for line in said) == 2
+    assert sum("read from the disk for each token" in line for line in said) == 2
     texts = {
         sample(path, "What", SamplingOptions(TOKENS, 0.9, seed), say=said.append, most_bytes=most)
         for path, most in places
@@ -260,18 +260,18 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
     assert [Path(one.directory).name for one in found] == ["done", "b", "c", "d", "e", "f", "g", "h"]
     assert [one.state for one in found] == [
         "done",
-        "goes on from step 2",
-        "no checkpoint: starts anew",
-        "exported, cannot go on",
+        "resumes from step 2",
+        "no checkpoint: starts from step 0",
+        "exported, cannot resume",
         "is running",
-        "goes on from step 2",
-        "goes on from its page files",
-        "no checkpoint: starts anew",
+        "resumes from step 2",
+        "resumes from its page files",
+        "no checkpoint: starts from step 0",
     ]
     assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
     lines = table(found).splitlines()
     assert lines[0].split() == ["run", "step", "loss", "validation"]
-    assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "goes", "on", "from", "step", "2"]
+    assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
     assert "3/?" in lines[6]
     assert runs_in(done) == found[:1]
     with pytest.raises(UserError, match="holds no run"):

@@ -33,7 +33,7 @@ def test_the_rank_that_the_others_followed_is_told(codes: list[int], first: tupl
 
 
 def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--gpus 3, and the launcher has started 2"):
+    with pytest.raises(UserError, match="--gpus 3, but the launcher has started 2"):
         _join(load_config(["--gpus", "3"]), world=2)
 
 
@@ -61,7 +61,10 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
         return launcher._told(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
 
     killed = {1: Ended(-signal.SIGKILL, timestamp=0)}
-    for kept, where in (((), "nothing was kept yet"), (("step-00000003", "step-00000012"), "checkpoint step-00000012")):
+    for kept, where in (
+        ((), "nothing was saved yet"),
+        (("step-00000003", "step-00000012"), "checkpoint step-00000012"),
+    ):
         for name in kept:
             (tmp_path / "checkpoints" / name).mkdir(parents=True)
             (tmp_path / "checkpoints" / name / MANIFEST).touch()
@@ -70,7 +73,7 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
         assert line.startswith("offload-train: rank 1 was killed by SIGKILL, and the run ended with it; ")
         assert where in line
     assert told(killed, stopped=signal.SIGTERM) == 128 + signal.SIGTERM
-    line = "offload-train: stopped by SIGTERM; the same command goes on from the checkpoint step-00000012\n"
+    line = "offload-train: stopped by SIGTERM; the same command resumes from the checkpoint step-00000012\n"
     assert capsys.readouterr().err == line
     assert told({}) == 0
 
@@ -152,12 +155,12 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, to
     ("told", "whole"),
     [
         (
-            "a rank has not come; the same command goes on",
-            "a rank has not come; nothing was kept yet: the same command begins anew",
+            "a rank has not come; the same command resumes",
+            "a rank has not come; nothing was saved yet: the same command starts from step 0",
         ),
         (
-            "everything saved; the same command goes on from there",
-            "everything saved; the same command goes on from there",
+            "everything saved; the same command resumes from there",
+            "everything saved; the same command resumes from there",
         ),
     ],
 )

@@ -20,10 +20,10 @@ CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "S
 # name of the mistake -> the command, in the folder that `places` makes; a part of the message
 MISTAKES: dict[str, tuple[str, str]] = {
     "a flag misspelt": ("--lrr 1e-3", "did you mean --lr?"),
-    "a flag of another trainer": ("--learning-rate 1e-3", "here it is --lr 1e-3"),
+    "a flag of another trainer": ("--learning-rate 1e-3", "use --lr 1e-3"),
     "a flag for what there is not": ("--lora", "docs/integrations.md"),
-    "another trainer's value": ("--dtype bfloat16", "here it is bf16"),
-    "another trainer's command": ("finetune --lr 1e-3", "here it is `offload-train train`"),
+    "another trainer's value": ("--dtype bfloat16", "use bf16"),
+    "another trainer's command": ("finetune --lr 1e-3", "use `offload-train train`"),
     "text where a configuration is expected": ("little.txt", "--data little.txt"),
     "text where a configuration is expected, after the command": ("train little.txt", "--data little.txt"),
     "text without its flag": ("--lr 1e-3 little.txt", "--data little.txt"),
@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no such drive": ("--nvme nowhere", "nowhere"),
     "a drive that is a file": ("--nvme little.txt", "little.txt"),
     "a run directory that is a file": ("--output little.txt", "little.txt"),
-    "a model that does not fit": ("--model gpt2-10b --optimizer cpu --params gpu", "--force tries all the same"),
+    "a model that does not fit": ("--model gpt2-10b --optimizer cpu --params gpu", "--force runs it anyway"),
     "no such checkpoint": ("--resume nowhere", "nowhere"),
     "another seed where a run was": ("--seed 7 --output run TINY", "seed"),
     "another shape where a run was": (
@@ -89,14 +89,14 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no such machine": ("plan --machine nowhere", "nowhere"),
     "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
     "no such recipe": ("cp demmo", "did you mean demo?"),
-    "a recipe over a file": ("cp demo torn.yaml", "torn.yaml: already there"),
+    "a recipe over a file": ("cp demo torn.yaml", "torn.yaml: already exists"),
     "a recipe into no directory": ("cp demo nowhere/demo.yaml", "No such file or directory"),
     "a recipe under no configuration's name": ("cp demo copy.txt", "ends in .yaml"),
     "a recipe without its name": ("cp", "cp needs NAME"),
     "words that nothing is listed by": ("ls everything", "ls needs no words"),
     "another shell": ("completion tcsh", "bash or zsh"),
-    "questions without answers": ("init", "--model gives it too"),
-    "questions over a file": ("init --write torn.yaml", "torn.yaml: already there"),
+    "questions without answers": ("init", "it can also be given with --model"),
+    "questions over a file": ("init --write torn.yaml", "torn.yaml: already exists"),
     "a count that is none": ("bench --drive-gigabytes few", "whole number"),
 }
 

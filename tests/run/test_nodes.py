@@ -81,7 +81,7 @@ def goes_on(words: Sequence[object], output: Path, *, folder: Path, alone: Run) 
     """Check that two nodes of one rank resume to the end of the run that one rank made."""
     nodes = Nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
     assert nodes.wait() == [0, 0], nodes.text
-    assert "no page files to go on from: this run has 2 nodes" in nodes.text
+    assert "no page files to resume from: this run has 2 nodes" in nodes.text
     assert "resumed from" in nodes.text
     assert_same(Run(0, nodes.text, output), alone)
     assert not list(folder.glob("drive-*/offload-trainer/run-*"))

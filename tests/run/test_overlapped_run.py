@@ -25,8 +25,8 @@ def test_lines_say_the_same_but_for_when(drive: Path, tmp_path: Path) -> None:
     for how in ("off", "forward", "backward"):
         words = ["--nvme", drive, *TINY, *ALL, "--steps", 5, "--save-every", 0, f"tiered.overlap={how}"]
         run = call(*words, output=tmp_path / how)
-        assert ("go on behind the next forward" in run.text) <= (how == "forward")
-        assert ("go on behind the backward" in run.text) <= (how == "backward")
+        assert ("update overlap with the next forward" in run.text) <= (how == "forward")
+        assert ("update overlap with the backward" in run.text) <= (how == "backward")
         found[how] = told(run.output, "loss", "grad_norm", "hidden", "phases")
         plan = json.loads((run.output / "plan.json").read_text())
         assert plan["chosen"]["sizes"]["overlap"] == (how != "off")

@@ -79,12 +79,12 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
         refuse_foreign(page)
         write_comparison(page, title="Runs", losses=[], phases={}, table=[("a",), ("b",)])
     page.write_text("<!doctype html><title>mine</title>")
-    with pytest.raises(UserError, match=r"page\.html: already there, and no report of this program"):
+    with pytest.raises(UserError, match=r"page\.html: already exists, but is not a report of this program"):
         refuse_foreign(page)
     page.unlink()
     page.symlink_to("other.html")
     (tmp_path / "other.html").write_text("mine")
-    with pytest.raises(UserError, match="already there"):
+    with pytest.raises(UserError, match="already exists"):
         refuse_foreign(page)
 
 
@@ -92,7 +92,7 @@ def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     """tune refuses an existing file before it spends minutes on measuring."""
     (tmp_path / "tuned.yaml").write_text("mine")
     done = ask("tune", *TINY, "--write", tmp_path / "tuned.yaml")
-    assert (done.returncode, "tuned.yaml: already there" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "tuned.yaml: already exists" in done.stderr) == (2, True), done.stderr
     assert (tmp_path / "tuned.yaml").read_text() == "mine"
 
 

@@ -47,7 +47,7 @@ def killed(where: str, number: int, *words: object, output: Path) -> None:
 
 def gone_on(run: Run) -> int | None:
     """Return the step of the page files from which a run says that it resumes."""
-    said = [line for line in run.text.splitlines() if "going on from the page files" in line]
+    said = [line for line in run.text.splitlines() if "resuming from the page files" in line]
     return int(said[0].split(" step ")[1].split(";")[0]) if said else None
 
 
@@ -170,11 +170,11 @@ def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: 
 
 
 REFUSED = [
-    (["tiered.state_copies=1"], "have one place"),
-    (["tiered.state_copies=1", "tiered.master_format=split"], "remainders of masters .*without its weights"),
-    (["--ram-fraction", "0.5"], "keeps some of its state in memory"),
-    (["tiered.page_size=65536"], "laid out otherwise .*pages"),
-    (["optim.moment_dtype=bf16"], "laid out otherwise .*optim.moment_dtype"),
+    (["tiered.state_copies=1"], "have only one copy"),
+    (["tiered.state_copies=1", "tiered.master_format=split"], "split masters .*without its weights"),
+    (["--ram-fraction", "0.5"], "stores some of its state in memory"),
+    (["tiered.page_size=65536"], "layout differs .*pages"),
+    (["optim.moment_dtype=bf16"], "layout differs .*optim.moment_dtype"),
     (["--seed", "1"], "another run: seed: it has 0, this run 1"),
     (["model.freeze=wpe"], "not trained"),
 ]
@@ -190,7 +190,7 @@ def refused(*words: object, output: Path) -> str:
     assert run.code == 2, run.text
     said = [line for line in run.text.splitlines() if "the page files that this run has left" in line]
     assert said, run.text
-    assert "cannot be resumed from, and stay" in said[0]
+    assert "cannot be resumed from, and are kept" in said[0]
     return said[0]
 
 
@@ -205,7 +205,7 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     for more, why in REFUSED:
         said = refused(*words, *more, output=tmp_path / "run")
         assert re.search(f"of step 2, newer than any checkpoint, .*{why}", said), said
-        assert "--resume never lets go of them" in said
+        assert "start without them with --resume never" in said
         assert contents(lease) == before
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 2
@@ -218,7 +218,7 @@ def test_resume_never_lets_go_of_them(words: list[str], place: Path, tmp_path: P
     run = call("--nvme", place, *ALL, *words, "--resume", "never", output=tmp_path / "run")
     assert gone_on(run) is None
     assert "removed what 1 run(s) left that died" in run.text
-    assert ("a kill will leave no page files to go on from" in run.text) == bool(words)
+    assert ("a kill will leave no page files to resume from" in run.text) == bool(words)
     assert [row[0] for row in lines(run.output)] == [1, 2, 3, 4, 5, 6]
     assert not list((place / "offload-trainer").iterdir())
 
@@ -229,7 +229,7 @@ def test_an_older_checkpoint_lets_go_of_them_where_it_is_named(place: Path, tmp_
     said = refused(*words, "--ram-fraction", "0.5", output=tmp_path / "run")
     assert "of step 3, newer than any checkpoint, cannot" in said
     checkpoint = tmp_path / "run/checkpoints/step-00000002"
-    assert f"--resume {checkpoint} lets go of them" in said
+    assert f"start without them with --resume {checkpoint}" in said
     run = call(*words, "--ram-fraction", "0.5", "--resume", checkpoint, output=tmp_path / "run")
     assert "step-00000002, step 2" in run.text
     assert "removed what 1 run(s) left that died" in run.text
@@ -295,7 +295,7 @@ def test_the_older_slot_counts_only_with_its_pages(
         said = refused(*words, output=output)
         assert f"of step {newest.train['step'] - 1}, newer" in said
         assert "of another step" in said
-        assert "One slot of their record is damaged, and the other one is of an older step" in said
+        assert "One slot of their record is damaged, and the other one belongs to an older step" in said
         (lease / "record").write_bytes(record)
     run = call(*words, output=output)
     assert gone_on(run) == newest.train["step"] - (not overwritten)
@@ -307,10 +307,10 @@ def test_directories_that_are_not_there_are_asked_for(place: Path, tmp_path: Pat
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("record", 2, *words, output=output)
     (place / "offload-trainer").rename(place / "away")
-    assert "is not there; is its drive mounted?" in refused(*words, output=output)
+    assert "does not exist; is its drive mounted?" in refused(*words, output=output)
     (place / "away").rename(place / "offload-trainer")
     (output / "pages").rename(tmp_path / "pages")
-    assert f"{output}/pages, which named {place}/offload-trainer/run-" in refused(*words, output=output)
+    assert f"{output}/pages, which listed {place}/offload-trainer/run-" in refused(*words, output=output)
     (tmp_path / "pages").rename(output / "pages")
     run = call(*words, output=output)
     assert gone_on(run) == 2

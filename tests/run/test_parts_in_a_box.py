@@ -23,7 +23,7 @@ def test_a_model_runs_by_the_module_where_it_does_not_fit_by_the_block(box: Path
     (parts,) = long_rows.parts(tmp_path, drive=tmp_path, dtype="fp32", box=inside, only="by the module").values()
     assert parts.code == 0, parts.said[-2000:]
     assert any(
-        note.startswith("tiered.fetch_granularity=module: blocks' weights come in parts")
+        note.startswith("tiered.fetch_granularity=module: weights of blocks are fetched in parts")
         for note in parts.plan["notes"]
     )
     assert parts.peak <= LIMIT

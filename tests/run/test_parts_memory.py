@@ -31,4 +31,4 @@ def test_ranks_hold_what_is_planned_of_parts(tmp_path: Path) -> None:
     assert len(found.losses) == long_rows.STEPS
     assert 0.90 * found.planned <= found.peak <= 1.05 * found.planned
     (why,) = (item["why"] for item in found.plan["items"] if item["name"] == "block inputs")
-    assert "of each input 1 / 2 on each rank" in why
+    assert "1 / 2 of each on each rank" in why

@@ -88,7 +88,7 @@ def _refused_by_another_number(*words: object, output: Path) -> None:
     for count in (1, 3):
         ended = call_ranks(*words, output=output, count=count)
         assert [run.code for run in ended] == [2] * count, ended
-        assert f"2 rank(s), and this run has {count}: give --gpus 2" in ended[0].text
+        assert f"2 rank(s), and this run has {count}: use --gpus 2" in ended[0].text
         assert folders_in(output / "pages") == [folder]
 
 
@@ -117,8 +117,8 @@ def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> N
     end = time.monotonic() + 600  # limit of the start; the process then waits for 60 s
     while "waiting for" not in told.read_text() and time.monotonic() < end:
         time.sleep(0.02)
-    assert "going on from" not in told.read_text()
+    assert "resuming from" not in told.read_text()
     os.close(rank)
     assert command.wait(600) == 0
     assert f"waiting for {folder}/.ranks" in told.read_text()
-    assert "going on from the page files" in told.read_text()
+    assert "resuming from the page files" in told.read_text()

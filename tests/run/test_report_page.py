@@ -189,8 +189,10 @@ def test_more_of_the_state_in_ram_is_told_with_what_it_saves() -> None:
     now = planned(machine(gpu=8, ram=24), "--ram-fraction", "0.25").plan
     hidden = tokens_that_hide_the_update(now.forecast, tokens=now.tokens_per_step)
     assert hidden
-    assert any(f"4 x the tokens a step, {format_count(4 * now.tokens_per_step)} where" in line for line in told)
-    assert any(f"the update is a tenth of one from {format_count(hidden)} on (--micro-batch" in line for line in told)
+    assert any(f"4 x the tokens a step, {format_count(4 * now.tokens_per_step)} (the update" in line for line in told)
+    assert any(
+        f"the update falls to a tenth of a step at {format_count(hidden)}) (--micro-batch" in line for line in told
+    )
 
 
 def test_a_share_that_does_not_fit_says_how_much_is_missing() -> None:
@@ -205,7 +207,7 @@ def test_without_a_timed_machine_only_bytes_are_told() -> None:
     run = planned(here)
     assert run.plan.forecast.step is None
     told = dict(advice(run))
-    assert told[FASTER] == ["not known: `offload-train bench` with the same words times this machine"]
+    assert told[FASTER] == ["unknown: time this machine first, with `offload-train bench` and the same arguments"]
     assert told[SMALLER]
     assert not [line for line in told[SMALLER] if "a step instead of" in line]
 

@@ -465,7 +465,7 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
         (["a", "b.gguf", "--dtype", "bf16"], "--dtype fp16, fp32, q8_0"),
         (["a", "b.gguf", "--max-shard-size", "1GB"], "DEST is one GGUF file"),
         (["a", "b", "--max-shard-size", "much"], "such as 500MB"),
-        (["a", "b", "--fast"], "there is no such flag; known: --dtype"),
+        (["a", "b", "--fast"], "unknown flag; known: --dtype"),
         (["/nowhere", "b"], "neither a checkpoint"),
     ],
 )
@@ -591,7 +591,10 @@ def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
     (output / "checkpoints/.step-x").symlink_to(tmp_path)
     args = ["--engine", "plain", *TINY, "--steps", 4, "--save-every", 2, "save.keep=9", "train.eval_every=0"]
     first = call(*args, output=output)
-    assert first.text.count("save asks for no checkpoint, for it cannot be removed: Is a directory") == 1
+    assert (
+        first.text.count("save is ignored as a request for a checkpoint, because it cannot be removed: Is a directory")
+        == 1
+    )
     newest = output / "checkpoints/step-00000004"
     before = newest.stat().st_ino
     newest.rename(aside)
@@ -611,7 +614,7 @@ def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 0, done.stderr
-    assert "looking again" in done.stderr
+    assert "checking again" in done.stderr
     assert f"resumed from {newest}, step 4" in done.stderr
     assert newest.stat().st_ino == before
     assert Run(0, "", output).losses == first.losses

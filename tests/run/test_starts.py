@@ -32,7 +32,7 @@ def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(directory.time, "sleep", waits.append)
     with (
         held(tmp_path, Log(loud=False)),
-        pytest.raises(UserError, match="another run is writing there"),
+        pytest.raises(UserError, match="another run is using this directory"),
         held(tmp_path, Log(loud=False)),
     ):
         pass

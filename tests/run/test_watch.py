@@ -36,7 +36,7 @@ def test_a_rank_that_stays_stopped_is_named_and_killed(looks: tuple[_Watch, list
     assert said[0].startswith("rank 3 (process 103) has been stopped for 11 s")
     for _ in range(_LOOKS):
         watched._look({101: (1, "R"), 104: (None, "T")})
-    assert said[1].startswith("a rank that had not begun (process 104) has been stopped for 10 s")
+    assert said[1].startswith("a rank that had not started (process 104) has been stopped for 10 s")
 
 
 def test_a_rank_that_goes_on_again_is_let_live(looks: tuple[_Watch, list[str], list[int]]) -> None:
@@ -282,7 +282,7 @@ def test_a_wait_that_goes_on_is_none_that_hangs(
     assert (said, killed, ends) == ([], [], [])  # 50 s
     watched._look_into_kernel(found)
     assert (killed, ends) == ([102], [1])
-    assert "rank 2 (process 102) has been in one wait within the kernel for 60 s" in said[0]
+    assert "rank 2 (process 102) has been stuck in one kernel wait for 60 s" in said[0]
     said.clear()
     watched._look_into_kernel({100: 0, **found})
     assert not said  # rank 0 acts instead

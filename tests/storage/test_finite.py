@@ -112,7 +112,7 @@ def test_no_checkpoint_is_made_of_it_and_none_is_gone_back_to(
         held = load_file(file)
         held[weight].view(-1)[-1] = value
         save_file(held, file, metadata={"format": "pt"})
-        with pytest.raises(UserError, match=rf"{field}\.safetensors: {weight}: 1 of .* no run can go on from it"):
+        with pytest.raises(UserError, match=rf"{field}\.safetensors: {weight}: 1 of .* no run can resume from it"):
             made.load(good)
 
 

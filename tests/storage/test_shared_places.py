@@ -129,14 +129,14 @@ def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.Capture
     refuse_second(output)
     with held(output, Log(loud=True)), ExitStack() as stack:
         if filesystem in ("local", "nfs"):
-            with pytest.raises(UserError, match="another run is writing there"):
+            with pytest.raises(UserError, match="another run is using this directory"):
                 refuse_second(output)
-            with pytest.raises(UserError, match="another run is writing there"):
+            with pytest.raises(UserError, match="another run is using this directory"):
                 stack.enter_context(held(output, Log(loud=True)))
             assert capsys.readouterr().err == ""
         else:
             refuse_second(output)
-            assert "Nothing keeps a second run out of this directory" in capsys.readouterr().err
+            assert "A second run in this directory would not be noticed" in capsys.readouterr().err
     refuse_second(output)
 
 
@@ -322,10 +322,12 @@ def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
     output.mkdir()
     (output / "checkpoints").symlink_to(tmp_path / "mnt/checkpoints")
     for wish in ("auto", "never"):
-        with pytest.raises(UserError, match=r"checkpoints is a link to .*mnt/checkpoints, which is not there: a drive"):
+        with pytest.raises(
+            UserError, match=r"checkpoints is a link to .*mnt/checkpoints, which does not exist: is its drive"
+        ):
             find_resume(wish, output=output)
     (tmp_path / "run").symlink_to(tmp_path / "mnt/run")
-    with pytest.raises(UserError, match=r"run is a link to .*mnt/run, which is not there"):
+    with pytest.raises(UserError, match=r"run is a link to .*mnt/run, which does not exist"):
         find_resume("auto", output=tmp_path / "run")
     (tmp_path / "mnt/checkpoints").mkdir(parents=True)
     assert find_resume("auto", output=output) is None
@@ -520,7 +522,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     """An unwritable cache, or an unknown home directory, is reported before anything is measured."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
-    with pytest.raises(UserError, match=r"machine\.json: rates cannot be kept there.*OFFLOAD_TRAINER_CACHE"):
+    with pytest.raises(UserError, match=r"machine\.json: rates cannot be saved there.*OFFLOAD_TRAINER_CACHE"):
         rate_cache.refuse_unwritable()
     for name in ("OFFLOAD_TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -463,7 +463,7 @@ def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
     if name == "data" and value is not parameter:
         raise UserError(
             f"{parameter.weight} keeps its device, its dtype and its values: an offloaded model can be neither moved "
-            "nor converted. Name the dtype where it is loaded"
+            "nor converted. Name the dtype when it is loaded"
         )
     if name in ("real", "imag"):
         _refuse_write(f"setting .{name}", parameter)

@@ -118,7 +118,7 @@ class WeightPrefetcher:
                 if 1 < several >= self._rings.count(of_blocks=kind) < all_units:
                     raise UserError(
                         f"a block of this model runs with {several} blocks' weights at a time, and another must be on "
-                        f"its way: tiered.weight_buffers must be {several + 1} at least"
+                        f"its way: tiered.weight_buffers must be at least {several + 1}"
                     )
                 self._rings.together[kind] = max(several, self._rings.together[kind])
             module.register_forward_pre_hook(self._before(streamed, saves=not isinstance(module, nn.Embedding)))
@@ -236,7 +236,7 @@ class WeightPrefetcher:
             if self._rings.slots[number].unit in self._recomputed:
                 raise UserError(
                     f"a checkpointed part of the model runs with {len(self._recomputed)} blocks' weights or more: "
-                    f"unit_buffers must be {len(self._recomputed)} at least, or the part smaller"
+                    f"tiered.weight_buffers must be at least {len(self._recomputed)}, or the part smaller"
                 )
             self._start(unit, number)
         self._rings.use(unit)

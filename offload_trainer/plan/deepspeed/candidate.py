@@ -66,7 +66,7 @@ class DeepSpeedCandidate:
     @property
     def title(self) -> str:
         if self.work.tensor > 1:
-            return f"DeepSpeed's AutoTP over {self.work.tensor}, ZeRO-1"
+            return f"DeepSpeed AutoTP over {self.work.tensor} ranks, ZeRO-1"
         return f"DeepSpeed ZeRO-{self.placement.stage}"
 
     @property
@@ -82,7 +82,7 @@ class DeepSpeedCandidate:
         if self.placement.optimizer == "nvme":
             return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
         if self.moments == "8bit":
-            return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"
+            return "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
         return None
 
     @property
@@ -200,20 +200,20 @@ class DeepSpeedCandidate:
         return self.sizes, found
 
     def notes(self) -> list[str]:
-        notes = ["what a CPU's heap keeps of what DeepSpeed frees is seen, not worked out (predictions.md)"]
+        notes = [
+            "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
+        ]
         if self.work.checkpoints == 0:
-            notes.append(
-                "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"
-            )
+            notes.append("no checkpoints (--save-every 0): a killed run starts over; weights are exported at the end")
         if self.work.tensor > 1:
             notes.append(
-                f"parallel.tensor={self.work.tensor}: {self.work.data} rank(s) have rows of their own; what AutoTP "
-                "holds of activations was measured on a CPU only"
+                f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s); the activations that "
+                "AutoTP stores were measured only on a CPU"
             )
         if self.work.keepers > 1:
             notes.append(
-                f"parallel.partition_activations: each rank keeps 1 / {self.work.keepers} of a block's input, and "
-                "gathers it when the block is computed again"
+                f"parallel.partition_activations: each rank stores 1 / {self.work.keepers} of a block's input, and "
+                "the ranks gather it when the block is recomputed"
             )
         return notes
 

@@ -58,19 +58,19 @@ class DeepSpeed:
             )
         if self.tensor > 1 and (place.params not in ("auto", "gpu") or place.optimizer == "nvme"):
             mistakes.append(
-                f"parallel.tensor={self.tensor} divides the weights over GPUs, with the state there or in RAM: use "
+                f"parallel.tensor={self.tensor} divides the weights over GPUs and keeps the state there or in RAM: use "
                 "--params gpu, and --optimizer gpu or cpu"
             )
         away = place.params not in ("auto", "gpu") or place.optimizer == "nvme"
         if self.tensor == 1 and self.section.zero_stage in (1, 2) and away:
             mistakes.append(
-                f"deepspeed.zero_stage={self.section.zero_stage} has whole weights on each GPU, and its state there or "
-                "in RAM: use --params gpu, and --optimizer gpu or cpu"
+                f"deepspeed.zero_stage={self.section.zero_stage} keeps whole weights on each GPU, and the state there "
+                "or in RAM: use --params gpu, and --optimizer gpu or cpu"
             )
         if self.tensor > 1 and self.section.zero_stage not in ("auto", 1):
-            mistakes.append(f"parallel.tensor={self.tensor} goes with ZeRO-1: leave deepspeed.zero_stage out")
+            mistakes.append(f"parallel.tensor={self.tensor} works with ZeRO-1 only: leave deepspeed.zero_stage out")
         if self.tensor > 1 and self.moments == "8bit":
-            mistakes.append(f"parallel.tensor={self.tensor} with optim.moment_dtype=8bit was never tried: use fp32")
+            mistakes.append(f"parallel.tensor={self.tensor} with optim.moment_dtype=8bit is untested: use fp32")
         return mistakes
 
     def packages(self) -> list[tuple[str, str]]:
@@ -88,8 +88,8 @@ class DeepSpeed:
         if self._sums_need_ram(work) and (self.place.optimizer == "gpu" or self.moments == "8bit"):
             wish = "deepspeed.zero_stage=1" if self.tensor == 1 else f"parallel.tensor={self.tensor}"
             raise UserError(
-                f"{wish} --optimizer gpu with sums in fp32 of several bf16 micro-batches: DeepSpeed takes another "
-                "optimizer there, which was never tried; use --optimizer cpu, --accumulate 1, or "
+                f"{wish} --optimizer gpu with fp32 sums of several bf16 micro-batches: DeepSpeed uses another "
+                "optimizer then, which is untested; use --optimizer cpu, --accumulate 1, or "
                 "optim.accumulate_dtype=model"
             )
         if self.tensor > 1:
@@ -107,15 +107,15 @@ class DeepSpeed:
         wish = f"parallel.tensor={self.tensor}"
         if work.partition and not work.checkpointing:
             raise UserError(
-                "parallel.partition_activations=true divides what gradient checkpointing keeps, which is off for a "
-                "model of this size: use model.activation_checkpointing=on"
+                "parallel.partition_activations=true divides the block inputs that gradient checkpointing saves, but "
+                "checkpointing is off for a model of this size: use model.activation_checkpointing=on"
             )
         if work.world % self.tensor:
             raise UserError(f"{wish} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
         if not any(weight.split for weight in work.shape.weights):
             raise UserError(
-                f"{wish}: transformers has no rule for this architecture that divides each matrix of its blocks by "
-                "rows or columns alone; use 1"
+                f"{wish}: transformers has no tensor-parallel plan for this architecture that splits each matrix of a "
+                "block by rows or columns only; use 1"
             )
         if reason := refusal(Mode(tensor=self.tensor), work.shape, rows=1, seq_len=work.seq_len):
             raise UserError(f"{wish}: {reason}")

@@ -44,7 +44,7 @@ PROCESS = 450_000_000
 _HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
-_ACTIVATIONS = ("activations kept", "block inputs", "activations")
+_ACTIVATIONS = ("saved activations", "block inputs", "activations")
 
 
 @dataclass(frozen=True)
@@ -124,30 +124,33 @@ class StockBytes:
         here, row = self.work.here, self.work.seq_len
         items = process_items(self.device, here=here, own=PROCESS, what="torch, transformers and DeepSpeed")
         if self.device == "ram" and row >= LONG:
-            why = f"measured: holes of what is freed below {format_bytes(mapped_from(row))}, in each process"
+            why = f"measured: heap fragments of allocations below {format_bytes(mapped_from(row))}, in each process"
             items.append(Item("ram", "heap", _HOLES_OF_LONG_ROWS * here, why))
         elif self.device == "ram":
             each = _HOLES[self.placement.stage]
             holes = int(each * self.work.item_bytes * self.held_trained) * here
-            why = f"measured: holes, {each} times the gradients that come and go; peaks were seen up to 13 % above"
+            why = f"measured: heap fragments, {each} times the temporary gradients; peaks were up to 13 % higher"
             items.append(Item("ram", "heap", holes, why))
         return items
 
     def _whole_weights(self) -> list[Item]:
         e, work = self.work.item_bytes, self.work
-        how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} of them on each rank"
+        how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} parameters on each rank"
         return [Item(self.device, "weights", e * self.held * work.here, f"{e} B a parameter, {how}")]
 
     def _gathered_weights(self) -> list[Item]:
         shape, here, e, sizes = self.work.shape, self.work.here, self.work.item_bytes, self.sizes
         home, divided_up = self._tier(self.placement.params), e * -(-shape.parameters // self.work.nodes)
-        why = "gathered at a time: max_live_parameters and a prefetch bucket"
+        why = "gathered at the same time: max_live_parameters and a prefetch bucket"
         items = [
-            Item(home, "weights", divided_up, f"{e} B a parameter, divided over the ranks"),
+            Item(home, "weights", divided_up, f"{e} B a parameter, sharded over the ranks"),
             Item(self.device, "weights in use", e * self._gathered * here, why),
         ]
         if self.placement.params == "nvme":
-            buffers, why = e * sizes.weight_buffers * sizes.weight_buffer_elements, f"{sizes.weight_buffers} of the"
+            buffers, why = (
+                e * sizes.weight_buffers * sizes.weight_buffer_elements,
+                f"{sizes.weight_buffers} buffers for the",
+            )
             items.append(Item("ram", "weight swap buffers", buffers * here, f"{why} largest weight"))
             items.append(Item("ram", "weight write buffer", e * sizes.largest_sub_group * here, "one sub-group"))
         return items
@@ -160,7 +163,7 @@ class StockBytes:
         items = [Item(device, "gradient buckets", buckets, f"{count} of {self._bucket:,} elements")]
         if self.placement.stage == 3:
             tier = device if self.placement.optimizer == "gpu" else "ram"
-            why = f"{self._sums} B a parameter, divided over the ranks"
+            why = f"{self._sums} B a parameter, sharded over the ranks"
             return [*items, Item(tier, "gradients", self._sums * self.trained, why)]
         if self.placement.stage == 1:
             each = self._sums * self.held_trained * here
@@ -168,10 +171,10 @@ class StockBytes:
         elif self.placement.optimizer == "gpu":
             items.append(Item(device, "gradients", e * self.trained, f"{e} B a parameter, until the update"))
         if several and self.placement.stage == 2 and self._sums > e:
-            why = "of micro-batches, in fp32, divided over the ranks"
+            why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
             return [*items, Item(device, "sums", 4 * self.trained, why)]
         if several and self.placement.optimizer == "cpu":
-            items.append(Item("ram", "sums", e * self.trained, "of micro-batches"))
+            items.append(Item("ram", "sums", e * self.trained, "of the micro-batches' gradients"))
         return items
 
     def _state(self) -> list[Item]:
@@ -180,19 +183,19 @@ class StockBytes:
         items = [Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")]
         if self.placement.optimizer == "nvme":
             buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
-            why = f"{sizes.optimizer_buffers} of the largest sub-group"
+            why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
             return [
                 *items,
-                Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them with the state"),
+                Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state"),
                 Item("ram", "optimizer swap buffers", buffers, why),
-                Item("ram", "first moments", 8 * trained, "from the first update, that makes them, to the second"),
+                Item("ram", "first moments", 8 * trained, "from the first update, which creates them, to the second"),
             ]
         items.append(Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32"))
         if self.placement.optimizer == "cpu" and self.placement.stage < 3:
             through = e * max(self._parts, default=0) * here
-            items.append(Item("ram", "new weights", e * trained, "on their way out of the update"))
-            items.append(Item("ram", "gradients on their way", through, "the largest weight's"))
-            items.append(Item(self.device, "gradients on their way", through, "the largest weight's"))
+            items.append(Item("ram", "new weights", e * trained, "output of the update"))
+            items.append(Item("ram", "gradients in transfer", through, "the largest weight's"))
+            items.append(Item(self.device, "gradients in transfer", through, "the largest weight's"))
         return items
 
     # -- the largest moment -------------------------------------------------------------------------------------------
@@ -208,8 +211,10 @@ class StockBytes:
         full = self._full_buckets() + (0 if self._ends_with_largest else kept)
         whole = e * (self.work.shape.parameters - self.held) * here if self.work.tensor > 1 else 0
         if whole > max(model, full):
-            return [Item(self.device, "whole model", whole - model, "until AutoTP has divided it; beyond activations")]
-        why = "a bucket's, and the largest one's norm in fp64; beyond activations that are gone by then"
+            return [
+                Item(self.device, "whole model", whole - model, "until AutoTP has split it; in addition to activations")
+            ]
+        why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
         return [Item(self.device, "gradients reduced", max(0, full - model), why)]
 
     def _full_buckets(self) -> int:

@@ -55,11 +55,11 @@ def input_items(work: Workload, *, device: str, drives: Sequence[str]) -> list[I
         return []
     inputs = inputs_of(work)
     name, count = "block inputs", inputs.count
-    items = [Item(device, name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} on their way out or back")]
+    items = [Item(device, name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")]
     if home == "cpu":
-        return [*items, Item("ram", name, count * inputs.size, "kept by gradient checkpointing")]
-    items.append(Item("ram", name, inputs.buffers * inputs.size, f"{inputs.buffers} on their way to drives or back"))
+        return [*items, Item("ram", name, count * inputs.size, "saved by gradient checkpointing")]
+    items.append(Item("ram", name, inputs.buffers * inputs.size, f"{inputs.buffers} in transfer to or from drives"))
     homes = inputs.homes(len(drives))
     for number, drive in enumerate(drives):
-        items.append(Item(drive, name, homes.count(number) * inputs.size, "kept by gradient checkpointing"))
+        items.append(Item(drive, name, homes.count(number) * inputs.size, "saved by gradient checkpointing"))
     return items

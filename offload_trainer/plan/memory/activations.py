@@ -132,7 +132,7 @@ def peak_of(
     top = below[-1]
     norm = counted.norm
     rest = max(most(norm.forward), most(norm.backward) + waiting)
-    peaks.append(Peak(top, beside + rest, "in the norm behind the blocks"))
+    peaks.append(Peak(top, beside + rest, "in the final norm"))
     head = _head(counted, rows=rows, length=length, chunk=chunk, gradients=gradients)
     peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
     peaks.append(Peak(0, most(counted.embedding) + waiting, "in the embedding's backward"))

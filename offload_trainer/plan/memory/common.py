@@ -44,7 +44,7 @@ def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
     """Return the item for the GPU memory that stays free, for `here` ranks on the machine."""
     if machine.gpu is None:
         return []
-    why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces, kernels loaded late"
+    why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces and lazily loaded kernels"
     return [Item("gpu", "reserve", gpu_reserve(machine) * here, why)]
 
 
@@ -60,7 +60,7 @@ def process_items(
     each = own - LIBRARIES + cuda_process(device)
     return [
         Item("ram", "process", each * here, f"interpreter, {what}, in each process"),
-        Item("ram", "libraries", LIBRARIES, "code of torch and the others, which all processes share"),
+        Item("ram", "libraries", LIBRARIES, "code of torch and other libraries, shared by all processes"),
     ]
 
 
@@ -96,21 +96,21 @@ def activation_items(
         waiting=waiting,
         piece=work.mlp_chunk,
     )
-    how = peak.when if counted else f"{peak.when}; an estimate, this architecture could not be counted"
+    how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     items = list(kept)
     if offloaded:
         inputs = -(-shape.layers * rows * work.length * shape.hidden * work.item_bytes // work.keepers)
         if not kept:
-            items.append(Item("ram", "block inputs", inputs * world, "kept by gradient checkpointing"))
-        items.append(Item(device, "activations", peak.bytes * world, f"at their largest, {how}"))
+            items.append(Item("ram", "block inputs", inputs * world, "saved by gradient checkpointing"))
+        items.append(Item(device, "activations", peak.bytes * world, f"at their peak, {how}"))
     else:
-        name = "block inputs" if work.checkpointing else "activations kept"
-        parts = f"; of each input 1 / {work.keepers} on each rank" if work.keepers > 1 else ""
-        items.append(Item(device, name, peak.kept * world, f"of the blocks, until their backward{parts}"))
-        items.append(Item(device, "activations", peak.rest * world, f"all others, at their largest, {how}"))
+        name = "block inputs" if work.checkpointing else "saved activations"
+        parts = f"; 1 / {work.keepers} of each on each rank" if work.keepers > 1 else ""
+        items.append(Item(device, name, peak.kept * world, f"saved for the backward{parts}"))
+        items.append(Item(device, "activations", peak.rest * world, f"all other activations, at their peak, {how}"))
     if device == "gpu":
-        items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "the driver's, in each process"))
-        why = f"{ALLOCATOR:.0%} of the activations, for what the allocator cannot use of its memory; assumed"
+        items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "of the driver, in each process"))
+        why = f"{ALLOCATOR:.0%} of the activations, for fragmentation; assumed"
         items.append(Item(device, "allocator", int(ALLOCATOR * peak.bytes) * world, why))
     else:
         items.append(
@@ -132,9 +132,9 @@ def saved_items(work: Workload, *, output: str) -> list[Item]:
     if work.checkpoints is None:
         return []
     if work.checkpoints == 0:
-        return [Item(output, "export", 4 * work.shape.parameters, "the weights in fp32, at the end")]
+        return [Item(output, "export", 4 * work.shape.parameters, "the weights in fp32, written at the end")]
     size, keep = checkpoint_bytes(work), work.checkpoints
-    why = f"{keep} kept and the one being written, {format_bytes(size)} each: masters and moments"
+    why = f"{keep} kept and the one being written, {format_bytes(size)} each: fp32 master weights and moments"
     return [Item(output, "checkpoints", (keep + 1) * size, why)]
 
 

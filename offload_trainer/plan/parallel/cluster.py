@@ -90,7 +90,7 @@ def table(plans: Sequence[Plan]) -> str:
                 str(row["ranks"]),
                 format_count(row["tokens_per_step"]),
                 *(format_bytes(row[f"{tier}_bytes"]) for tier in ("ram", "gpu", "drive", "network_in", "network_out")),
-                format_seconds(row["seconds"]) if known else "not known",
+                format_seconds(row["seconds"]) if known else "unknown",
                 format_count(row["tokens_per_second"]) if known else "",
                 f"{row['scaling']:.2f}" if row["scaling"] is not None else "",
             ]
@@ -106,33 +106,33 @@ def assumptions(plan: Plan, machine: MachineProfile) -> list[str]:
     """Return the assumptions behind the numbers of several ranks, one sentence each."""
     links = machine.links
     found = [
-        "all machines are alike, each rank has a GPU and its own rows, and tiers and bytes are of one machine",
-        "the way to each GPU is its own, as far as memory can feed all at once, where that was not timed; memory, "
-        "drives, cores and network are the machine's, divided by its ranks",
-        "checkpoints are counted whole, on one filesystem that all machines see",
+        "all machines are equal, each rank has its own GPU and its own rows; tiers and bytes are those of one machine",
+        "unless it was timed, each GPU has its own link to host memory, limited by what memory can feed together; "
+        "memory, drives, cores and network belong to the machine and are shared by its ranks",
+        "checkpoints are counted in full, on one filesystem that all machines share",
     ]
     if plan.engine == "tiered":
         found += [
-            "weights are whole on each machine, state and sums divided; gradients of each rank go to the owner as they "
-            "are, since they are added in the order of ranks: a network carries (ranks of a machine) times what a "
-            "reduction would",
-            "what ranks do for each other in RAM (additions, meetings) comes on top of what a phase waits for; "
-            "gradients and new weights on their way, and all else within a phase, hide behind the slowest",
+            "each machine stores all weights, and a shard of state and gradient sums; each rank sends its gradients "
+            "unreduced to the owner, which adds them in rank order: a network carries (ranks of a machine) times the "
+            "bytes of a reduction",
+            "adding gradients in RAM and barriers are added to the time of a phase; transfers of gradients and updated "
+            "weights, and all else within a phase, overlap with its slowest part",
         ]
         if links.message is None:
-            found.append("meetings of all ranks take nothing: links.message is not in the machine's file")
+            found.append("barriers of all ranks take no time: links.message is not in the machine's file")
         else:
             found.append(
-                f"a meeting takes 2 x {plan.world - 1} messages of {links.message.seconds:.2g} s, since rank 0 hears "
-                "of each rank in turn"
+                f"a barrier takes 2 x {plan.world - 1} messages of {links.message.seconds:.2g} s, since rank 0 serves "
+                "the other ranks one after the other"
             )
     else:
         found += [
-            "ZeRO's collectives are rings, hidden behind the products as far as these last: (N - 1) / N of what is "
-            "gathered and scattered passes each GPU, and each network once; worked out, not counted",
+            "ZeRO's collectives are rings that overlap with computation: (N - 1) / N of the gathered and scattered "
+            "bytes pass each GPU, and each network once; computed, not measured",
         ]
     if (links.between_gpus or links.all_to_all) is None:
-        found.append("GPUs have no links of their own: what they send each other goes through host memory")
+        found.append("GPUs have no direct links: transfers between them go through host memory")
     for name in ("between_gpus", "network", "to_device_at_once", "from_device_at_once", "all_gather", "all_to_all"):
         rate, way = getattr(links, name), " each way" if name in ("between_gpus", "network") else ""
         if rate is not None:
@@ -147,8 +147,8 @@ def describe_links(plan: Plan) -> str:
     names = {
         "outboxes": "gradients in RAM",
         NETWORK: "network",
-        "gpus": "between GPUs, each",
-        "norms": "pieces of norms in RAM",
+        "gpus": "between GPUs, for each",
+        "norms": "partial gradient norms in RAM",
     }
     return "\n".join(
         f"  {names[one.place]}, {one.phase}: {format_bytes(one.read)} {'read' if one.place == 'outboxes' else 'in'}, "

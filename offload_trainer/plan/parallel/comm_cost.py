@@ -139,7 +139,7 @@ def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> li
     bounds += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
     to_gpus, _ = moved.bytes(GPUS, "update")
     if machine.gpu is not None and to_gpus:
-        bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of new weights into each GPU"))
+        bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of updated weights to each GPU"))
     return bounds + _meetings(moved.agreements, work, machine, phase="update", ways=1)
 
 
@@ -151,7 +151,7 @@ def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str
     message = machine.links.message
     if message is None or count == 0:
         return []
-    return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} meetings", "meeting")]
+    return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} barriers", "meeting")]
 
 
 def _adding(moved: CommCost, machine: MachineProfile) -> Bound:

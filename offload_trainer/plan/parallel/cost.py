@@ -212,7 +212,7 @@ def _memory(mode: Mode, work: Workload, held: RankParameters, *, state: bool, de
     waiting = min(mode.pipeline, work.accumulate)  # micro-batches whose backward has not reached the first stage
     found["activations"] = peak.kept * waiting + peak.rest
     if device == "gpu":
-        found["CUDA's own"] = CUDA_CONTEXT + int(ALLOCATOR * found["activations"])
+        found["CUDA context and allocator"] = CUDA_CONTEXT + int(ALLOCATOR * found["activations"])
     return found
 
 

@@ -129,14 +129,14 @@ def refusal(mode: Mode, shape: ModelShape, *, rows: int, seq_len: int) -> str:
     if rows % mode.data:
         return f"{rows} rows a step are not a multiple of {mode.data} data-parallel ranks"
     if mode.pipeline > shape.layers:
-        return f"{shape.layers} blocks for {mode.pipeline} ranks"
+        return f"{shape.layers} blocks are too few for {mode.pipeline} pipeline stages"
     if mode.tensor > 1 and any(weight.block and len(weight.shape) > 2 for weight in shape.weights):
-        return "its experts lie in one tensor, which is not divided by rows or columns"
+        return "its experts are stored in one tensor, which cannot be split by rows or columns"
     for what, count in (("tensor", mode.tensor), ("sequence", mode.sequence)):
         if count > 1 and shape.heads and shape.heads % count:
             return f"{shape.heads} attention heads are not a multiple of {count}"
         if what == "tensor" and count > 1 and shape.key_heads and shape.key_heads % count:
-            return f"{shape.key_heads} heads of keys and values are not a multiple of {count}"
+            return f"{shape.key_heads} key-value heads are not a multiple of {count}"
     if seq_len % mode.sequence:
         return f"rows of {seq_len} tokens are not a multiple of {mode.sequence}"
     return ""

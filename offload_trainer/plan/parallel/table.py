@@ -83,9 +83,9 @@ class Comparison:
         for row in cells:
             ends = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
             told.append("  ".join([row[0].ljust(widths[0]), *ends, row[-1]]).rstrip())
-        told += [f"  not {row.name}: {row.lacks}" for row in self.rows if row.lacks]
-        told += [f"  not {name}: {reason}" for name, reason in self.refused]
-        told += [f"  fastest from {format_count(tokens)} tokens a step on: {name}" for tokens, name in self.wins]
+        told += [f"  rejected: {row.name}: {row.lacks}" for row in self.rows if row.lacks]
+        told += [f"  rejected: {name}: {reason}" for name, reason in self.refused]
+        told += [f"  fastest from {format_count(tokens)} tokens a step: {name}" for tokens, name in self.wins]
         told += [f"  assumed: {line}" for line in self.assumptions]
         return "\n".join(told)
 
@@ -98,8 +98,8 @@ def _cells(row: Row) -> list[str]:
         row.state,
         *(format_bytes(size) if size else "-" for size in sizes),
         "" if row.collectives is None else format_count(row.collectives),
-        "not known" if row.seconds is None else format_seconds(row.seconds),
-        row.words or "nothing yet",
+        "unknown" if row.seconds is None else format_seconds(row.seconds),
+        row.words or "no engine",
     ]
 
 
@@ -206,18 +206,18 @@ def _of_plan(plan: Plan, work: Workload, machine: MachineProfile) -> Row:
 def _assumptions(work: Workload, machine: MachineProfile) -> Sequence[str]:
     links = machine.links
     found = [
-        "each mode at the micro-batch that is its fastest of those that fit (rows: micro-batches x rows of each)",
-        "rings and all-to-alls at the whole rate of their link, with nothing for their latency, which many small ones "
-        "(collectives) do not have: what tensor or sequence parallel gains over few tokens is less than this says",
-        "tensor parallel as DeepSpeed's AutoTP has it: embeddings and head whole on each rank, and an all-reduce for "
-        "each product's input gradient",
-        "inside blocks activations are divided by the tensor ranks, all but two hidden states; assumed, not counted",
+        "each mode with its fastest micro-batch that fits (rows: micro-batches x rows of each)",
+        "ring collectives and all-to-alls run at the full rate of their link, without latency; many small collectives "
+        "are slower than that, so tensor and sequence parallelism gain less at few tokens than shown here",
+        "tensor parallelism as in DeepSpeed's AutoTP: each rank has the whole embeddings and head, and the input "
+        "gradient of each matrix product is all-reduced",
+        "tensor-parallel ranks share a block's activations, except two hidden states; assumed, not measured",
     ]
     if links.between_gpus is None:
-        found.append("GPUs have no links of their own: what they send each other goes over PCIe, through host memory")
+        found.append("GPUs have no direct links: transfers between them go over PCIe, through host memory")
     for name, rate in (("between GPUs", links.between_gpus), ("network of a node", links.network)):
         if rate is not None:
             found.append(f"{name}: {format_bytes(rate.value)}/s each way; {rate.origin}: {rate.source}")
     if not (work.shape.heads and work.shape.key_heads):
-        found.append("this model's heads are not known: whether tensor and sequence divide them is not looked at")
+        found.append("this model's number of heads is unknown: whether tensor and sequence divide it was not checked")
     return found

@@ -75,9 +75,9 @@ class Tiered:
         if world == 1:
             return []
         wishes = {
-            "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
-            "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
-            "placement.gradients=gpu": (place.gradients == "gpu", "sums are in RAM and on drives"),
+            "--optimizer gpu": (place.optimizer == "gpu", "the state must be in RAM or on drives"),
+            "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state must be in RAM or on drives"),
+            "placement.gradients=gpu": (place.gradients == "gpu", "gradient sums must be in RAM or on drives"),
         }
         return [
             f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"
@@ -95,7 +95,7 @@ class Tiered:
             raise UserError("; ".join(impossible))
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
         if on_gpu and machine.no_state_on_gpu:
-            raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
+            raise UserError(f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}; use --gpu-fraction 0")
 
     def impossible(self, work: Workload) -> list[str]:
         """Return the settings that a step of this workload does not support, one sentence each."""
@@ -114,11 +114,11 @@ class Tiered:
         wishes = {
             "tiered.overlap=backward": (
                 self.section.overlap == "backward",
-                "a session knows rates and factor of a step only once its backward is through",
+                "in a session, the learning rate and clipping factor of a step are known only after its backward",
             ),
             "tiered.master_format=split": (
                 self.section.master_format == "split",
-                "a session's masters are in fp32, since its weights are in others' hands",
+                "a session stores fp32 masters, since other code can change its weights",
             ),
         }
         return [f"{wish}: {why}; leave it out" for wish, (wanted, why) in wishes.items() if wanted]
@@ -131,11 +131,10 @@ class Tiered:
         if self.section.master_format != "split":
             return []
         reasons = {
-            f"--dtype {work.dtype}: a remainder is what rounding to bf16 takes away": work.dtype != "bf16",
-            f"{work.world} ranks: each has masters in fp32": work.world > 1,
-            "tiered.state_copies=2: weights have one place": self.section.state_copies == 2,
-            "tiered.overlap=backward: a step that is clipped needs its old weights again": self.section.overlap
-            == "backward",
+            f"--dtype {work.dtype}: split masters need bf16 weights": work.dtype != "bf16",
+            f"{work.world} ranks: split masters are for one rank": work.world > 1,
+            "tiered.state_copies=2: weights have only one copy": self.section.state_copies == 2,
+            "tiered.overlap=backward: a clipped step needs its old weights again": self.section.overlap == "backward",
         }
         wrong = [reason for reason, here in reasons.items() if here]
         return [f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out"] if wrong else []
@@ -363,13 +362,15 @@ class TieredCandidate:
 
     def notes(self) -> list[str]:
         reason = self.machine.no_state_on_gpu
-        notes = [f"no optimizer state can live on this GPU: {reason}"] if reason else []
+        notes = [f"this GPU cannot store optimizer state: {reason}"] if reason else []
         if self.work.world > 1:
             nodes = f"{self.work.nodes} nodes" if self.work.nodes > 1 else "one node"
-            notes.append(f"{self.work.world} ranks on {nodes}: state, sums and weights in RAM are there once a node")
+            notes.append(
+                f"{self.work.world} ranks on {nodes}: RAM holds optimizer state, gradient sums and weights once a node"
+            )
             if self.work.nodes > 1:
                 notes.append(
-                    "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"
+                    "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
                 )
         notes += [*note_of_parts(self.units), *([sequence_note(self.work)] if self.work.sequence > 1 else [])]
         notes += self._note_of_take()
@@ -377,7 +378,7 @@ class TieredCandidate:
             held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
             parts = [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]
             if parts:
-                notes.append(f"in the {phase}, on top of what it waits for else, ranks wait {', '.join(parts)}")
+                notes.append(f"in the {phase}, ranks additionally wait {', '.join(parts)}")
         return notes
 
     def _note_of_take(self) -> list[str]:

@@ -49,30 +49,36 @@ def tiered_items(
     if work.world == 1:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=is_gpu)
         items.append(
-            Item("ram", "gradient staging", ring, "on their way from the device to their sums in memory or on drives")
+            Item("ram", "gradient staging", ring, "buffer between the device and gradient sums in RAM or on drives")
         )
         items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
     else:
         items += _of_each_rank(_exchange_items(units, sizes=sizes, device=device, e=e), work.here)
         if device == "gpu" and DEVICE in homes.weights:
-            why = "assumed: NCCL's buffers for new weights, which each rank sends to the others' devices"
+            why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
             items += _of_each_rank([Item(device, "broadcasts", NCCL_BYTES, why)], work.here)
     pages = [one.page for one in homes.page_groups]
     stored = max((page.elements for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
     if stored and work.checkpoints != 0:
-        why, size = f"{SAVE_BUFFERS} pages on their way into a checkpoint", sizes.format.page_bytes(stored)
+        why, size = f"{SAVE_BUFFERS} pages being written to a checkpoint", sizes.format.page_bytes(stored)
         items += _of_each_rank([Item("ram", "save buffers", SAVE_BUFFERS * size, why)], work.here)
     if sizes.remainders and work.checkpoints != 0:
         joined = (4 + e) * max((page.elements for page in pages), default=0)
         items += _of_each_rank(
-            [Item("ram", "masters joined", joined, "a page's, from weights and remainders")], work.here
+            [Item("ram", "merged masters", joined, "one page of fp32 masters, merged from weights and their low bits")],
+            work.here,
         )
     kept = _of_each_rank(input_items(work, device=device, drives=drives), work.here)
     if sizes.checksums:
-        state = ("state", "state of the step before")  # pages of state have separate checksums of a few bytes each
+        state = ("state", "state, second copy")  # pages of state have separate checksums of a few bytes each
         checked = sum(item.bytes for item in (*items, *kept) if item.tier in drives and item.name not in state)
         items.append(
-            Item("ram", "checksums", checked // 512, "8 bytes for each 4096 of weights and gradients on drives")
+            Item(
+                "ram",
+                "checksums",
+                checked // 512,
+                "8 bytes for each 4096 bytes of weights, gradients and block inputs on drives",
+            )
         )
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     items += activation_items(work, device=device, kept=kept, gradients=True, waiting=e * tied)
@@ -81,7 +87,7 @@ def tiered_items(
 
 def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int) -> list[Item]:
     moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
-    master = "remainder of the master" if sizes.remainders else "fp32 master"
+    master = "low 16 bits of the master" if sizes.remainders else "fp32 master"
     why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
     items = []
     for home, tier in tiers.items():
@@ -89,15 +95,14 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: i
             one.count * sizes.format.page_bytes(one.page.elements) for one in homes.page_groups if one.page.home == home
         )
         if home == RAM:
-            items.append(Item(tier, "state in RAM", held, f"{why}, {sizes.ram_fraction:.0%} of it"))
+            items.append(Item(tier, "state in RAM", held, f"{sizes.ram_fraction:.0%} of the optimizer state; {why}"))
         elif home == DEVICE:
-            items.append(Item(tier, "state on the GPU", held, f"{why}, {sizes.gpu_fraction:.0%} of it"))
+            share = f"{sizes.gpu_fraction:.0%} of the optimizer state"
+            items.append(Item(tier, "state on the GPU", held, f"{share}; {why}"))
         else:
             items.append(Item(tier, "state", held, why))
             if sizes.places > 1:
-                items.append(
-                    Item(tier, "state of the step before", held, "each page's second place (tiered.state_copies)")
-                )
+                items.append(Item(tier, "state, second copy", held, "of the previous step (tiered.state_copies=2)"))
     is_gpu = tiers[DEVICE] == "gpu"
     routes = [
         (route_of(one.number, one.page, homes, is_gpu=is_gpu), one)
@@ -112,12 +117,14 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: i
                 "ram",
                 "page buffers",
                 sum(count * each for count, each in slots),
-                f"{count}, each with a page on its way",
+                f"{count}, each for one page in transfer",
             )
         )
     each = device_slot([route for route, _ in routes], gradient=g, weight=e).total
     if each:
-        items.append(Item(tiers[DEVICE], "update buffers", each, "a page's gradient or new weights on their way"))
+        items.append(
+            Item(tiers[DEVICE], "update buffers", each, "one page of gradients or updated weights in transfer")
+        )
     return items
 
 
@@ -138,12 +145,28 @@ def _of_each_rank(items: Sequence[Item], world: int) -> list[Item]:
 def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, device: str, e: int) -> list[Item]:
     """Return the buffers of one rank for gradients in transfer to the ranks that add them up."""
     size = exchange_bytes(units, item_bytes=e)
-    items = [Item("ram", "gradient exchange", size, f"{OUTBOXES} of the largest unit's gradients, read by all ranks")]
+    items = [
+        Item(
+            "ram",
+            "gradient exchange",
+            size,
+            f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks",
+        )
+    ]
     if sizes.nodes > 1:
         inboxes = (sizes.ranks - sizes.here) * e * largest_stretch(units, ranks=sizes.ranks)
-        items.append(Item("ram", "gradient inboxes", inboxes, "its largest stretch from each rank of other nodes"))
+        items.append(
+            Item("ram", "gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
+        )
     if device == "gpu":
-        items.append(Item(device, "gradients in flight", size // OUTBOXES, "a unit's, until they are laid out"))
+        items.append(
+            Item(
+                device,
+                "gradients in flight",
+                size // OUTBOXES,
+                "of one block, until they are copied to the exchange buffers",
+            )
+        )
     return items
 
 
@@ -155,7 +178,7 @@ def _weight_items(
     away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
     if not away:
         return [Item(tiers[DEVICE], "weights", held[DEVICE], f"{e} B a parameter")]
-    items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE), "never moved")]
+    items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE), "always on the device")]
     items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
     blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     of_block = "part" if any(unit.is_part for unit in away) else "block"
@@ -164,17 +187,21 @@ def _weight_items(
     in_use = sizes.here * e * (sum(blocks) + sum(others))
     items.append(Item(tiers[DEVICE], "weights in use", in_use, words))
     if sizes.by_parts and tiers[DEVICE] == "gpu":
-        items.append(Item("gpu", "all-gather", sizes.here * NCCL_BYTES, "assumed: NCCL's buffers for weights by parts"))
+        items.append(
+            Item("gpu", "all-gather", sizes.here * NCCL_BYTES, "NCCL's buffers for gathering weights; assumed")
+        )
     stored = max((e * unit.elements for unit, home in zip(units, homes, strict=True) if home >= 0), default=0)
     if sizes.nodes > 1 and stored:
         through = sizes.here * e * largest_stretch(away, ranks=sizes.ranks)
-        items.append(Item("ram", "weights between nodes", through, "a stretch of each rank, between drives"))
+        items.append(
+            Item("ram", "weights between nodes", through, "one shard of each rank, between drives of different nodes")
+        )
     if tiers[DEVICE] == "gpu" and stored:
         staging = 2 * e * max(unit.elements for unit in units)
-        words = "2 of the largest unit, between drive and GPU"
+        words = "2 buffers for the largest block, between drive and GPU"
         items.append(Item("ram", "weight staging", sizes.here * staging, words))
     if sizes.ranks > 1 and stored:
-        words = f"{SHARED_READS} of the largest unit, read once for all ranks"
+        words = f"{SHARED_READS} buffers for the largest block, read once for all ranks"
         items.append(Item("ram", "weights read", SHARED_READS * stored, words))
     return items
 
@@ -182,14 +209,14 @@ def _weight_items(
 def _gradient_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], g: int
 ) -> list[Item]:
-    why = f"{g} B a trained parameter"
+    why = f"{g} B a trainable parameter"
     placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
     held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
     items = [Item(tiers[home], "gradients", size, why) for home, size in held.items()]
     away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home >= 0}
     if away:
         staging, words = _buffers(away, GRADIENT_BUFFERS)
-        items.append(Item("ram", "gradient buffers", g * staging, f"{words} on their way"))
+        items.append(Item("ram", "gradient buffers", g * staging, f"{words} in transfer"))
     return items
 
 
@@ -202,9 +229,9 @@ def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool
     trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
     copied = [e * weight.numel for weight, unit in trained if homes[unit.index] != DEVICE]
     if not gpu or not copied:
-        return 0, "handed over at once"
+        return 0, "copied immediately"
     most = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT)
-    return most, f"handed over: the largest weight's, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
+    return most, f"being copied off the GPU: the largest weight's, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
 
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:

@@ -29,7 +29,7 @@ def not_in_pieces(work: Workload) -> list[str]:
     if work.world % work.sequence:
         return [f"{wish} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
     if shape.packed:
-        return [f"{wish} with data.packing=on: no mask is made between documents of a row in pieces; leave one out"]
+        return [f"{wish} with data.packing=on: attention masks between documents need whole rows; leave one out"]
     if not shape.heads:
         return [f"{wish}: the model's number of attention heads is not known; leave it out"]
     why = refusal(_mode(work), shape, rows=work.data, seq_len=work.seq_len)
@@ -45,7 +45,7 @@ def sequence_items(work: Workload, *, device: str) -> list[Item]:
     """Return the device memory of a node's ranks in addition to `activation_items`."""
     if work.sequence == 1 or device != "gpu":
         return []
-    return [Item(device, "NCCL", work.here * NCCL_BYTES, "assumed: its buffers for the all-to-alls")]
+    return [Item(device, "NCCL", work.here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed")]
 
 
 def sequence_links(work: Workload) -> Iterator[Traffic]:
@@ -59,14 +59,14 @@ def sequence_links(work: Workload) -> Iterator[Traffic]:
 def sequence_waits(work: Workload, machine: MachineProfile) -> Iterator[Bound]:
     """Yield the waits for all-to-alls, which no computation overlaps; none on a CPU, where no rate is known."""
     for one in all_to_alls(work) if machine.gpu is not None else ():
-        what = f"{one.count} all-to-alls of {format_bytes(one.bytes)} in all through each GPU"
+        what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
         yield Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus")
 
 
 def sequence_note(work: Workload) -> str:
     return (
-        f"parallel.sequence={work.sequence}: a GPU has {work.length} of the {work.seq_len} tokens of a row; "
-        f"{work.data} group(s) of {work.sequence} ranks have rows of their own"
+        f"parallel.sequence={work.sequence}: each GPU processes {work.length} of the {work.seq_len} tokens of a row; "
+        f"{work.data} data-parallel group(s) of {work.sequence} ranks"
     )
 
 

@@ -76,4 +76,4 @@ def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> Tie
 def shares_in_words(shares: dict[str, float]) -> str:
     """Return shares that sum to 1 as text, such as "40.0% gpu, else RAM"."""
     *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
-    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"else {last}" if parts else last])
+    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"rest {last}" if parts else last])

@@ -77,8 +77,8 @@ def not_in_parts(work: Workload, fetch: str) -> list[str]:
     if fetch != "module" or is_divided(work.shape):
         return []
     return [
-        "tiered.fetch_granularity=module: no block of this model is made of modules that need their weights one after "
-        "the other and are much smaller than the block, as a trial with a tiny one shows; leave it out"
+        "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose modules "
+        "need their weights one after the other and are much smaller than the block; leave it out"
     ]
 
 
@@ -92,8 +92,8 @@ def note_of_parts(units: Sequence[Unit]) -> list[str]:
         blocks[unit.within] = blocks.get(unit.within, 0) + unit.elements
     largest = max(parts, key=lambda unit: unit.elements)
     return [
-        f"tiered.fetch_granularity=module: blocks' weights come in parts, the largest of which, {largest.name}, has "
-        f"{format_count(largest.elements)} parameters of its block's {format_count(blocks[largest.within])}"
+        f"tiered.fetch_granularity=module: weights of blocks are fetched in parts; the largest, {largest.name}, has "
+        f"{format_count(largest.elements)} of its block's {format_count(blocks[largest.within])} parameters"
     ]
 
 

@@ -42,7 +42,7 @@ def left_open(engine: Tiered, work: Workload) -> Iterator[tuple[str, str]]:
     if section.master_format == "auto" and section.overlap != "backward" and section.state_copies != 2:
         yield REMAINDER, _why_not(asking(engine, REMAINDER), work)
     if section.overlap == "auto" and section.state_copies != 1 and section.master_format != "split":
-        alone = f"{FULL} with {work.world} ranks: auto takes it for one" if work.world > 1 else ""
+        alone = f"{FULL} with {work.world} ranks: auto chooses it only for one rank" if work.world > 1 else ""
         yield FULL, _why_not(asking(engine, FULL), work) or alone
 
 

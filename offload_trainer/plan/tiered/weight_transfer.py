@@ -112,8 +112,8 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
         Bound(
             phase,
             seconds_of(size, machine, ranks=ranks),
-            f"{format_bytes(size.from_ram)} of weights from RAM to each device, and {format_bytes(size.from_others)} "
-            "from the other ranks'",
+            f"{format_bytes(size.from_ram)} of weights to each device from RAM, {format_bytes(size.from_others)} "
+            "from other devices",
             "gpus",
         )
         for phase, size in moved.items()
@@ -127,10 +127,10 @@ def describe_take(
     told = []
     for way in (False, True):
         seconds = _of_unit(elements, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
-        told.append("not known" if seconds is None else format_seconds(seconds))
+        told.append("unknown" if seconds is None else format_seconds(seconds))
     asked = "" if wish == "auto" else f" (tiered.weight_transfer={wish})"
-    taken_so = "by parts" if by_parts else "all of it directly"
+    taken_so = "all_gather" if by_parts else "direct"
     return (
-        f"weights: each of {ranks} GPUs takes all of the largest unit from RAM, {told[0]}; by parts and all-gather, "
-        f"{told[1]}: {taken_so}{asked}"
+        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {told[0]} if each GPU copies "
+        f"all of it from RAM (direct), {told[1]} if each copies its shard and they exchange the shards (all_gather)"
     )

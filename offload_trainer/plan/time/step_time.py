@@ -150,7 +150,7 @@ def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic])
         moving = _traffic_bounds([one for one in traffic if one.phase == phase], machine, phase=phase, stretch=1.0)
         each = (computing.seconds, _longest(moving) if moving else 0.0)
         seconds = None if None in each else sum(one for one in each if one)
-        what = f"{computing.what}, and weights that come in between: there is one buffer"
+        what = f"{computing.what}, alternating with weight transfers, since there is only one buffer"
         found.append(Bound(phase, seconds, what, "turns"))
     return found
 

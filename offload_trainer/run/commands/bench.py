@@ -57,7 +57,7 @@ def bench_here(
     io = _ways_to_drives(kernel=bool(machine.drives) and is_built("async_io"))
     if machine.drives:
         most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
-        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
+        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
     timed = bench_machine(
         machine,
         transfers=io,
@@ -71,7 +71,7 @@ def bench_here(
     try:
         keep_rates(timed)
     except OSError as error:  # the cache was writable at the start; still return the measured rates
-        say(f"note: these rates could not be kept for later plans: {reason(error)}")
+        say(f"note: these rates could not be saved for later plans: {reason(error)}")
     return timed
 
 

@@ -106,7 +106,7 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         raise UserError(f"{directory} holds no run: {error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{directory}: its config.yaml or plan.json is not what a run writes: {one_line(error)}"
+            f"{directory}: its config.yaml or plan.json was not written by a run: {one_line(error)}"
         ) from error
 
 

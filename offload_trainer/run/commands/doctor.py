@@ -63,9 +63,9 @@ def examine(
     try:
         machine = probe_machine(drives=place.nvme, output=output)
     except UnusableGpu as error:
-        return [*checks, Check("GPU", "failure", str(error), "mend or hide the GPU; then call this again")]
+        return [*checks, Check("GPU", "failure", str(error), "repair or hide the GPU, then run this again")]
     except UserError as error:
-        return [*checks, Check("directories", "failure", str(error), "name directories that are there and writable")]
+        return [*checks, Check("directories", "failure", str(error), "name directories that exist and are writable")]
     checks += [_memory(machine), *_memlock(place, engine, machine), *_gpu(model, machine)]
     for drive in machine.drives:
         checks += _drive(drive)
@@ -92,7 +92,7 @@ def _threads(place: PlacementSection, given: str | None) -> Check:
     if wish == 1 and cores > 1:
         return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
     if given == "1" and cores > 1:
-        found = f"a launcher set OMP_NUM_THREADS=1 for {cores} cores; this program takes its share of the cores"
+        found = f"a launcher set OMP_NUM_THREADS=1 for {cores} cores; this program uses its share of the cores"
         return Check("threads", "warning", found, "unset OMP_NUM_THREADS for other programs; or placement.threads=N")
     return Check("threads", "ok", f"{cores if wish == 'auto' else wish} for {cores} cores")
 
@@ -109,12 +109,12 @@ def _torch() -> Check:
     if torch.cuda.is_available():
         return Check("torch", "ok", f"{found}, {build}" + (f"; {driver}" if driver else ""))
     if driver is None:
-        return Check("torch", "ok", f"{found}; no driver of a GPU here: the CPU computes")
+        return Check("torch", "ok", f"{found}; no GPU driver here: training runs on the CPU")
     if not hip and not cuda:
         fix = "install torch for that GPU: https://pytorch.org/get-started/locally (README, Cards)"
         return Check("torch", "failure", f"{found} is {build}, and there is a driver: {driver}", fix)
     fix = (
-        f"update the driver to one for {build}, or install torch for an older one; CUDA_VISIBLE_DEVICES hides cards too"
+        f"update the driver to one for {build}, install torch for an older one, or hide GPUs with CUDA_VISIBLE_DEVICES"
     )
     return Check("torch", "failure", f"{found} ({build}) cannot use the driver: {driver}", fix)
 
@@ -133,7 +133,7 @@ def _packages() -> Iterator[Check]:
     found = {name: too_old(name) for name in REQUIRED}
     for name, old in found.items():
         if old:
-            yield Check(f"package {name}", "failure", f"{old} is older than any that was tried", to_install(name))
+            yield Check(f"package {name}", "failure", f"{old} is older than any tested version", to_install(name))
     if not any(found.values()):
         yield Check("packages", "ok", ", ".join(f"{name} {version(name)}" for name in REQUIRED if name != "torch"))
 
@@ -144,7 +144,7 @@ def _native_kernel() -> Check:
     try:
         _, why = choose_kernel("native")
     except UserError as error:
-        fix = "apt-get install g++, if that is missing (training goes on with torch's kernel, about half as fast)"
+        fix = "apt-get install g++, if that is missing (otherwise training uses torch's kernel, about half as fast)"
         return Check("native AdamW kernel", "warning", str(error), fix)
     return Check("native AdamW kernel", "ok", why)
 
@@ -182,14 +182,14 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
             load()
             yield Check(f"kernel {name}", "ok", "built and loaded")
         except TrainerError as error:
-            yield Check(f"kernel {name}", "failure", str(error), "what the compiler says above names what it lacks")
+            yield Check(f"kernel {name}", "failure", str(error), "the compiler's output above names what is missing")
 
 
 def _stale_locks() -> Iterator[Check]:
     from offload_trainer.engine.op_builder import stale_locks
 
     for lock in stale_locks():
-        found = f"{lock} was left by a killed build; a build outside this program would wait for it for ever"
+        found = f"{lock} was left by a killed build; builds outside this program would wait for it forever"
         yield Check("build lock", "warning", found, f"rm {lock}")
 
 
@@ -215,14 +215,14 @@ def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed | Plain, machin
 
 def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
     if machine.gpu is None:
-        yield Check("GPU", "warning", "none: the CPU computes", "nothing, if that is meant")
+        yield Check("GPU", "warning", "none: training runs on the CPU", "nothing, if that is intended")
         return
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
     for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(model, machine).dtype):
         yield Check("GPU", "failure", told, fix)
     if machine.no_state_on_gpu:
-        told = f"no optimizer state can live there: {machine.no_state_on_gpu}"
-        yield Check("GPU", "warning", told, "nothing, if RAM and drives are meant to hold all of it")
+        told = f"it cannot store optimizer state: {machine.no_state_on_gpu}"
+        yield Check("GPU", "warning", told, "nothing, if all of it is meant to be in RAM and on drives")
 
 
 def _drive(drive: DriveFacts) -> Iterator[Check]:
@@ -236,13 +236,15 @@ def _drive(drive: DriveFacts) -> Iterator[Check]:
         yield Check(
             name,
             "warning",
-            f"{drive.disk} says that it rotates",
-            "use an SSD; virtual disks say so too, and `offload-train bench` tells",
+            f"{drive.disk} reports that it is a rotating disk",
+            "use an SSD; virtual disks may report this wrongly: check with `offload-train bench`",
         )
     if not drive.direct:
         yield Check(name, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs")
     if drive.throttle:
-        yield Check(name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if that is not meant")
+        yield Check(
+            name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if that is not intended"
+        )
 
 
 def _output(output: DriveFacts) -> Check:
@@ -250,4 +252,6 @@ def _output(output: DriveFacts) -> Check:
     name, found = f"output {output.directory}", f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
     if output.free_bytes > 1e9:
         return Check(name, "ok", found)
-    return Check(name, "warning", found, "`offload-train plan` says what checkpoints take; name another --output")
+    return Check(
+        name, "warning", found, "free space or name another --output; `offload-train plan` shows what checkpoints take"
+    )

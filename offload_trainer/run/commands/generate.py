@@ -66,7 +66,7 @@ def inference_model(
         else:
             say(
                 f"the weights take {format_bytes(size)}, more than the {format_bytes(most)} that may be used: they are "
-                "read anew for each token"
+                "read from the disk for each token"
             )
             read_as_called(model, found.shapes, found.read)
         yield InferenceModel(model, load_tokenizer(str(found.directory)))

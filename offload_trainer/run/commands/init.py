@@ -27,7 +27,7 @@ def _refuse_data(answer: str) -> None:
 
 def _refuse_drive(answer: str) -> None:
     if not Path(answer).expanduser().is_dir():
-        raise UserError(f"{answer}: no such directory; make one on the drive that may be written to")
+        raise UserError(f"{answer}: no such directory; create a writable one on the drive")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Question:
 _QUESTIONS = (
     _Question("--model", "Which model? A preset, a directory, or a hub id", "gpt2-mini", _refuse_model),
     _Question("--data", "Which text? A file, a directory, or builtin", "builtin", _refuse_data),
-    _Question("--nvme", "A directory on an SSD, for what memory does not hold? Empty: none", "", _refuse_drive),
+    _Question("--nvme", "A directory on an SSD, for what does not fit in memory? Empty: none", "", _refuse_drive),
 )
 _KEYS = {"--model": ("model", "name"), "--data": ("data", "path"), "--nvme": ("placement", "nvme")}
 
@@ -67,7 +67,7 @@ def _answer(question: _Question, answers: IO[str], *, say: Callable[[str], None]
         say(f"{question.asked}{f' [{question.otherwise}]' if question.otherwise else ''}")
         line = answers.readline()
         if not line:
-            raise UserError(f"init: the input ended where an answer was awaited; {question.flag} gives it too")
+            raise UserError(f"init: the input ended before an answer; it can also be given with {question.flag}")
         answer = line.strip() or question.otherwise
         try:
             if answer:
@@ -83,6 +83,6 @@ def configured(words: list[str], plan: str, path: Path) -> str:
 
 
 def _head(plan: str, path: Path) -> Iterator[str]:
-    yield "# What was asked for, and its plan on the machine where this was written. All other keys: docs/config.md."
+    yield "# Your answers, and the plan for them on the machine where this was written. All other keys: docs/config.md."
     yield f"# run:    offload-train {quote(shown(str(path)))}"
     yield from (f"# {line}".rstrip() for line in shown(plan).splitlines())

@@ -34,7 +34,7 @@ class Run:
 def runs_in(directory: Path) -> list[Run]:
     """Return the runs at or below `directory`, sorted by path. Raises UserError if no run is found."""
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; runs are in the --output that they were started with")
+        raise UserError(f"{directory}: no such directory; a run is in the directory given by its --output")
     found = []
     for place, folders, files in os.walk(directory):
         if "config.yaml" in files and "metrics.jsonl" in files:
@@ -81,13 +81,13 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     if _is_alive(directory):
         return "is running"
     if (saved is None or saved != steps) and _has_page_files(directory):
-        return "goes on from its page files"  # a newer checkpoint takes precedence
+        return "resumes from its page files"  # a newer checkpoint takes precedence
     if saved is None:
         exported = (directory / "export").is_dir()
-        return "exported, cannot go on" if exported else "no checkpoint: starts anew"
+        return "exported, cannot resume" if exported else "no checkpoint: starts from step 0"
     if steps is not None and saved >= steps:
         return "done"
-    return f"goes on from step {saved}"
+    return f"resumes from step {saved}"
 
 
 def _has_page_files(directory: Path) -> bool:

@@ -61,7 +61,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     UserError for a single rank or an invalid number of nodes.
     """
     if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
-        raise UserError(f"--nodes {nodes}: of --parallel a whole number from 1 to {_MOST_NODES}")
+        raise UserError(f"--nodes {nodes}: with --parallel, one whole number from 1 to {_MOST_NODES}")
     if machine is None:
         here, gpus = machine_here(config.placement.nvme, output=config.save.output), config.placement.gpus
     else:
@@ -69,7 +69,9 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
         gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
     count = here.nodes if nodes is None else int(nodes)
     if gpus * count == 1:
-        raise UserError("--parallel compares ways to divide a step over ranks, and there is one: add --gpus N")
+        raise UserError(
+            "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
+        )
     models = _models(config)
     shape = models.as_wished(config).shape
     whole = "" if _preset(config) else _why_whole(models.source)
@@ -185,5 +187,5 @@ def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile
         raise UserError(f"--nvme {unknown[0]}: the machine has {', '.join(known) or 'no drive'}")
     places = dict(zip(free, unknown, strict=False))
     drives = tuple(replace(drive, directory=places.get(drive.directory, drive.directory)) for drive in machine.drives)
-    notes = [f"--nvme {place} is taken for {name} of the machine" for name, place in places.items()]
+    notes = [f"--nvme {place} stands for {name} of that machine" for name, place in places.items()]
     return replace(machine, drives=drives, notes=(*machine.notes, *notes)), words

@@ -66,7 +66,7 @@ def listing(found: list[Recipe]) -> str:
         lines.append(f"{recipe.name:<{width}}  {recipe.told}")
         if recipe.memory:
             lines.append(f"{'':<{width}}  needs {recipe.memory}")
-    return "\n".join([*lines, "", "`offload-train cp NAME` writes it here, to change and to train with."])
+    return "\n".join([*lines, "", "`offload-train cp NAME` copies one here, to edit and train with."])
 
 
 def copy_recipe(words: list[str]) -> tuple[Path, str]:
@@ -77,7 +77,7 @@ def copy_recipe(words: list[str]) -> tuple[Path, str]:
     """
     if not 1 <= len(words) <= 2 or any(word.startswith("-") for word in words):
         given = ", ".join(map(shown, words)) or "nothing"
-        raise UserError(f"cp needs NAME, and DEST if it should not lie here under that name; got {given}")
+        raise UserError(f"cp needs NAME, and optionally DEST; got {given}")
     known = {recipe.name: recipe for recipe in recipes()}
     name = words[0].removesuffix(".yaml").removesuffix(".py")
     if name not in known:
@@ -100,7 +100,7 @@ def copy_recipe(words: list[str]) -> tuple[Path, str]:
 def refuse_taken(path: Path) -> None:
     """Raise UserError if `path` exists."""
     if path.is_symlink() or path.exists():
-        raise UserError(f"{shown(str(path))}: already there; name another file, or move it away")
+        raise UserError(f"{shown(str(path))}: already exists; name another file, or move it away")
 
 
 def write_new(path: Path, text: str) -> None:

@@ -33,7 +33,7 @@ def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "the CPU's instructions, to torch": torch.backends.cpu.get_cpu_capability(),
+        "CPU instruction set (torch)": torch.backends.cpu.get_cpu_capability(),
     }
     if torch.cuda.is_available():
         facts["GPU"] = torch.cuda.get_device_name()
@@ -42,7 +42,9 @@ def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             facts[f"products of {str(dtype).removeprefix('torch.')} in hardware"] = has_native_16bit(dtype)
     wishes = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
-    _refuse_different(facts | wishes, fix="Install the same on every node, and give every rank the same command")
+    _refuse_different(
+        facts | wishes, fix="Install the same software on every node, and start every rank with the same command"
+    )
 
 
 def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:

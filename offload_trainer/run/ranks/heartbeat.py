@@ -79,7 +79,7 @@ class _Heartbeats:
                 self._heard[other] = told, time.monotonic()
             elif told != _ENDED and time.monotonic() - since >= _LOST:
                 its = self._nodes[other]
-                return f"node {other} (ranks {its.start} to {its.stop - 1}) has not been heard of for {_LOST:g} s"
+                return f"node {other} (ranks {its.start} to {its.stop - 1}) has sent no heartbeat for {_LOST:g} s"
         self.answered = time.monotonic()
         return None
 
@@ -93,7 +93,7 @@ def _exchange_heartbeats(beats: _Heartbeats, say: Callable[[str], None]) -> None
         beats.tell_the_end()
     except RuntimeError as error:
         if not beats.over.is_set():
-            _end(f"the launcher of the first node is not to be reached ({str(error).splitlines()[0]})", say)
+            _end(f"the launcher of the first node cannot be reached ({str(error).splitlines()[0]})", say)
 
 
 def _guard(beats: _Heartbeats, say: Callable[[str], None]) -> None:

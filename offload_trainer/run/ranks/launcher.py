@@ -124,7 +124,7 @@ def _told(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> in
         return 1
     if code > 128:
         name = signal.Signals(code - 128).name
-        print(f"offload-train: rank {rank} was told to end by {name}, and the run ended with it", file=sys.stderr)
+        print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
     return code
 
 

@@ -25,14 +25,16 @@ def refuse_node(planned: Planned, machine: MachineProfile) -> None:
     """
     here, plan, config = f"node {socket.gethostname()}", planned.plan, planned.config
     if machine.device != planned.machine.device:
-        kinds = {"gpu": "computes on a GPU", "ram": "has none"}
+        kinds = {"gpu": "computes on a GPU", "ram": "has no GPU"}
         raise UserError(
-            f"{here} {kinds[machine.device]}, and that of rank 0 {kinds[planned.machine.device]}: all nodes of a run "
-            "compute alike"
+            f"{here} {kinds[machine.device]}, and the node of rank 0 {kinds[planned.machine.device]}: all nodes "
+            "of a run must use the same kind of device"
         )
     drives = [[drive.directory for drive in one.drives] for one in (planned.machine, machine)]
     if len(drives[0]) != len(drives[1]):
-        raise UserError(f"{here} names {len(drives[1])} --nvme, and that of rank 0 {len(drives[0])}: name as many")
+        raise UserError(
+            f"{here} was given {len(drives[1])} --nvme, the node of rank 0 {len(drives[0])}: the numbers must match"
+        )
     names = dict(zip(*drives, strict=True))
     items = [replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items]
     work = workload(config, planned.source.shape, world=plan.world, nodes=plan.nodes)
@@ -62,6 +64,6 @@ def _look(token: Path) -> None:
         if time.monotonic() > until:
             raise UserError(
                 f"{token.parent}: node {socket.gethostname()} does not see there what rank 0 has written: the run "
-                "directory must be on a filesystem that all nodes share (--output); --nvme is each node's own"
+                "directory must be on a filesystem that all nodes share (--output); --nvme is separate for each node"
             )
         time.sleep(_AGAIN)

@@ -36,7 +36,7 @@ _LOOKS = 10  # consecutive checks that must find a rank stopped
 _INTO_KERNEL = 10  # checks between two inspections of the ranks' threads
 _GRACE = 30  # checks between SIGTERM and SIGKILL after the launcher is gone; the launcher's own grace is as long
 _GONE = ("Z", "X")  # zombie and dead
-ON_AGAIN = "The same command goes on"  # the launcher prints the step it resumes from once all ranks have ended
+ON_AGAIN = "The same command resumes"  # the launcher prints the step it resumes from once all ranks have ended
 
 
 def _name(rank: str) -> str:
@@ -95,10 +95,10 @@ class _Watch:
         for pid, looks in self._stopped.items():
             if looks >= _LOOKS and min(awake, default=None) == self._rank:
                 rank = found[pid][0]
-                who = "a rank that had not begun" if rank is None else f"rank {rank}"
+                who = "a rank that had not started" if rank is None else f"rank {rank}"
                 self._say(
                     f"{who} (process {pid}) has been stopped for {looks * _EVERY:g} s, as by SIGSTOP: it is killed, "
-                    f"and the run ends with it. {ON_AGAIN}"
+                    f"and the run ends. {ON_AGAIN}"
                 )
                 os.kill(pid, signal.SIGKILL)
 
@@ -115,11 +115,11 @@ class _Watch:
             return
         for pid, wait in hung.items():
             told = _text(Path(f"/proc/{pid}/task/{wait.thread}/wchan")).strip()
-            where = told if told.isidentifier() else "it does not say where"
+            where = told if told.isidentifier() else "the kernel does not say where"
             self._say(
-                f"rank {found[pid]} (process {pid}) has been in one wait within the kernel for "
+                f"rank {found[pid]} (process {pid}) has been stuck in one kernel wait for "
                 f"{self._seconds(self._waits[wait]):g} s ({where}), "
-                "as where a driver or a filesystem of a network hangs: it is killed, and the run ends with it "
+                "as when a driver or a network filesystem hangs: it is killed, and the run ends "
                 f"(placement.hang_timeout={self._hung:g}). {ON_AGAIN}"
             )
             os.kill(pid, signal.SIGKILL)

@@ -6,7 +6,7 @@ from pathlib import Path
 from offload_trainer.cli import main
 from offload_trainer.run.ranks import launcher
 
-_start, _held = launcher._Ranks.start, Path(__file__).with_name("allocation_trace.py")
+_start, _held = launcher._Ranks.start, Path(__file__).with_name("held.py")
 
 
 def start(self, command, *, count):  # type: ignore[no-untyped-def]

@@ -191,8 +191,15 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
         return None
     found: list[PageFiles] = []
     on_rank_zero(lambda: found.extend(_taken_over(setup, stack, begins=begins)))
-    told = broadcast_object([(one.train, one.newest, one.pages) for one in found], list[tuple[TrainState, Newest, int]])
+    told = broadcast_object([_without_places(one) for one in found], list[_WithoutPlaces])
     return next(iter(found or [PageFiles((), *one) for one in told]), None)
+
+
+_WithoutPlaces = tuple[TrainState, Newest, int, bool, str]  # the other fields of `PageFiles`
+
+
+def _without_places(files: PageFiles) -> _WithoutPlaces:
+    return files.train, files.newest, files.pages, files.torn, files.instead
 
 
 def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> list[PageFiles]:

@@ -237,8 +237,8 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
     preadv = os.preadv
 
     def counted(descriptor: int, parts: Any, at: int) -> int:
-        requests.append(sum(map(len, build_tiered)))
-        return preadv(descriptor, build_tiered, at)
+        requests.append(sum(map(len, parts)))
+        return preadv(descriptor, parts, at)
 
     patch.setattr(transfer.os, "preadv", counted)
     samples: list[str] = []

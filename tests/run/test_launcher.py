@@ -82,7 +82,7 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
 LAUNCHED = """
 import os, signal, sys, time
 from pathlib import Path
-from offload_trainer.run import launcher
+from offload_trainer.run.ranks import launcher
 
 launcher._GRACE = 0.5
 launcher._goes_on = lambda words: "it goes on"

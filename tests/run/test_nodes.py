@@ -23,7 +23,7 @@ from offload_trainer.run.ranks import node_checks as module
 from offload_trainer.run.ranks.node_checks import refuse_unseen
 
 NODES = 2
-HELD = Path(__file__).parent.with_name("allocation_trace.py")
+HELD = Path(__file__).parent.with_name("held.py")
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]

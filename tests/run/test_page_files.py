@@ -17,6 +17,7 @@ from workplaces import dead_lease
 from offload_trainer.errors import AGAIN
 from offload_trainer.offloading.pages.index import read_store
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
+from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.planning import _as_left
 from offload_trainer.run.resume_point import ANEW, goes_on, made_with
 from offload_trainer.settings import load_config
@@ -225,13 +226,13 @@ def test_resume_never_lets_go_of_them(words: list[str], place: Path, tmp_path: P
 
 def test_an_older_checkpoint_lets_go_of_them_where_it_is_named(place: Path, tmp_path: Path) -> None:
     words = ["--nvme", place, *ALL, "--save-every", 2]
-    killed("line", 4, *words, output=tmp_path / "run")
+    killed("line", 6, *words, output=tmp_path / "run")  # the save of step 4 has waited for that of step 2
     said = refused(*words, "--ram-fraction", "0.5", output=tmp_path / "run")
-    assert "of step 3, newer than any checkpoint, cannot" in said
-    checkpoint = tmp_path / "run/checkpoints/step-00000002"
+    assert "of step 5, newer than any checkpoint, cannot" in said
+    checkpoint = complete_checkpoints(tmp_path / "run/checkpoints")[-1]
     assert f"start without them with --resume {checkpoint}" in said
     run = call(*words, "--ram-fraction", "0.5", "--resume", checkpoint, output=tmp_path / "run")
-    assert "step-00000002, step 2" in run.text
+    assert f"{checkpoint.name}, step " in run.text
     assert "removed what 1 run(s) left that died" in run.text
 
 

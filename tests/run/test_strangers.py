@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, call, run_script, start
 
-ATTACKED, HELD = (Path(__file__).parent.with_name(name) for name in ("attacked.py", "allocation_trace.py"))
+ATTACKED, HELD = (Path(__file__).parent.with_name(name) for name in ("attacked.py", "held.py"))
 WORDS = [*TINY, "--engine", "tiered", "--steps", "6", "--save-every", "3", "train.eval_every=0", "--micro-batch", "1"]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root alone can")
 

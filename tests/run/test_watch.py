@@ -92,7 +92,7 @@ def let_go(ranks):
 
 LAST = """
 import os, signal, threading
-from offload_trainer.run import watch
+from offload_trainer.run.ranks import watchdog as watch
 
 watch._EVERY = 0.02
 looks, seen, both_seen = watch._LaunchersWatch._look, set(), threading.Event()
@@ -132,7 +132,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == -signal.SIGKILL
 STOPPED = (
     ALL_THERE
     + """
-from offload_trainer.run import watch
+from offload_trainer.run.ranks import watchdog as watch
 
 watch._EVERY = 0.02
 
@@ -161,7 +161,7 @@ for pid in (ours[0], ours[2], others):
 
 LEFT = """
 import os, signal, threading, time
-from offload_trainer.run import watch
+from offload_trainer.run.ranks import watchdog as watch
 
 watch._EVERY = 0.02
 heard, sleep = threading.Event(), time.sleep
@@ -221,7 +221,7 @@ HUNG = (
     ALL_THERE
     + """
 import sys
-from offload_trainer.run import watch
+from offload_trainer.run.ranks import watchdog as watch
 
 watch._EVERY, watch._INTO_KERNEL = 0.02, 2
 fifo = sys.argv[1]

@@ -14,9 +14,10 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from offload_trainer.cache_dir import cache_directory
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig, with_current_names
 from offload_trainer.errors import UserError
 from offload_trainer.plan.planner import combination_mistakes
+from offload_trainer.session.kwargs import known_keys, session_words
 from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
 
 
@@ -34,7 +35,7 @@ def test_defaults_are_valid() -> None:
 
 def test_order_file_flags_overrides(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("optim:\n  lr: 1e-3\n  clip: 0.5\ndata:\n  path: [x, y]\n")
+    file.write_text("optim:\n  lr: 1e-3\n  max_grad_norm: 0.5\ndata:\n  path: [x, y]\n")
     config = load_config([str(file), "--lr", "2e-3", "optim.eps=1e-6", "--data", "a", "--data", "b"])
     assert config.optim.lr == 2e-3
     assert config.optim.max_grad_norm == 0.5
@@ -51,7 +52,7 @@ def test_every_spelling_of_a_rate(text: str, tmp_path: Path) -> None:
 
 def test_off_is_a_word_not_a_truth_value(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("model:\n  checkpointing: off\n")
+    file.write_text("model:\n  activation_checkpointing: off\n")
     assert load_config([str(file)]).model.activation_checkpointing == "off"
     assert load_config(["model.activation_checkpointing=on"]).model.activation_checkpointing == "on"
 
@@ -301,16 +302,23 @@ def test_every_value_of_a_key_reads_back(key: str, tmp_path: Path) -> None:
     assert held > 1
 
 
+_ROWS = "train: {micro_batch_size: 8, gradient_accumulation_steps: 2}"
+
+
 @pytest.mark.parametrize(
     ("file", "words", "expected"),
     [
         ("", ["train.tokens_per_step=4096"], (4096, 4, 1)),
-        ("train: {micro_batch: 8, accumulate: 2}", ["train.tokens_per_step=4096"], (4096, 4, 1)),
-        ("train: {micro_batch: 8, accumulate: 2}", ["train.tokens_per_step=auto"], ("auto", 8, 2)),
+        (_ROWS, ["train.tokens_per_step=4096"], (4096, 4, 1)),
+        (
+            _ROWS,
+            ["train.tokens_per_step=auto"],
+            ("auto", 8, 2),
+        ),
         ("train: {tokens_per_step: 4096}", [], (4096, 4, 1)),
         ("train: {tokens_per_step: 4096}", ["--micro-batch", "2"], ("auto", 2, 1)),
         ("train: {tokens_per_step: 4096}", ["train.tokens_per_step=8192"], (8192, 4, 1)),
-        ("train: {tokens_per_step: 4096, accumulate: 2}", [], None),
+        ("train: {tokens_per_step: 4096, gradient_accumulation_steps: 2}", [], None),
         ("", ["train.tokens_per_step=4096", "--accumulate", "2"], None),
     ],
 )
@@ -411,3 +419,40 @@ def test_the_cache_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory() == Path.home() / ".cache" / "offload-trainer"
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "~/here")
     assert cache_directory() == Path.home() / "here"
+
+
+@pytest.mark.parametrize("key", RENAMED_KEYS)
+def test_a_renamed_key_is_refused_with_its_new_name(key: str, tmp_path: Path) -> None:
+    """Both as a word and in a file; a keyword of the library that had the old name is answered as well."""
+    now = RENAMED_KEYS[key]
+    assert now in all_keys()
+    assert key not in all_keys()
+    section, _, name = key.partition(".")
+    file = tmp_path / "old.yaml"
+    file.write_text(f"{section}:\n  {name}: 1\n")
+    for words in ([f"{key}=1"], [str(file)]):
+        assert f"this key is now called {now}" in "\n".join(mistakes(*words))
+    if now.rpartition(".")[2] in known_keys():
+        with pytest.raises(UserError, match=f"this keyword is now called {now.rpartition('.')[2]}"):
+            session_words("gpt2", {name: 1})
+
+
+def test_a_renamed_value_is_refused_with_its_new_name() -> None:
+    for key, values in RENAMED_VALUES.items():
+        for value, now in values.items():
+            assert f"{value} is now called {now}" in "\n".join(mistakes(f"{key}={value}"))
+
+
+def test_a_recorded_configuration_of_an_earlier_version_is_read_with_the_current_names() -> None:
+    current = load_config([]).model_dump(mode="json")
+    renamed = {now: key for key, now in RENAMED_KEYS.items()}
+    earlier: dict[str, dict[str, Any]] = {}
+    for section, values in current.items():
+        for name, value in values.items():
+            old = renamed.get(f"{section}.{name}", f"{section}.{name}")
+            earlier.setdefault(section, {})[old.partition(".")[2]] = value
+    assert earlier != current
+    assert with_current_names(earlier) == current
+    assert with_current_names({"tiered": {"overlap": "full", "masters": "remainder"}}) == {
+        "tiered": {"overlap": "backward", "master_format": "split"}
+    }

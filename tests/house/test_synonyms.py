@@ -140,7 +140,7 @@ LEADS: dict[str, dict[str, str]] = {
     "litgpt": {
         "--precision bf16-true": "--dtype bf16",
         "--train.global_batch_size 64": "train.tokens_per_step=N|auto",
-        "--train.micro_batch_size 4": "--micro-batch 4",
+        "--train.micro_batch_size 4": "train.micro_batch_size=4",
         "--train.lr_warmup_steps 100": "optim.warmup_steps=100",
         "--train.max_norm 1.0": "optim.max_grad_norm=1.0",
         "--train.max_seq_length 512": "--seq-len 512",

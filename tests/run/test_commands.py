@@ -160,7 +160,7 @@ def completed(shell: str, line: str, folder: Path) -> list[str]:
         ("offload-train plan --no", ["--nodes"]),
         ("offload-train train --no", []),
         ("offload-train plan --machine h2", ["h200"]),
-        ("offload-train tune optim.stat", ["optim.moment_dtype="]),
+        ("offload-train tune optim.mom", ["optim.moment_dtype="]),
         ("offload-train optim.moment_dtype=8", ["8bit"]),
         ("offload-train train.deterministic=t", ["true"]),
         ("offload-train --scratch --mode", ["--model"]),

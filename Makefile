@@ -1,21 +1,27 @@
-# make demo: train the default model end to end (WORDS='--steps 100': with these).   make test: everything that can be
-# tested on this machine.
+# make demo: train the default model end to end (WORDS='--steps 100': with these).
+# make test: what a change can break, in about 15 minutes on two cores (SEED=7: another sample of the large matrices).
+# make test-all: every test that this machine can run, and the lowest versions of all libraries; nightly, and before a release.
 # Both set up what they need in .venv; a second run starts at once. PYTHON=python3.12 picks an interpreter.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+SEED ?= 0
 
-.PHONY: demo test check setup clean
+.PHONY: demo test test-all check setup clean
 
 demo: setup
 	$(RUN)/python scripts/demo.py $(WORDS)
 
 # DeepSpeed's kernels name the environment they were built in: two that share a cache build each other's anew.
-test: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
+test test-all: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
 test: setup check
+	$(RUN)/python scripts/build_kernels.py
+	$(RUN)/python -m pytest -n 2 --dist worksteal --sample-seed $(SEED)
+
+test-all: setup check
 	$(RUN)/python scripts/lowest_versions.py --install & $(RUN)/python scripts/build_kernels.py && wait $$!
-	$(RUN)/python -m pytest -n 2 --dist worksteal
+	$(RUN)/python -m pytest -n 2 --dist worksteal --all --durations=50
 	$(RUN)/python scripts/lowest_versions.py
 
 check: setup

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,11 +38,35 @@ TINY = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole populations, where a part is tried otherwise")
+    parser.addoption("--all", action="store_true", help="tests marked slow too, and every case of the large matrices")
+    parser.addoption("--sample-seed", type=int, default=0, help="which cases of the large matrices run without --all")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the slowest tests first: one that starts last leaves all but one worker idle at the end."""
+_SAMPLED = ("engine", "library", "model", "offload", "optim", "plan", "run")  # directories of tests that train
+_SAMPLE, _LEAST = 3, 4  # one case in so many of each test that has more than so many
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start the slowest tests first: one that starts last leaves all but one worker idle at the end.
+
+    Without --all, leave out slow tests, and all but a sample of the cases of each large matrix. Nothing is left out if
+    single tests or a marker are named.
+    """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if config.getoption("--all") or config.option.markexpr or any("::" in word for word in config.args):
+        return
+    by_test: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault((item.path, getattr(item, "originalname", None) or item.name), []).append(item)
+    left_out = {item for item in items if item.get_closest_marker("slow")}
+    for (path, _), cases in by_test.items():
+        if len(cases) > _LEAST and path.parent.name in _SAMPLED:
+            drawn = sorted(
+                cases, key=lambda item: zlib.crc32(f"{config.getoption('--sample-seed')} {item.nodeid}".encode())
+            )
+            left_out.update(drawn[-(-len(cases) // _SAMPLE) :])
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -59,6 +59,7 @@ def plan_of(shape: ModelShape, *words: str, ranks: int, gpu: int = 0) -> Plan:
     return make_plan(config, shape, here, world=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 4), (4, 2)])
 def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int, tmp_path: Path) -> None:
     """fp32 losses match, even if some pieces have no counted target; each rank sends the planned bytes."""

@@ -82,6 +82,7 @@ def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], t
     assert more > 0
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 2), ("qwen3", 4)])
 def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: int, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: 
         assert [norm, norm] == pytest.approx([expected[1], one[1]], rel=3e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 def test_the_command_saves_and_exports_whole_weights(tmp_path: Path) -> None:
     """Two tensor ranks give the losses, checkpoints and export of one, in fp32.

@@ -47,6 +47,7 @@ def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
     return json.loads(found.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", RUNS)
 def test_no_more_is_held_than_the_plan_says(what: str, folder: Path) -> None:
     """Peak memory is between 60 % and 100 % of the plan's."""
@@ -54,6 +55,7 @@ def test_no_more_is_held_than_the_plan_says(what: str, folder: Path) -> None:
     assert 0.6 * found["plan"] < found["peak"] <= found["plan"], found
 
 
+@pytest.mark.slow
 @pytest.mark.box
 @pytest.mark.parametrize("what", RUNS)
 def test_it_runs_where_there_is_no_more(what: str, folder: Path, box: Path) -> None:

@@ -108,6 +108,7 @@ def test_closed_form_counts_are_transformers(name: str) -> None:
         assert shape.parameters == 10_279_239_680
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_step_0_loss_of_every_preset_is_that_of_guessing(name: str) -> None:
     """Only the depth is reduced: two layers, or one in wide models, so that the test stays small."""

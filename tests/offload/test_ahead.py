@@ -94,6 +94,7 @@ def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> No
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ON_DRIVES)
 def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:

@@ -96,6 +96,7 @@ def in_line(folder: Path, *words: str) -> dict[str, bytes]:
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """bf16 with dropout and a limit that some norms exceed. Moments match those of an update without overlap."""

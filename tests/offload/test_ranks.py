@@ -106,6 +106,7 @@ def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
         assert (made.seen, made.files) == (on[0].seen, on[0].files), made.words
 
 
+@pytest.mark.slow
 def test_checkpoints_go_between_numbers_of_ranks(tmp_path: Path) -> None:
     """Checkpoints move from 3 ranks to 1, 2 and 4, and back, with identical bytes, even if written during training."""
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))

@@ -65,6 +65,7 @@ def whole(folder: Path, *words: str, steps: int) -> tuple[list[Step], dict[str, 
         return train(ours, batches(steps)), saved(ours, place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["tiered.overlap=off", BEHIND])
 @pytest.mark.parametrize("home", HOMES)
 def test_forty_steps_have_the_bits_of_masters_in_fp32(

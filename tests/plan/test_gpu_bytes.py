@@ -226,6 +226,7 @@ def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
 
 
+@pytest.mark.slow
 def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.FixtureRequest) -> None:
     """Default configurations with two layers, built as in tests/model/test_weight_decay.py, are counted unless listed.
 

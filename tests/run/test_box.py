@@ -29,6 +29,7 @@ def test_what_needs_more_than_the_limit_is_refused_and_nothing_written(box: Path
     assert not output.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.box
 def test_what_the_plan_allows_runs_under_the_limit(box: Path, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "runs"

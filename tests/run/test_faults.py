@@ -247,6 +247,7 @@ def test_the_kernel_kills_a_run_out_of_memory(box: Path, words: list, alone: Run
     assert "ended without a message: it was killed, ran out of memory" in assert_goes_on(words, output, alone).text
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_drive(words: list, alone: Run, tmp_path: Path) -> None:
     outputs = [tmp_path / "a", tmp_path / "b"]
     running = [
@@ -275,6 +276,7 @@ def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
     assert len(first.steps) > 6
 
 
+@pytest.mark.slow
 def test_random_kills_change_nothing(tmp_path: Path) -> None:
     """A dozen random kills (docs/faults.md: two hundred) change nothing; a failure prints the random seed."""
     seed = secrets.randbelow(10**6)

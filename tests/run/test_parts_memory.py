@@ -17,6 +17,7 @@ SHAPE |= {"head_dim": 8}
 WORDS = ["--seq-len", str(long_rows.TOKENS), "--micro-batch", "1", "--dtype", "fp32", "placement.threads=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.skipif(torch.cuda.is_available(), reason="host memory has the activations where the CPU computes")
 def test_ranks_hold_what_is_planned_of_parts(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from conftest import environment
 SCRIPT = Path(__file__).resolve().parents[2] / "soak/damaged_pages.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blind", [False, True])
 def test_damaged_pages(blind: bool) -> None:
     words = ["--damages", "50", "--seed", "7", "--kinds", "1", "--commands", "0" if blind else "3"]

@@ -69,6 +69,7 @@ def rehearsed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return rehearse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_passes_its_rehearsal_and_says_that_it_is_one(rehearsed: Callable[[str], Path], stage: str) -> None:
     folder = rehearsed(stage)

@@ -19,6 +19,7 @@ from soak_world import KINDS, STEPS, Sentinels, Trial, World  # noqa: E402
 from trials import Difference, compare_file, verify_checkpoint  # noqa: E402
 
 
+@pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
     """A round without `bench` and `tune`, which take too long, passes."""
     words = ["--seed", "3", "--rounds", "1", "--kinds", "gpt2-fp16-accumulate"]

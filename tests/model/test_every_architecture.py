@@ -152,3 +152,15 @@ def test_the_table_names_all(tmp_path: Path) -> None:
     page = every_architecture.table([result, every_architecture.Result("Llama", "right", loss="labels", drawn="equal")])
     assert "1 of 1 right, 0 refused, 0 wrong, 0 traceback; 1 do not run in transformers" in page
     assert "| Git | ValueError" in page
+
+
+def test_weights_that_are_read_without_a_module_call_are_new_in_a_forward_that_an_update_overlaps(
+    tmp_path: Path,
+) -> None:
+    """ProphetNet reads its n-gram embeddings so; the update that runs meanwhile changes them too."""
+    every_architecture.saved(tiny_models.tiny_config(tiny_models.kinds()["ProphetNet"]), tmp_path / "model")
+    found = [
+        every_architecture.ours(tmp_path / "model", tmp_path / "drive", words, every_architecture.batches())[0]
+        for words in ([*every_architecture.DRIVE, f"tiered.overlap={overlap}"] for overlap in ("off", "forward"))
+    ]
+    assert every_architecture.same_bits(*found)

@@ -240,7 +240,8 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     Drive traffic is counted between the ends of consecutive steps, so I/O that overlaps the next step counts there.
     """
     train = job.train
-    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch_size)
+    rank, world = job.engine.rank, job.engine.world
+    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch_size, rank=rank, world=world)
     counted = read_io()
     for number in range(steps):
         forget_peak_rss()

@@ -234,9 +234,9 @@ def describe_rates(machine: MachineProfile) -> str:
     for dtype, rate in rates.matmul.items():
         add(f"matrix products, {dtype}", rate, 1e9, "GFLOP/s")
     for key, rate in rates.layers.items():
-        dtype, part, phase = key.split(".")
+        dtype, part, phase = (*key.split("."), "", "")[:3]
         units = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s"}
-        add(f"{part}, {phase}, {dtype}", rate, 1e9, units[part])
+        add(f"{part}, {phase}, {dtype}", rate, 1e9, units.get(part, "G/s"))
     add("memory", rates.memory, 1e9, "GB/s")
     for kernel, rate in rates.update.items():
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")

@@ -266,7 +266,9 @@ def _refuse_without_values(module: nn.Module) -> None:
         if is_lazy(tensor):
             raise UserError(f"{name} has no shape before the first forward: call the module once before offloading it")
         if tensor.is_meta:
-            raise UserError(f"{name} has no values: weights of bf16 and fp32 can be offloaded")
+            raise UserError(
+                f"{name} is on the meta device and has no values: load or initialise it before offloading the module"
+            )
 
 
 def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:

@@ -147,7 +147,7 @@ def callers_words(message: str) -> str:
     for flag in sorted(FLAGS, key=len, reverse=True):
         leaf = FLAGS[flag].key.rpartition(".")[2]
         if FLAGS[flag].metavar:
-            message = re.sub(rf"{flag}[ =]([\w./]+)", partial(_keyword, leaf), message)
+            message = re.sub(rf"{flag}[ =]([\w./][\w./-]*)", partial(_keyword, leaf), message)
         message = re.sub(rf"{flag}\b(?!-)", leaf if FLAGS[flag].metavar else f"{leaf}=True", message)
     return re.sub(
         rf"\b(?:{'|'.join(dict.fromkeys(key.partition('.')[0] for key in all_keys()))})\.([a-z_]+)", r"\1", message

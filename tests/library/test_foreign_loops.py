@@ -371,7 +371,7 @@ def test_modules_that_cannot_be_offloaded_as_they_are(drive: Path) -> None:
         (mixed(), r"2 in fp32 \(0\.weight\), 2 in bf16 \(1\.weight\).*dtype='fp32'"),
         (lazy, r"0\.weight has no shape before the first forward"),
         (nn.LazyBatchNorm1d(affine=False), "running_mean has no shape"),
-        (nn.Linear(2, 2, device="meta"), "weight has no values"),
+        (nn.Linear(2, 2, device="meta"), "weight is on the meta device and has no values"),
         (nn.Linear(2, 2, dtype=torch.float64), r"weight is torch\.float64"),
     ):
         with pytest.raises(ot.UserError, match=words):

@@ -64,7 +64,7 @@ def compare(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
                 job.checkpoints.synchronize()
                 seconds[way].append(time.perf_counter() - start)
                 print(f"{way}: {seconds[way][-1]:.2f} s", file=sys.stderr, flush=True)
-    newest = sorted(Path(job.save_wish.parent / "checkpoints").glob("step-*"))[-1]
+    newest = sorted(Path(job.save_request_file.parent / "checkpoints").glob("step-*"))[-1]
     size = sum(about["bytes"] for about in json.loads((newest / "MANIFEST.json").read_text())["files"].values())
     return {
         "bytes": size,

@@ -14,8 +14,15 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from offload_trainer import __version__
-from offload_trainer.errors import AGAIN, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
-from offload_trainer.help_text import export_wish, help_text, take_command, take_count, take_switches, take_value
+from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.help_text import (
+    help_text,
+    parse_export_arguments,
+    take_command,
+    take_count,
+    take_switches,
+    take_value,
+)
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
@@ -52,11 +59,11 @@ def main(words: list[str] | None = None) -> int:
 def _told(error: BaseException, words: list[str]) -> str | None:
     """Return the error message for the user, completed with the step that a rerun resumes from; None for a bug."""
     told = explain(error)
-    if told is None or AGAIN not in told:
+    if told is None or RERUN_HINT not in told:
         return told
-    from offload_trainer.run.resume_point import saying_where
+    from offload_trainer.run.resume_point import with_resume_hint
 
-    return saying_where(told, words)
+    return with_resume_hint(told, words)
 
 
 def _launcher_says(error: BaseException) -> bool:
@@ -279,7 +286,7 @@ def _prepare(words: list[str]) -> None:
 
 
 def _export(words: list[str]) -> None:
-    wish = export_wish(words)
+    wish = parse_export_arguments(words)
     _offline()
     from offload_trainer.export.export_command import export
 

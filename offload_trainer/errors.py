@@ -12,7 +12,7 @@ import signal
 
 from offload_trainer.packages import explain_import
 
-AGAIN = "the same command resumes"  # run/resume_point.py completes this phrase with the step it resumes from
+RERUN_HINT = "the same command resumes"  # run/resume_point.py completes this phrase with the step it resumes from
 LOST = 69  # exit code of a rank that ends only because another rank has ended
 
 
@@ -56,14 +56,14 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, signal_number: int, *, unsaved: bool = False) -> None:
         name = signal.Signals(signal_number).name
-        again = f"a second signal, {name}, ended it at once, unsaved; {AGAIN}"
+        again = f"a second signal, {name}, ended it at once, unsaved; {RERUN_HINT}"
         super().__init__(again if unsaved else f"stopped by {name}, with nothing to save")
         self.exit_code = 128 + signal_number
 
 
 # Errors of a disk that is full, read-only, failing or gone; `_DOORS` holds errors of permissions and paths.
 _DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
-_MEND = f"Free space or mend that disk; {AGAIN}"
+_MEND = f"Free space or mend that disk; {RERUN_HINT}"
 _DOORS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 

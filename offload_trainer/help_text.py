@@ -290,7 +290,7 @@ def take_count(words: list[str], name: str, *, otherwise: int) -> int:
     return int(text)
 
 
-def export_wish(words: list[str]) -> dict[str, Any]:
+def parse_export_arguments(words: list[str]) -> dict[str, Any]:
     """Parse the words after `export` into the arguments of `export.export_command.export`.
 
     Raises UserError for mistakes.

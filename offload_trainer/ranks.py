@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from offload_trainer.errors import AGAIN, LOST, PeerFailed, TrainerError, UserError
+from offload_trainer.errors import LOST, RERUN_HINT, PeerFailed, TrainerError, UserError
 from offload_trainer.mesh import RUN, HandshakeRefused, Listener, Mesh, PeerTimeout
 from offload_trainer.safe_files import parsed, shown
 
@@ -368,7 +368,7 @@ def naming_the_late(stalled: float) -> Iterator[None]:
         if isinstance(error.__cause__, PeerTimeout) and place_here()[0] == 0:
             raise TrainerError(
                 f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
-                f"{error.__cause__}; {AGAIN}"
+                f"{error.__cause__}; {RERUN_HINT}"
             ) from error
         raise
 

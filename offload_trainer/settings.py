@@ -68,15 +68,15 @@ FLAGS: dict[str, Flag] = {
 
 
 # Keys (with their former default) and values that earlier versions had, and what to do instead.
-_GONE_KEYS: dict[str, tuple[Any, str]] = {
+_REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "model.checkpointing_variant": ("auto", "each engine chooses its own variant of checkpointing"),
 }
-_GONE_VALUES = {
+_REMOVED_VALUES = {
     "optim.name=adamw8bit": "8-bit moments are optim.moment_dtype=8bit; with --engine deepspeed they are bitsandbytes'",
     "optim.kernel=deepspeed": "native and torch are faster; leave it at auto",
 }
 # Keys that users look for and that are not implemented.
-_NOT_YET = {
+_NOT_IMPLEMENTED = {
     "parallel.pipeline": "not implemented: docs/pipeline.md explains why; `plan --parallel` forecasts its gain",
 }
 
@@ -137,7 +137,7 @@ class _Draft:
         """
         self.worded.add(key)
         section, _, name = key.partition(".")
-        if key in _GONE_KEYS:
+        if key in _REMOVED_KEYS:
             self.mistakes.append(_gone(spelled, key))
             return
         annotation = annotation_of(section, name)
@@ -263,8 +263,8 @@ def _no_flag(name: str, text: str | None) -> str:
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
     """Return the error message for an unknown key, with a suggestion."""
-    if key in _NOT_YET:
-        return f"{spelled}: {_NOT_YET[key]}"
+    if key in _NOT_IMPLEMENTED:
+        return f"{spelled}: {_NOT_IMPLEMENTED[key]}"
     if key in RENAMED_KEYS:
         return f"{spelled}: this key is now called {RENAMED_KEYS[key]}"
     return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"
@@ -310,8 +310,8 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     term = term_of(word)
     if term is None:
         return ""
-    if term.key in _NOT_YET:
-        return _NOT_YET[term.key]
+    if term.key in _NOT_IMPLEMENTED:
+        return _NOT_IMPLEMENTED[term.key]
     if not term.here:
         return term.note
     key, fixed, value = term.here.partition("=")
@@ -392,7 +392,7 @@ def _misplaced(word: str) -> str:
 
 
 def _gone(spelled: str, key: str) -> str:
-    return f"{spelled}: {key} was removed: {_GONE_KEYS[key][1]}; leave it out"
+    return f"{spelled}: {key} was removed: {_REMOVED_KEYS[key][1]}; leave it out"
 
 
 def _read_file(path: Path, draft: _Draft) -> None:
@@ -414,7 +414,7 @@ def _read_file(path: Path, draft: _Draft) -> None:
         else:
             draft.values[section] = dict(values or {})
     # Earlier versions wrote every key to the file, so a removed key with its former default is ignored.
-    for key, (default, _) in _GONE_KEYS.items():
+    for key, (default, _) in _REMOVED_KEYS.items():
         section, _, name = key.partition(".")
         if draft.values.get(section, {}).pop(name, default) != default:
             draft.mistakes.append(_gone(f"{path}: {key}", key))
@@ -505,7 +505,7 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         if now := RENAMED_VALUES.get(key, {}).get(str(given[key])):
             yield f"{key}: {given[key]} is now called {now}"
             continue
-        if instead := _GONE_VALUES.get(f"{key}={given[key]}"):
+        if instead := _REMOVED_VALUES.get(f"{key}={given[key]}"):
             yield f"{key}: {given[key]} was removed: {instead}"
             continue
         if here := value_of(key, given[key]):

@@ -50,7 +50,7 @@ class Job:
 
     train: TrainSection
     optim: OptimSection
-    finds_scale: bool  # fp16 with dynamic loss scaling, in which overflowing steps are expected
+    dynamic_loss_scale: bool  # fp16 with dynamic loss scaling, in which overflowing steps are expected
     engine: Engine
     train_rows: RowReader
     validation_rows: RowReader | None
@@ -62,7 +62,7 @@ class Job:
     checkpoints: Checkpoints
     cannot_save: str | None  # why this run cannot write exact checkpoints; None: it can
     save_every: int  # steps between checkpoints; 0: only on request
-    save_wish: Path  # creating this file requests a checkpoint
+    save_request_file: Path  # creating this file requests a checkpoint
     flops_per_step: float  # forward and backward, all ranks
     peak_flops: float | None  # FLOP/s of matrix products measured on this machine, all ranks; None: not measured
     swaps: list[Path]  # the run's private directories on drives
@@ -141,19 +141,20 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     wished = False
     if asked.save:
         asked.save, wished = False, True
-    if job.telemetry and os.path.lexists(job.save_wish):
-        wished |= _taken_wish(job)
+    if job.telemetry and os.path.lexists(job.save_request_file):
+        wished |= _take_save_request(job)
     stops, wishes, ended = zip(*all_gather_object((asked.stop, wished, job.checkpoints.ended)), strict=True)
     return max(stops), any(wishes), all(ended)
 
 
-def _taken_wish(job: Job) -> bool:
+def _take_save_request(job: Job) -> bool:
     """Remove the file that requests a checkpoint; return False if that fails, since it would request one every step."""
     try:
-        job.save_wish.unlink()
+        job.save_request_file.unlink()
     except OSError as error:  # it is a directory, or its directory is not writable
         job.checkpoints.note(
-            f"{job.save_wish} is ignored as a request for a checkpoint, because it cannot be removed: {error.strerror}"
+            f"{job.save_request_file} is ignored as a request for a checkpoint, because it cannot be removed: "
+            f"{error.strerror}"
         )
         return False
     return True
@@ -170,7 +171,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
     after = read_io()
     drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
-    job.counted = after if result.goes_on else None
+    job.counted = after if result.resume_hint else None
     state = replace(
         state,
         step=state.step + 1,
@@ -253,7 +254,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
-    finding = job.finds_scale and result.loss_scale > 1  # dynamic loss scaling expects overflows
+    finding = job.dynamic_loss_scale and result.loss_scale > 1  # dynamic loss scaling expects overflows
     if finding:
         return
     if job.optim.on_nonfinite_grad == "stop":

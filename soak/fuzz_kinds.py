@@ -33,7 +33,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.model.pretrained import pretrained_weights
 from offload_trainer.offloading.pages.index import PageIndex
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
-from offload_trainer.plan.planner import settle_and_plan
+from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.tiered.layout import pages_of, units_of
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.settings import load_config
@@ -201,7 +201,7 @@ def _machine(folder: Path) -> Kind:
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
         for machine in (rate_cache.with_cached_rates(bare), read_machine(str(folder / "profile.json"))):
             assert all(note.isprintable() for note in machine.notes), machine.notes
-            _, plan = settle_and_plan(config, shape, machine)
+            _, plan = resolve_and_plan(config, shape, machine)
             plan.describe()
             json.dumps(plan.to_json())
 

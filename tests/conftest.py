@@ -172,7 +172,7 @@ def call_and_kill(
     metrics = output / "metrics.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         told, go = Path(folder) / "told", Path(folder) / "go"
-        argv = [COMMAND] if hold is None else [Path(__file__).with_name("held.py"), hold, go]
+        argv = [COMMAND] if hold is None else [Path(__file__).with_name("paused_run.py"), hold, go]
         process = start(*argv, *words, "--output", output, stdout=told, stderr=told)
         deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:

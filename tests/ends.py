@@ -175,7 +175,7 @@ def arm(moment: Moment) -> None:
         case "start":
             patch(process_setup, "prepare_process", moment)
         case "plan":
-            patch(planning, "settle_and_plan", moment)
+            patch(planning, "resolve_and_plan", moment)
         case "first build":
             patch(kernel_cache.subprocess, "run", moment)
         case "training":

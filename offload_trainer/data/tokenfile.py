@@ -31,7 +31,7 @@ import numpy as np
 from pydantic import Field, with_config
 
 from offload_trainer.data.raw_tokens import BLOCK, bare_dtype, refuse_foreign, scan
-from offload_trainer.errors import AGAIN, TrainerError, UserError
+from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
 from offload_trainer.storage.atomic_io import sync_directory
 from offload_trainer.storage.trusted_files import MODE, open_owned
@@ -41,7 +41,7 @@ _SCAN_TOKENS = 1 << 24
 _TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
 _AGAIN = "delete the file and its sidecar, and the same command creates them again"
 _ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
-_RESTORE = f"it has changed since the run opened it. Restore it, and {AGAIN}"
+_RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT}"
 
 
 def sidecar_path(path: Path) -> Path:
@@ -189,7 +189,7 @@ class TokenFile:
             size = self.tokens * self.dtype.itemsize
             raise TrainerError(
                 f"{self.path}: cut short: {count} bytes at {start} expected, {len(data)} are left of {size} bytes; "
-                f"create it again, and {AGAIN}"
+                f"create it again, and {RERUN_HINT}"
             )
         return data
 

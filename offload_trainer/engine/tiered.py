@@ -151,7 +151,7 @@ class TieredEngine:
             loss_scale=scale,
             skipped=norm is None,
             hidden=hidden if self._behind else 0.0,
-            goes_on=self._behind,
+            resume_hint=self._behind,
         )
 
     @contextmanager

@@ -34,7 +34,7 @@ from offload_trainer.model.loader import BUFFERS, resolve_model
 from offload_trainer.offloading.pages.index import DESCRIPTION, read_store
 from offload_trainer.offloading.pages.manifest import read_description
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
-from offload_trainer.storage.nan_check import unusable
+from offload_trainer.storage.nan_check import describe_invalid_values
 from offload_trainer.storage.owned_dirs import MARK
 from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, kept
 from offload_trainer.storage.tensorfile import TensorFileReader
@@ -80,7 +80,7 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
     """
     wrong = []
     for name, tensor in source.weights():
-        if name not in source.buffers and (what := unusable(tensor)):
+        if name not in source.buffers and (what := describe_invalid_values(tensor)):
             wrong.append(f"{name} ({what})")
         yield name, tensor
     if wrong:

@@ -37,7 +37,7 @@ from offload_trainer.model.init_weights import (
     parameters_without_memory,
     tied_names,
 )
-from offload_trainer.model.loss import CausalLoss, adds_router_loss, comes_apart
+from offload_trainer.model.loss import CausalLoss, adds_router_loss, head_needs_only_hidden_states
 from offload_trainer.model.meta.activations import ModelMemory, count_activations
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import (
@@ -292,7 +292,7 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
         )
     blocks = block_names(model)
     products = products_of(model)
-    spared, divided = spared_names(model), splits(model, blocks)
+    spared, divided = no_weight_decay_names(model), splits(model, blocks)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     weights = []
     for name, parameter in model.named_parameters():
@@ -315,7 +315,7 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     counted = _activations(model, blocks, section, packed=packed)
-    whole = counted is None and not comes_apart(model)
+    whole = counted is None and not head_needs_only_hidden_states(model)
     if whole:
         counted = _activations(model, blocks, section, packed=packed, whole_logits=True)
     text = model.config.get_text_config()
@@ -381,7 +381,7 @@ def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool)
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
 
 
-def spared_names(model: PreTrainedModel) -> frozenset[str]:
+def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
     """Return the parameters of more than one dimension that get no weight decay.
 
     These are biases, parts of norms, and Mamba's decay, recognised by their names and their modules' classes.

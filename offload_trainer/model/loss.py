@@ -57,7 +57,7 @@ def body_of(model: PreTrainedModel) -> str | None:
     return inside[0] if len(inside) == 1 else None
 
 
-def comes_apart(model: PreTrainedModel) -> bool:
+def head_needs_only_hidden_states(model: PreTrainedModel) -> bool:
     """Return whether the head of `model` (on the meta device) needs nothing but the last hidden states.
 
     A model that cannot run on meta tensors is assumed to need nothing else.

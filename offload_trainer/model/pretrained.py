@@ -21,7 +21,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.checkpoint_mapping import Group, loading_groups
 from offload_trainer.model.init_weights import NamedTensor, first_names, tied_names
 from offload_trainer.safe_files import LENIENT, FileName, is_there, read_back
-from offload_trainer.storage.nan_check import unusable
+from offload_trainer.storage.nan_check import describe_invalid_values
 from offload_trainer.storage.tensorfile import TensorFileReader
 
 
@@ -68,7 +68,7 @@ def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[Name
     with a NaN or an infinity.
     """
     for name, tensor in _read(directory, model, {name for name, _ in model.named_parameters()}):
-        if wrong := unusable(tensor):
+        if wrong := describe_invalid_values(tensor):
             raise UserError(f"{directory}: {name}: {wrong}: no training can begin from that; mend the weights")
         yield name, tensor
 

@@ -50,7 +50,7 @@ class Stores:
     gradients: AnyGradients
 
 
-def homes_made(
+def allocate_stores(
     layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], page_sum: Sum = zlib_sum
 ) -> Stores:
     """Allocate memory on the device and in RAM, and files on the drives.

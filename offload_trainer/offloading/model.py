@@ -26,7 +26,7 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activations.offload import Activations
 from offload_trainer.offloading.activations.recompute_hooks import keep_weights
-from offload_trainer.offloading.allocation import Layout, homes_made
+from offload_trainer.offloading.allocation import Layout, allocate_stores
 from offload_trainer.offloading.device.base import Device
 from offload_trainer.offloading.device.heap_trim import trimmed
 from offload_trainer.offloading.gradients.collector import Gradients
@@ -34,8 +34,8 @@ from offload_trainer.offloading.pages.checksums import DamagedPage
 from offload_trainer.offloading.pages.drive_dirs import Drives
 from offload_trainer.offloading.pages.index import PageIndex
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
-from offload_trainer.offloading.ranks.update_progress import renewal_of
-from offload_trainer.offloading.update.step_params import StepParams, decision_of
+from offload_trainer.offloading.ranks.update_progress import make_update_progress
+from offload_trainer.offloading.update.step_params import StepParams, step_params_of
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
@@ -94,13 +94,13 @@ class OffloadedModel:
         self.activations: Activations | None = None
         with ExitStack() as stack:
             page_sum = sum_with(kernels[0])
-            stores = homes_made(layout, device=device, drives=drives, order=self.trained, page_sum=page_sum)
+            stores = allocate_stores(layout, device=device, drives=drives, order=self.trained, page_sum=page_sum)
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
             stack.callback(self.weights.close)
             stack.callback(self.gradients.close)
             every = routes_of(layout.homes, is_gpu=device.is_cuda)
             routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]
-            self.update_progress = renewal_of(
+            self.update_progress = make_update_progress(
                 layout, [route.page for route in routes], weights=self.weights, device=device
             )
             stack.callback(self.update_progress.close)
@@ -198,7 +198,7 @@ class OffloadedModel:
         kept.attach(self._module)
         self.activations = kept
 
-    def keep_account(self, *, model: Path) -> None:
+    def enable_page_index(self, *, model: Path) -> None:
         """Keep an index of the page files next to them; `model` is the directory with the model's configuration."""
         paths, its = self._drives.directories, self.store
         self.account = PageIndex(
@@ -222,7 +222,7 @@ class OffloadedModel:
             self.state.flush()
 
         self.node.once(put)
-        self.weights.spread_all()
+        self.weights.broadcast_all()
 
     # -- reading weights outside their modules ------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ class OffloadedModel:
         """Wait until no update is running; raise the error of the last one, if any."""
         self.update_progress.finish()
         if self.resident_guard is not None:
-            self.resident_guard.give_all_back()
+            self.resident_guard.restore_all()
 
     def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
         return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
@@ -449,7 +449,7 @@ class OffloadedModel:
 
     def _decision(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
         noise_of = self._seed if self.store.format.moments.stochastic else None
-        return decision_of(self.units, rules, steps, scale=scale, noise_of=noise_of)
+        return step_params_of(self.units, rules, steps, scale=scale, noise_of=noise_of)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernel_args import TYPES, Step, step_constants
-from offload_trainer.optim.kernels import gives_the_bits_of
+from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
 from offload_trainer.optim.torch_adam import TorchKernel
@@ -65,7 +65,7 @@ def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
     gpu = gpu_of(place)
     for fuses in (True, False):  # the CPU kernel uses FMA or not, depending on the CPU (FUSES in native/numbers.h)
         kernel = CudaKernel(gpu, fuses=fuses)
-        if gives_the_bits_of(beside, kernel, device=gpu.place):
+        if matches_bitwise(beside, kernel, device=gpu.place):
             return kernel
     raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
 

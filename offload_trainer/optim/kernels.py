@@ -43,7 +43,7 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
 
 def matches_torch(kernel: Kernel) -> bool:
     """Return whether a CPU kernel matches `TorchKernel` bit for bit."""
-    return gives_the_bits_of(TorchKernel(), kernel)
+    return matches_bitwise(TorchKernel(), kernel)
 
 
 # The second AdamW has beta1 < 1/2, so its lerp starts from the gradient, and its lr * decay is 1.
@@ -53,7 +53,7 @@ _TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
 }
 
 
-def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
+def matches_bitwise(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
     """Return whether `kernel` on `device` matches `reference` on the CPU bit for bit, for numbers of all magnitudes.
 
     This tests each rule, each format of its moments, whole and split masters, and parts with gaps between them and

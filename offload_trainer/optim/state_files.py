@@ -42,7 +42,7 @@ from offload_trainer.plan.tiered.state_formats import (
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.safe_files import EXACT, Number, Steps, read_back
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.nan_check import unusable
+from offload_trainer.storage.nan_check import describe_invalid_values
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
@@ -140,7 +140,7 @@ def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) ->
 
 def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
     """Raise TrainerError if a weight's masters, moments or scales hold NaN, infinity or impossible values."""
-    if wrong := unusable(values.detach(), signed=is_signed(field)):
+    if wrong := describe_invalid_values(values.detach(), signed=is_signed(field)):
         raise TrainerError(
             f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
             "checkpoint was made of it and the older ones are untouched: the same command resumes from the newest, "
@@ -241,7 +241,7 @@ class StoredKind:
 
     def _read(self, file: TensorFileReader, name: str, start: int, count: int) -> torch.Tensor:
         values = file.read_part(name, start, count)
-        if wrong := unusable(values, signed=is_signed(file.path.stem)):
+        if wrong := describe_invalid_values(values, signed=is_signed(file.path.stem)):
             raise UserError(f"{file.path}: {name}: {wrong}: no run can resume from it. {_FIX}")
         return values
 

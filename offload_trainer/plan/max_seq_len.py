@@ -32,7 +32,7 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 
     def fits(seq_len: int) -> bool:
         rows = config.data.model_copy(update={"seq_len": seq_len})
-        return some_homes_fit(config.model_copy(update={"data": rows}), layouts, machine, world=world, nodes=nodes)
+        return any_placement_fits(config.model_copy(update={"data": rows}), layouts, machine, world=world, nodes=nodes)
 
     return longest(shape.context, fits)
 
@@ -46,7 +46,7 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
     return [config.model_copy(update={"tiered": section}) for section in sections]
 
 
-def some_homes_fit(
+def any_placement_fits(
     config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
 ) -> bool:
     """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks.

@@ -130,7 +130,7 @@ def _not_of(engine: Tiered | DeepSpeed | Plain, config: TrainConfig) -> list[str
     return mistakes
 
 
-def settle_and_plan(
+def resolve_and_plan(
     config: TrainConfig,
     shape: ModelShape,
     machine: MachineProfile,
@@ -177,7 +177,7 @@ def _fastest_division(
         try:
             if count > 1 and (mistakes := combination_mistakes(one)):
                 raise UserError("; ".join(mistakes))
-            settled[count] = settle_and_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)
+            settled[count] = resolve_and_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)
         except UserError as error:
             if count == 1:
                 raise
@@ -240,10 +240,10 @@ def make_plan(
 
 
 def _fastest(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: MachineProfile) -> Plan:
-    return _fastest_way(engine, work, machine) if isinstance(engine, Tiered) else _of_homes(engine, work, machine)
+    return _fastest_schedule(engine, work, machine) if isinstance(engine, Tiered) else _of_homes(engine, work, machine)
 
 
-def _fastest_way(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
+def _fastest_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
     """Return the plan with the best of the update schedules that the configuration leaves open.
 
     A schedule replaces the default only if it gains enough.

@@ -13,7 +13,7 @@ from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import combination_mistakes, settle_and_plan
+from offload_trainer.plan.planner import combination_mistakes, resolve_and_plan
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.time.step_time import tokens_that_hide_the_update
 from offload_trainer.run.planning import Planned
@@ -93,7 +93,7 @@ def _tried(planned: Planned) -> Iterator[Advice]:
         if combination_mistakes(config):
             continue
         try:
-            yield Advice(told, words, settle_and_plan(config, shape, machine, world=now.world, nodes=now.nodes)[1])
+            yield Advice(told, words, resolve_and_plan(config, shape, machine, world=now.world, nodes=now.nodes)[1])
         except UserError:
             continue
 

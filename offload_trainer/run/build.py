@@ -157,7 +157,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
     )
     # With split masters the page files are useless without the weights in memory, so they get no index.
     if engine.offloaded.node.is_first and not planned.plan.sizes.remainders:
-        engine.offloaded.keep_account(model=setup.output / "model")
+        engine.offloaded.enable_page_index(model=setup.output / "model")
     return engine
 
 
@@ -202,7 +202,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     return Job(
         train=train,
         optim=config.optim,
-        finds_scale=config.model.dtype == "fp16",
+        dynamic_loss_scale=config.model.dtype == "fp16",
         engine=engine,
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=config.data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
@@ -214,7 +214,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         checkpoints=_checkpoints(setup, say=say),
         cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
-        save_wish=setup.output / "save",
+        save_request_file=setup.output / "save",
         flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
         peak_flops=peak.value * plan.world if peak else None,
         swaps=swaps,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.max_seq_len import some_homes_fit, with_fewer_buffers
+from offload_trainer.plan.max_seq_len import any_placement_fits, with_fewer_buffers
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import engine_of
 from offload_trainer.plan.shape import ModelShape
@@ -71,7 +71,7 @@ class MemoryFallbacks:
             layouts, fewer = Layouts(of.shape), with_fewer_buffers(wish)
 
             def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
-                return some_homes_fit(one, layouts, machine, world=world, nodes=nodes, saves=saves)
+                return any_placement_fits(one, layouts, machine, world=world, nodes=nodes, saves=saves)
 
             if fits(fewer[-1]):
                 yield next((one for one in fewer[:-1] if fits(one)), fewer[-1]), of

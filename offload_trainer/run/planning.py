@@ -17,7 +17,7 @@ from offload_trainer.plan.defaults import row_length
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.max_seq_len import longest_row
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import engine_of, settle_and_plan
+from offload_trainer.plan.planner import engine_of, resolve_and_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.memory_fallbacks import MemoryFallbacks, lacks_room, may_tile
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -45,7 +45,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
     """
     from offload_trainer.model.loader import resolve_model
 
-    config = _as_left(config, nodes=nodes)
+    config = _with_resumed_copies(config, nodes=nodes)
     machine = machine_here(config.placement.nvme, output=config.save.output)
     source = resolve_model(
         config.model,
@@ -57,13 +57,13 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
     models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
-    found = _as_before(config, models, machine, world=world, nodes=nodes)
+    found = _with_resumed_choices(config, models, machine, world=world, nodes=nodes)
     if found is None:
         found = planned(config, models, machine, world=world, nodes=nodes)
     return with_longest_row(found, config, models) if longest else found
 
 
-def _as_before(
+def _with_resumed_choices(
     config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int
 ) -> Planned | None:
     """Plan with the micro-batch size, MLP chunk and fetch granularity of the run that this one resumes.
@@ -71,14 +71,14 @@ def _as_before(
     Other choices would change the results bit for bit. Returns None if none of them is left open, if there is no run
     to resume, or if its choices no longer fit.
     """
-    from offload_trainer.run.resume_point import made_with
+    from offload_trainer.run.resume_point import config_to_resume
 
     model, train, tiered = config.model, config.train, config.tiered
     fetch_open = tiered.fetch_granularity == "auto" and engine_of(config).name == "tiered"
     left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open
     if engine_of(config).name == "deepspeed" or not left_open:
         return None
-    before = made_with(config.save)
+    before = config_to_resume(config.save)
     if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
         count = (
             tiered.weight_buffers if "weight_buffers" in tiered.model_fields_set else before["tiered"]["weight_buffers"]
@@ -107,7 +107,7 @@ def planned(
     """
 
     def plan_of(wish: TrainConfig, of: Any) -> Planned:
-        settled, plan = settle_and_plan(wish, of.shape, machine, world=world, nodes=nodes)
+        settled, plan = resolve_and_plan(wish, of.shape, machine, world=world, nodes=nodes)
         return Planned(settled, plan, machine, of)
 
     first = plan_of(config, models.as_wished(config))
@@ -134,7 +134,7 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
     return replace(found, plan=replace(plan, longest_row=tokens))
 
 
-def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
+def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     """Return the configuration with the number of state copies that the run's existing page files have.
 
     Without this, `state_copies=auto` could choose 1, and the page files could not be resumed from.

@@ -12,36 +12,36 @@ from typing import Any
 
 from offload_trainer.checkpoint import configuration_of, find_resume
 from offload_trainer.config import SaveSection
-from offload_trainer.errors import AGAIN, UserError
+from offload_trainer.errors import RERUN_HINT, UserError
 from offload_trainer.offloading.pages.index import files_of
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.retention import step_of
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
-ANEW = "nothing was saved yet: the same command starts from step 0"
+STARTS_OVER = "nothing was saved yet: the same command starts from step 0"
 
 
-def saying_where(told: str, words: Sequence[str]) -> str:
-    """Complete the phrase `errors.AGAIN` in a message with the point that the command `words` resumes from."""
-    return re.sub(f"{AGAIN}(?! from)", lambda _: goes_on(words), told)
+def with_resume_hint(told: str, words: Sequence[str]) -> str:
+    """Complete the phrase `errors.RERUN_HINT` in a message with the point that the command `words` resumes from."""
+    return re.sub(f"{RERUN_HINT}(?! from)", lambda _: resume_hint(words), told)
 
 
-def goes_on(words: Sequence[str]) -> str:
+def resume_hint(words: Sequence[str]) -> str:
     """Return a sentence on where the command `words` would resume from, without the step if it cannot be read."""
     try:
         save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
         saved, kept = _left(save)
     except (OSError, ValueError, UserError):
-        return AGAIN
+        return RERUN_HINT
     if kept:
-        return f"{AGAIN} from its page files, step {kept}"
+        return f"{RERUN_HINT} from its page files, step {kept}"
     if saved:
-        return f"{AGAIN} from the checkpoint {saved.name}"
-    return ANEW
+        return f"{RERUN_HINT} from the checkpoint {saved.name}"
+    return STARTS_OVER
 
 
-def made_with(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
+def config_to_resume(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
     """Return the resolved configuration of the run that this one would resume from; empty for a new run.
 
     It is also empty if it cannot be read; the later check of the checkpoint or page files reports that error.

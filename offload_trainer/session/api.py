@@ -30,13 +30,13 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.max_seq_len import with_fewer_buffers
 from offload_trainer.plan.memory.activation_offload import inputs_of
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import settle_and_plan, workload
+from offload_trainer.plan.planner import resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.directory import environment
 from offload_trainer.run.memory_fallbacks import lacks_room
 from offload_trainer.run.planning import machine_here
-from offload_trainer.session.kwargs import SessionKeys, in_callers_words, session_words
+from offload_trainer.session.kwargs import SessionKeys, session_words, translate_errors
 from offload_trainer.session.module_shape import shape_of
 from offload_trainer.session.process_memory import ThisProcess
 from offload_trainer.session.saving import Saves
@@ -60,7 +60,7 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
     Raises UserError for invalid keys, an unusable model, or a plan that does not fit.
     """
     words = session_words(str(name), _with_nvme(keys))
-    with in_callers_words():
+    with translate_errors():
         config = load_config(words)
         source = resolve_model(config.model, seed=config.train.seed)
         config, plan = _planned(config, source.shape, machine_here(config.placement.nvme), say=say)
@@ -102,7 +102,7 @@ def offload(
     _refuse_without_values(module)
     words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **_with_nvme(keys)})
     shape = shape_of(module, blocks=blocks)
-    with in_callers_words():
+    with translate_errors():
         config = load_config(words)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         config, plan = _planned(config, shape, machine_here(config.placement.nvme), say=say, moves=here)
@@ -148,7 +148,7 @@ def _planned(
     tried = list[tuple[TrainConfig, Plan]]()
     for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):
         # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
-        settled, plan = settle_and_plan(wish, shape, process.free(machine), saves=False)
+        settled, plan = resolve_and_plan(wish, shape, process.free(machine), saves=False)
         tried.append((settled, process.count_in(plan)))
         if tried[-1][1].fits or not lacks_room(tried[-1][1], machine):
             break

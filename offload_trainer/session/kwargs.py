@@ -1,7 +1,7 @@
 """Convert keyword arguments of `ot.load` and `ot.offload` to command-line words, and error messages back.
 
 The library reuses the parser and planner of the command line. Their errors name flags and keys, which
-`in_callers_words` replaces by the keywords that the caller used.
+`translate_errors` replaces by the keywords that the caller used.
 """
 
 from __future__ import annotations
@@ -133,15 +133,15 @@ def _unknown(key: str, known: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def in_callers_words() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Within this context, replace flags and keys in UserError messages by the caller's keywords."""
     try:
         yield
     except UserError as error:
-        raise UserError(callers_words(str(error))) from error
+        raise UserError(in_keywords(str(error))) from error
 
 
-def callers_words(message: str) -> str:
+def in_keywords(message: str) -> str:
     """Replace flags and keys in an error message by keywords: `--nvme /a` becomes `nvme=["/a"]`."""
     message = message.replace(_RULE, "rule")
     for flag in sorted(FLAGS, key=len, reverse=True):

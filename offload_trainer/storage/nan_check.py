@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 
-def unusable(values: torch.Tensor, *, signed: bool = True) -> str | None:
+def describe_invalid_values(values: torch.Tensor, *, signed: bool = True) -> str | None:
     """Describe the invalid elements of `values` (a CPU tensor); return None if all are valid. Integer codes always are.
 
     `signed=False` is for squares or largest magnitudes, which must not be negative: the next update takes their square

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_trainer.errors import AGAIN, TrainerError
+from offload_trainer.errors import RERUN_HINT, TrainerError
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.units import format_bytes
 
@@ -70,12 +70,12 @@ class DriveFile:
             except OSError as error:
                 raise TrainerError(
                     f"{self.path}: {len(view)} bytes at {offset} could not be {verb}: {error.strerror}. dmesg says "
-                    f"more of the drive; {AGAIN}, there or with another --nvme"
+                    f"more of the drive; {RERUN_HINT}, there or with another --nvme"
                 ) from error
             if moved == 0:
                 raise TrainerError(
                     f"{self.path}: cut short: {len(view)} bytes at {offset} wanted, the file has {size} of "
-                    f"{self.size}; something else changed it; {AGAIN}"
+                    f"{self.size}; something else changed it; {RERUN_HINT}"
                 )
             done += moved
         if not self.direct:
@@ -88,7 +88,7 @@ class DriveFile:
         except OSError as error:
             raise TrainerError(
                 f"{self.path} could not be written to the end: {error.strerror}. dmesg says more of the drive; "
-                f"{AGAIN}, there or with another --nvme"
+                f"{RERUN_HINT}, there or with another --nvme"
             ) from error
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.cli import export_wish, main
+from offload_trainer.cli import main, parse_export_arguments
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.run.commands.sampling import draw_of
@@ -104,7 +104,7 @@ def test_scripts(script: str) -> None:
 def test_commands(command: str) -> None:
     words = shlex.split(command)[1:]
     if words[0] == "export":
-        assert export_wish(words[1:])["dtype"] in words or "--dtype" not in words
+        assert parse_export_arguments(words[1:])["dtype"] in words or "--dtype" not in words
         return
     if words[0] in ("sample", "chat"):
         given = {flag: words.pop(words.index(f"--{flag}") + 1) for flag in ("prompt", "tokens") if f"--{flag}" in words}

@@ -91,7 +91,7 @@ def test_help_knows_each_switch(command: str) -> None:
     import inspect
 
     source = inspect.getsource(cli._COMMANDS[command])
-    source += inspect.getsource(cli.export_wish) if command == "export" else ""
+    source += inspect.getsource(cli.parse_export_arguments) if command == "export" else ""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     taken = {
         word.value
@@ -196,4 +196,4 @@ def test_names_that_are_no_utf8_are_refused() -> None:
         with pytest.raises(UserError, match=r"\\udcff.*not UTF-8"):
             load_config(words)
     with pytest.raises(UserError, match="not UTF-8"):
-        cli.export_wish(["run", "out\udcff"])
+        cli.parse_export_arguments(["run", "out\udcff"])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from bench_of_engines import VOCABULARY, batches, model_directory
 from conftest import run_script
-from late import LateDevice, LateTransfers
+from late_copies import LateDevice, LateTransfers
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

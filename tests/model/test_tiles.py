@@ -11,7 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from bench_of_engines import REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late import LateDevice, LateTransfers
+from late_copies import LateDevice, LateTransfers
 from queues import queued
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig

@@ -7,7 +7,7 @@ from architectures import small
 from transformers import AutoConfig, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_trainer.model.loader import spared_names
+from offload_trainer.model.loader import no_weight_decay_names
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from offload_trainer.model.loader import spared_names
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_biases_and_norms_of_two_dimensions_are_spared(config: object, spared: set[str]) -> None:
-    found = spared_names(small(config))
+    found = no_weight_decay_names(small(config))
     assert {ending for ending in spared for name in found if name.endswith(ending)} == spared
     assert all(name.endswith(tuple(spared)) for name in found)
 
@@ -37,7 +37,7 @@ def test_every_architecture_decays_what_transformers_decays() -> None:
         built += 1
         weights = {name: tensor for name, tensor in model.named_parameters() if tensor.dim() > 1}
         theirs = set(Trainer.get_decay_parameter_names(None, model)) & weights.keys()  # type: ignore[arg-type]
-        ours = weights.keys() - spared_names(model)
+        ours = weights.keys() - no_weight_decay_names(model)
         differences += [(kind.__name__, name) for name in ours ^ theirs if not name.endswith(".A_log")]
     assert built > 150
     assert not differences

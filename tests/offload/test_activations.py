@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bench_of_engines import REENTRANT, Step, assert_same, batches, engine, masters, model_directory, train
-from late import LateDevice, LateTransfers
+from late_copies import LateDevice, LateTransfers
 from plans import GB, SHAPES, machine, wish
 from queues import queued
 

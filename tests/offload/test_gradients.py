@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench_of_engines import assert_same, batches, engine, masters, model_directory, train
 from conftest import run_script
-from late import LateDevice
+from late_copies import LateDevice
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device.d2h_limits import InFlight, Ring

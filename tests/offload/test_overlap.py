@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from bench_of_engines import ON_GPU, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late import LateDevice, LateTransfers
+from late_copies import LateDevice, LateTransfers
 from test_shares import on_streams
 from test_tiered import skip_last_block
 
@@ -291,7 +291,7 @@ def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch
     monkeypatch.setattr(Updater, "_update", updated)
     monkeypatch.setattr(PageStore, "write", written)
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
-        ours.offloaded.keep_account(model=folder)
+        ours.offloaded.enable_page_index(model=folder)
         train(ours, batches(2))
         ours.synchronize()
         pages = ["home", "page"] * len(ours.offloaded.store.pages)
@@ -308,7 +308,7 @@ def test_closed_while_an_update_is_under_way_it_ends(
     walk, go = Updater._walk, threading.Event()
     monkeypatch.setattr(Updater, "_walk", lambda *given: (go.wait(60), walk(*given)))
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
-        ours.offloaded.keep_account(model=folder)
+        ours.offloaded.enable_page_index(model=folder)
         train(ours, batches(1))
         assert ours.offloaded.update_progress.under_way
         threading.Timer(0.1, go.set).start()

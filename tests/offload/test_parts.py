@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late import LateDevice, LateTransfers, hasty
+from late_copies import LateDevice, LateTransfers, hasty
 from ranked import FILES, Case, run_ranks
 from safetensors.torch import load_file
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_exchange import Place, ThreadOfNode
 from test_gradients import model
+from test_sharded_gradients import Place, ThreadOfNode
 from threads import Threads
 
 from offload_trainer.errors import TrainerError

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from bench_of_engines import Step, batches, engine, model_directory, train
-from late import LateDevice, LateTransfers
+from late_copies import LateDevice, LateTransfers
 from queues import FakeCuda, queued
 
 from offload_trainer.engine.tiered import TieredEngine

@@ -21,7 +21,7 @@ from bench_of_engines import (
     model_directory,
     train,
 )
-from late import LateDevice, LateTransfers, hasty
+from late_copies import LateDevice, LateTransfers, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.plan.tiered.layout as layout

@@ -27,7 +27,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
-from offload_trainer.optim.kernels import gives_the_bits_of, random_page
+from offload_trainer.optim.kernels import matches_bitwise, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.nvrtc import Gpu, find_nvrtc, gpu_of, load_nvrtc
@@ -263,7 +263,7 @@ def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
     for states in STATES:
         page = wild_page(N, states=states)
         assert_same(*(updated(one, page, PARTS, states=states) for one in (kernel, unfused)))
-    assert not gives_the_bits_of(unfused, CudaKernel(gpu, fuses=True), device=gpu.place)
+    assert not matches_bitwise(unfused, CudaKernel(gpu, fuses=True), device=gpu.place)
     monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
     chosen, words = choose_cuda_kernel(gpu.place, unfused)
     assert chosen is not None, words

@@ -14,7 +14,7 @@ from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, R
 from offload_trainer.plan.parallel.comm_cost import GPUS, MEETS, NETWORK, NORMS, OUTBOX, exchange_of
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.plan.tiered.layout import homes_of, pages_of, stretch_of, units_of
+from offload_trainer.plan.tiered.layout import homes_of, pages_of, range_of_rank, units_of
 
 CLUSTERS = ("4xrtx4090-10gbe", "4xa100-80gb-100gbe", "8xa100-80gb", "8xh100-80gb")
 
@@ -53,7 +53,7 @@ def test_bytes_on_the_network_are_those_that_leave_and_enter_a_node() -> None:
     for node in range(nodes):
         gradients, weights = {"in": 0, "out": 0}, {"in": 0, "out": 0}
         for owner in range(world):
-            held = sum(end - first for first, end in (stretch_of(unit, owner, ranks=world) for unit in units))
+            held = sum(end - first for first, end in (range_of_rank(unit, owner, ranks=world) for unit in units))
             for giver in range(world):
                 if owner // gpus == giver // gpus:
                     continue

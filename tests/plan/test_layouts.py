@@ -12,7 +12,7 @@ import pytest
 from plans import SHAPES, wish
 from test_time import timed
 
-from offload_trainer.plan.planner import settle_and_plan
+from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import norm_shards, spec, weight_buffers
 from offload_trainer.plan.tiered.layout import (
@@ -23,7 +23,7 @@ from offload_trainer.plan.tiered.layout import (
     homes_of,
     on_node,
     pages_of,
-    stretch_of,
+    range_of_rank,
     units_of,
 )
 from offload_trainer.plan.tiered.norm_shards import given, piece_width
@@ -55,7 +55,7 @@ def test_each_rank_divides_its_stretches_as_if_it_were_alone(
     how = {"page": 9 * ALIGN, "ram_fraction": ram, "speeds": speeds, "ahead": ahead}
     found: list[Page] = []
     for rank in range(ranks):
-        stretches = [stretch_of(unit, rank, ranks=ranks) for unit in units]
+        stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
         alone = [replace(unit, trained=end - first) for unit, (first, end) in zip(units, stretches, strict=True)]
         found += [replace(page, start=page.start + stretches[page.unit][0]) for page in pages_of(alone, **how)]
     assert pages_of(units, ranks=ranks, **how) == tuple(sorted(found, key=lambda page: (page.unit, page.start)))
@@ -123,7 +123,7 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "pages_of", divide)
     monkeypatch.setattr(spec, "units_of", lay_out)
     config = wish("--ram-fraction", "0.5", "train.tokens_per_step=2048", "--seq-len", "1024")
-    _, plan = settle_and_plan(config, SHAPES["gpt2-medium"], timed())
+    _, plan = resolve_and_plan(config, SHAPES["gpt2-medium"], timed())
     assert plan.fits
     assert plan.rejected
     assert len(plan.ways) == 4

@@ -20,7 +20,7 @@ from offload_trainer.model.probes.positionwise import with_tiles
 from offload_trainer.plan.machine import Rate, layer_key, read_machine
 from offload_trainer.plan.max_seq_len import longest, longest_row
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, settle_and_plan, workload
+from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
 from offload_trainer.run.commands.plan import plan_elsewhere
@@ -62,9 +62,9 @@ def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does()
 
 def test_the_wish_is_settled_so_that_the_engine_has_what_was_planned() -> None:
     small = needs(planned(80, "model.mlp_chunk=256", "--params", "nvme")) / GB + 0.01
-    config, plan = settle_and_plan(wish(*ROWS[:-2], "--params", "nvme"), wide(), machine(gpu=int(small * GB)))
+    config, plan = resolve_and_plan(wish(*ROWS[:-2], "--params", "nvme"), wide(), machine(gpu=int(small * GB)))
     assert plan.mlp_chunk == config.model.mlp_chunk == workload(config, wide()).mlp_chunk > 0
-    config, plan = settle_and_plan(wish(*ROWS), wide(), machine(gpu=80 * GB))
+    config, plan = resolve_and_plan(wish(*ROWS), wide(), machine(gpu=80 * GB))
     assert (plan.mlp_chunk, config.model.mlp_chunk, workload(config, wide()).mlp_chunk) == (0, "off", 0)
     off = make_plan(wish(*ROWS, "--params", "nvme", "model.mlp_chunk=off"), wide(), machine(gpu=int(small * GB)))
     assert not off.fits

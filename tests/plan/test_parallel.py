@@ -30,7 +30,7 @@ from offload_trainer.plan.parallel.modes import (
 from offload_trainer.plan.parallel.table import compare
 from offload_trainer.plan.parallel.tensor_degree import tensor_of
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, settle_and_plan, workload
+from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.workload import Workload
 
@@ -292,7 +292,7 @@ RULED = replace(
 def chosen(*words: str, shape: ModelShape = RULED, world: int = 4, nodes: int = 1, **links: Rate) -> tuple[int, Plan]:
     told = ("--engine", "deepspeed", "parallel.tensor=auto", "model.activation_checkpointing=off", *words)
     place = here(**links) if links else machine(gpu=80 * GB, ram=500 * GB)
-    config, plan = settle_and_plan(wish(*told), shape, place, world=world, nodes=nodes)
+    config, plan = resolve_and_plan(wish(*told), shape, place, world=world, nodes=nodes)
     count = tensor_of(config.parallel)
     assert config.parallel.tensor == count
     assert config.train.micro_batch_size == plan.micro_batch
@@ -316,7 +316,7 @@ def test_tensor_ranks_are_chosen_by_the_links() -> None:
     assert all(f", {number}: " in told for number in (1, 2, 4))
     assert chosen("--micro-batch", "16", "--seq-len", "1024", "--accumulate", "4", **fast)[0] == 1
     assert chosen(*few, world=2, nodes=2, network=rate(1e11), **fast)[0] == 1
-    alone = settle_and_plan(wish("--engine", "deepspeed", *few), RULED, here(**fast), world=4)[1]
+    alone = resolve_and_plan(wish("--engine", "deepspeed", *few), RULED, here(**fast), world=4)[1]
     assert plan.forecast.step is not None
     assert alone.forecast.step is not None
     assert plan.forecast.step < alone.forecast.step

@@ -33,8 +33,8 @@ from offload_trainer.plan.tiered.layout import (
     aligned,
     homes_of,
     pages_of,
+    range_of_rank,
     rank_of,
-    stretch_of,
     units_of,
 )
 from offload_trainer.plan.tiered.spec import TierSizes
@@ -184,7 +184,7 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
     for page, owner in zip(homes.pages, homes.owners, strict=True):
         assert page.start == ends[page.unit]
         ends[page.unit] += page.elements
-        first, end = stretch_of(units[page.unit], owner, ranks=ranks)
+        first, end = range_of_rank(units[page.unit], owner, ranks=ranks)
         assert first <= page.start < page.start + page.elements <= end
         held[owner, page.home] += page.elements
         assert all(rank_of(units[page.unit], element, ranks=ranks) == owner for element in (first, end - 1))

@@ -12,7 +12,7 @@ from plans import GB, SHAPES, machine, wish
 from offload_trainer.errors import UserError
 from offload_trainer.plan.calibration import correction, steady_ratios
 from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates, layer_key
-from offload_trainer.plan.planner import make_plan, settle_and_plan
+from offload_trainer.plan.planner import make_plan, resolve_and_plan
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.time.step_time import UPDATE_START, Forecast, tokens_that_hide_the_update
 
@@ -194,17 +194,17 @@ def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
     """The largest micro-batch that fits the device is chosen; an explicit one is kept."""
     shape = SHAPES["gpt2-xl"]
     here = replace(machine(gpu=8 * GB), rates=timed().rates, drives=timed().drives)
-    config, plan = settle_and_plan(wish("train.tokens_per_step=65536"), shape, here)
+    config, plan = resolve_and_plan(wish("train.tokens_per_step=65536"), shape, here)
     assert (
         config.train.micro_batch_size * config.train.gradient_accumulation_steps * 1024 == plan.tokens_per_step == 65536
     )
     assert plan.fits
-    larger = settle_and_plan(wish("train.tokens_per_step=65536"), shape, replace(here, gpu_bytes=80 * GB))[0]
+    larger = resolve_and_plan(wish("train.tokens_per_step=65536"), shape, replace(here, gpu_bytes=80 * GB))[0]
     assert larger.train.micro_batch_size > config.train.micro_batch_size
     asked = wish("--micro-batch", "3")
-    assert settle_and_plan(asked, shape, here)[0].train == asked.train
+    assert resolve_and_plan(asked, shape, here)[0].train == asked.train
     with pytest.raises(UserError, match="not a multiple"):
-        settle_and_plan(wish("train.tokens_per_step=1000"), shape, here)
+        resolve_and_plan(wish("train.tokens_per_step=1000"), shape, here)
     with pytest.raises(UserError, match="leave those two out"):
         wish("train.tokens_per_step=1024", "--accumulate", "2")
 

@@ -14,7 +14,7 @@ from offload_trainer.run import planning
 from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 
-ROOMY = Path(__file__).parents[1] / "roomy.py"
+ROOMY = Path(__file__).parents[1] / "fake_ram_run.py"
 ALWAYS = ["model.overrides.n_inner=8192", "--engine", "tiered", "--save-every", "2", "train.eval_every=0"]
 PIECES = [*TINY, *ALWAYS, "--micro-batch", "16", "--steps", "4"]
 ROWS = TINY.index("--micro-batch")

@@ -15,7 +15,7 @@ from test_telemetry import Page, a_step
 from offload_trainer import cli
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.plan.planner import settle_and_plan
+from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.run.commands.compare import compared, table
 from offload_trainer.settings import dump_config, load_config
 from offload_trainer.telemetry.metrics import EvalRecord
@@ -24,7 +24,7 @@ from offload_trainer.telemetry.metrics import EvalRecord
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
     """Write the files of a gpt2-xl run."""
     machine = read_machine("h200")
-    config, plan = settle_and_plan(load_config(["--model", "gpt2-xl", *words]), SHAPES["gpt2-xl"], machine)
+    config, plan = resolve_and_plan(load_config(["--model", "gpt2-xl", *words]), SHAPES["gpt2-xl"], machine)
     directory.mkdir()
     (directory / "config.yaml").write_text(dump_config(config))
     (directory / "plan.json").write_text(json.dumps(plan.to_json()))

@@ -13,7 +13,7 @@ from offload_trainer.errors import LOST, UserError
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.run.ranks import launcher
 from offload_trainer.run.ranks.launcher import Ended, first_failure
-from offload_trainer.run.resume_point import saying_where
+from offload_trainer.run.resume_point import with_resume_hint
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
 
@@ -166,5 +166,5 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, to
 )
 def test_an_error_says_from_where_it_goes_on(told: str, whole: str, tmp_path: Path) -> None:
     """A training error says where the rerun resumes, unless the message says so already."""
-    assert saying_where(told, ["train", "--output", str(tmp_path)]) == whole
-    assert saying_where(told, ["export", str(tmp_path)]) == told
+    assert with_resume_hint(told, ["train", "--output", str(tmp_path)]) == whole
+    assert with_resume_hint(told, ["export", str(tmp_path)]) == told

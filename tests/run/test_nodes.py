@@ -23,7 +23,7 @@ from offload_trainer.run.ranks import node_checks as module
 from offload_trainer.run.ranks.node_checks import refuse_unseen
 
 NODES = 2
-HELD = Path(__file__).parent.with_name("held.py")
+HELD = Path(__file__).parent.with_name("paused_run.py")
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
@@ -77,7 +77,7 @@ def by(ranks: int) -> list[str]:
     return ["--accumulate", str(4 // ranks)]
 
 
-def goes_on(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
+def resume_hint(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
     """Check that two nodes of one rank resume to the end of the run that one rank made."""
     nodes = Nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
     assert nodes.wait() == [0, 0], nodes.text
@@ -113,8 +113,8 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     assert codes == [LOST] * 2 + [-KILL] * 2, nodes.text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
     assert_same(by_one, alone)
-    goes_on(words, output, folder=tmp_path / "again", alone=alone)
-    goes_on(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
+    resume_hint(words, output, folder=tmp_path / "again", alone=alone)
+    resume_hint(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
 
 
 def test_a_port_that_is_held_is_the_stores_and_nobody_elses() -> None:

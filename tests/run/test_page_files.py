@@ -14,19 +14,19 @@ from conftest import TINY, Run, ask, call, run_script
 from safetensors.torch import load_file
 from workplaces import dead_lease
 
-from offload_trainer.errors import AGAIN
+from offload_trainer.errors import RERUN_HINT
 from offload_trainer.offloading.pages.index import read_store
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.retention import complete_checkpoints
-from offload_trainer.run.planning import _as_left
-from offload_trainer.run.resume_point import ANEW, goes_on, made_with
+from offload_trainer.run.planning import _with_resumed_copies
+from offload_trainer.run.resume_point import STARTS_OVER, config_to_resume, resume_hint
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_in
 
 STEPS = 6
 ALL = [*TINY, "--ram-fraction", "0", "tiered.state_copies=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]
 ALL += ["tiered.page_size=16384"]
-DYING = Path(__file__).parents[1] / "dying.py"
+DYING = Path(__file__).parents[1] / "killed_run.py"
 ROWS = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
 
 
@@ -54,7 +54,7 @@ def gone_on(run: Run) -> int | None:
 
 def said_before(*words: object, output: Path) -> str:
     """Return the launcher's message about the next start with these arguments."""
-    return goes_on([*map(str, words), "--output", str(output)])
+    return resume_hint([*map(str, words), "--output", str(output)])
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_kill_at_any_moment_changes_no_bit(
     found = gone_on(run)
     if where != "page":
         assert found == step
-    assert told == (f"{AGAIN} from its page files, step {found}" if found else ANEW)
+    assert told == (f"{RERUN_HINT} from its page files, step {found}" if found else STARTS_OVER)
     assert not list((place / "offload-trainer").iterdir())
     assert "note: page files" not in run.text
 
@@ -144,13 +144,13 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     words = ["--nvme", place, *ALL, "--save-every", 2]
     killed("saved", 4, *words, output=tmp_path / "run")
     killed("line", 6, *words, output=tmp_path / "run")
-    assert said_before(*words, output=tmp_path / "run") == f"{AGAIN} from its page files, step 5"
+    assert said_before(*words, output=tmp_path / "run") == f"{RERUN_HINT} from its page files, step 5"
     checkpoint = tmp_path / "run/checkpoints/step-00000004"
     named = said_before(*words, "--resume", checkpoint, output=tmp_path / "run")
-    assert named == f"{AGAIN} from the checkpoint step-00000004"
-    assert said_before(*words, "--no-such-flag", output=tmp_path / "run") == AGAIN
+    assert named == f"{RERUN_HINT} from the checkpoint step-00000004"
+    assert said_before(*words, "--no-such-flag", output=tmp_path / "run") == RERUN_HINT
     killed("saved", 6, *words, output=tmp_path / "run")
-    assert said_before(*words, output=tmp_path / "run") == f"{AGAIN} from the checkpoint step-00000006"
+    assert said_before(*words, output=tmp_path / "run") == f"{RERUN_HINT} from the checkpoint step-00000006"
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) is None
     assert "step-00000006, step 6" in run.text
@@ -266,7 +266,9 @@ def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path:
         (lease / name).unlink() if content is None else (lease / name).write_bytes(content)
         said = said_before(*words, output=output)
         assert re.search(why, refused(*words, output=output)), (name, why)
-        assert said == (f"{AGAIN} from its page files, step 3" if "page 0" in why or name == "run.json" else AGAIN)
+        assert said == (
+            f"{RERUN_HINT} from its page files, step 3" if "page 0" in why or name == "run.json" else RERUN_HINT
+        )
         assert contents(lease) == {key: its for key, its in whole.items() if key != name} | (
             {} if content is None else {name: content}
         )
@@ -355,8 +357,8 @@ def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
     killed("record", 3, *words, "tiered.state_copies=2", output=tmp_path / "run")
     for engine, places in (("deepspeed", "auto"), ("tiered", 2)):
         wish = load_config(["--engine", engine, "--output", str(tmp_path / "run")])
-        assert _as_left(wish, nodes=1).tiered.state_copies == places
-        assert _as_left(wish, nodes=2).tiered.state_copies == "auto"
+        assert _with_resumed_copies(wish, nodes=1).tiered.state_copies == places
+        assert _with_resumed_copies(wish, nodes=2).tiered.state_copies == "auto"
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 3
     assert left(run.output) == alone
@@ -364,9 +366,9 @@ def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
 
 def test_settings_that_steer_it_are_told(place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
-    before = made_with(load_config(["--output", str(tmp_path / "run")]).save)
+    before = config_to_resume(load_config(["--output", str(tmp_path / "run")]).save)
     assert (before["model"]["mlp_chunk"], before["train"]["micro_batch"]) == ("off", 2)
-    assert made_with(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == {}
+    assert config_to_resume(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == {}
     run = call("--nvme", place, *ALL, "--lr", "5e-3", output=tmp_path / "run")
     assert gone_on(run) == 2
     assert "note: optim.lr is 0.005; the page files' run was saved with" in run.text
@@ -447,5 +449,5 @@ def test_after_an_error_they_are_there(place: Path, tmp_path: Path, alone: dict[
     done = run_script(faulty, "write-error", 110, *words, "--output", tmp_path / "run")
     assert done.returncode == 1, done.stdout + done.stderr
     run = call(*words, output=tmp_path / "run")
-    assert f"; {AGAIN} from its page files, step {gone_on(run)}, there or with another --nvme" in done.stderr
+    assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in done.stderr
     assert left(run.output) == alone

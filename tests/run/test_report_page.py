@@ -17,7 +17,7 @@ from test_telemetry import a_step
 
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import settle_and_plan
+from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.time.step_time import tokens_that_hide_the_update
 from offload_trainer.run.advice import FASTER, SMALLER, advice
 from offload_trainer.run.planning import Planned
@@ -134,7 +134,7 @@ def machine(*, gpu: int, ram: int) -> MachineProfile:
 def planned(here: MachineProfile, *words: str) -> Planned:
     drives = [word for drive in here.drives for word in ("--nvme", drive.directory)]
     config = load_config(["--model", "gpt2-xl", *drives, *words])
-    settled, plan = settle_and_plan(config, SHAPES["gpt2-xl"], here)
+    settled, plan = resolve_and_plan(config, SHAPES["gpt2-xl"], here)
     return Planned(settled, plan, here, SimpleNamespace(shape=SHAPES["gpt2-xl"]))
 
 

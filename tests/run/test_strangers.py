@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, call, run_script, start
 
-ATTACKED, HELD = (Path(__file__).parent.with_name(name) for name in ("attacked.py", "held.py"))
+ATTACKED, HELD = (Path(__file__).parent.with_name(name) for name in ("attacked.py", "paused_run.py"))
 WORDS = [*TINY, "--engine", "tiered", "--steps", "6", "--save-every", "3", "train.eval_every=0", "--micro-batch", "1"]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root alone can")
 
@@ -42,7 +42,7 @@ def test_another_user_reaches_nothing_of_two_ranks(tmp_path: Path, open_director
     output, go, told = tmp_path / "out", tmp_path / "go", tmp_path / "told"
     open_to_all = Path(open_directory)
     open_to_all.chmod(0o777)
-    two = [HELD.with_name("held_ranks.py"), 4, go, *WORDS, "--accumulate", 1, "--gpus", 2, "--output", output]
+    two = [HELD.with_name("paused_ranks.py"), 4, go, *WORDS, "--accumulate", 1, "--gpus", 2, "--output", output]
     run = start(*two, stdout=told, stderr=told, own=True)
     wait_for(output / "checkpoints/step-00000003/MANIFEST.json", run)
     pids = [run.pid, *children(run.pid)]

@@ -21,7 +21,7 @@ from offload_trainer.export import gguf
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.tiered.state_formats import is_signed
-from offload_trainer.storage.nan_check import unusable
+from offload_trainer.storage.nan_check import describe_invalid_values
 
 NAN, INF = float("nan"), float("inf")
 
@@ -33,14 +33,16 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
     bad = [NAN, -NAN, INF, -INF] + [-1e-4] * (field == "exp_avg_sq")
     for place in range(150):
         values = torch.full((150,), 0.5, dtype=dtype)
-        assert unusable(values, signed=is_signed(field)) is None
+        assert describe_invalid_values(values, signed=is_signed(field)) is None
         values[place] = bad[place % len(bad)]
-        told = unusable(values, signed=is_signed(field))
+        told = describe_invalid_values(values, signed=is_signed(field))
         assert told is not None
         assert told.startswith("1 of 150")
-    assert unusable(torch.full((150,), -0.0, dtype=dtype), signed=is_signed(field)) is None
-    assert unusable(torch.empty(0, dtype=dtype), signed=is_signed(field)) is None
-    assert (unusable(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field)) is None) == (field == "master")
+    assert describe_invalid_values(torch.full((150,), -0.0, dtype=dtype), signed=is_signed(field)) is None
+    assert describe_invalid_values(torch.empty(0, dtype=dtype), signed=is_signed(field)) is None
+    assert (describe_invalid_values(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field)) is None) == (
+        field == "master"
+    )
 
 
 def plant(made: Any, name: str, field: str, value: float) -> None:

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, block_names, checkpoint_blocks
 from offload_trainer.model.meta.activations import count_activations
-from offload_trainer.model.probes.tiny_model import twin_of
+from offload_trainer.model.probes.tiny_model import tiny_config_of
 from offload_trainer.model.tiled_mlp import tile
 from offload_trainer.storage.dtypes import DTYPES
 
@@ -92,7 +92,7 @@ def _found(
 
 def _twin(model: PreTrainedModel, **built: Any) -> PreTrainedModel:
     """Build a tiny fp32 model without dropout, with weights large enough that interactions between tokens show."""
-    config = twin_of(model.config)
+    config = tiny_config_of(model.config)
     config._attn_implementation = model.config._attn_implementation
     twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, **built).train()
     for parameter in twin.parameters():

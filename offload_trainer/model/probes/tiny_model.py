@@ -50,11 +50,11 @@ _PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_head
 _LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
 
 
-def twin_of(config: PreTrainedConfig) -> PreTrainedConfig:
+def tiny_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of `config`, shrunk by the rules."""
     twin = copy.deepcopy(config)
     for key, value in shrunk_keys(config).items():
-        setattr(twin, key, twin_of(value) if isinstance(value, PreTrainedConfig) else value)
+        setattr(twin, key, tiny_config_of(value) if isinstance(value, PreTrainedConfig) else value)
     return twin
 
 
@@ -65,7 +65,7 @@ def twin_model(model: PreTrainedModel, *, trust_remote_code: bool) -> Iterator[P
     Random numbers drawn inside the context do not change torch's generator outside. Raises ValueError if the tiny model
     lacks a kind of module that `model` has.
     """
-    config = twin_of(model.config)
+    config = tiny_config_of(model.config)
     config._attn_implementation = model.config._attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -16,7 +16,7 @@ import torch
 
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.plan.tiered.layout import Unit, stretch_of
+from offload_trainer.plan.tiered.layout import Unit, range_of_rank
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 # Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
@@ -94,7 +94,7 @@ class StagedSums:
         staging.brought = True
 
     def _stretch(self, unit: Unit) -> tuple[int, int]:
-        return stretch_of(unit, self._node.rank, ranks=self._node.world)
+        return range_of_rank(unit, self._node.rank, ranks=self._node.world)
 
     def _send(self, staging: _Staging) -> None:
         """Start writing a unit's sums to their drive."""

@@ -128,7 +128,7 @@ class TieredState:
         All ranks call it. Each rank reads its own pages; one rank of each node reads the frozen weights.
         """
         node.once(lambda: self._load_fixed(directory))
-        self.weights.spread_fixed()
+        self.weights.broadcast_frozen()
         state = node.each(lambda: self._load_pages(directory))
         self.weights.broadcast()
         return state

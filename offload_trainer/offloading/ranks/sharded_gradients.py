@@ -27,7 +27,7 @@ from offload_trainer.offloading.gradients.host_accumulator import StagedSums
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.shared_norms import SharedNorms
-from offload_trainer.plan.tiered.layout import Place, Unit, largest_stretch, stretch_of
+from offload_trainer.plan.tiered.layout import Place, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, OUTBOXES, exchange_bytes
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
@@ -74,7 +74,7 @@ class SharedGradients:
         size = exchange_bytes(units, item_bytes=given.itemsize)
         boxes = node.memory_of_each(size, pinned=device.is_cuda)
         self._boxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
-        inbox = largest_stretch(units, ranks=node.world)
+        inbox = largest_range(units, ranks=node.world)
         self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.elsewhere}
         self._turns = [unit for unit in reversed(units) if unit.trained]  # in the order of the backward
         self._names = {unit.index: _trained(unit) for unit in units}
@@ -169,9 +169,9 @@ class SharedGradients:
         node, count = self._node, len(self._names[unit.index])
         out, into = [], []
         for rank in node.elsewhere:
-            first, end = stretch_of(unit, rank, ranks=node.world)
+            first, end = range_of_rank(unit, rank, ranks=node.world)
             out += [(rank, self._marks[node.rank][box][:count]), (rank, self._boxes[node.rank][box][first:end])]
-        first, end = stretch_of(unit, node.rank, ranks=node.world)
+        first, end = range_of_rank(unit, node.rank, ranks=node.world)
         for rank in node.elsewhere:
             into += [(rank, self._told[rank][:count]), (rank, self._inboxes[rank][: end - first])]
         return node.send_recv(out, into)
@@ -210,7 +210,7 @@ class SharedGradients:
         if not any(givers.values()):
             return
         sums = self._sums.collecting(unit.index)
-        first, end = stretch_of(unit, self._node.rank, ranks=self._node.world)
+        first, end = range_of_rank(unit, self._node.rank, ranks=self._node.world)
         for name, ranks in givers.items():
             place = self._place[name][1]
             here = slice(max(first, place.start), min(end, place.start + place.weight.numel))

@@ -12,7 +12,9 @@ from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Page
 
 
-def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: PlacedWeights, device: Device) -> UpdateProgress:
+def make_update_progress(
+    layout: Layout, pages: Sequence[Page], *, weights: PlacedWeights, device: Device
+) -> UpdateProgress:
     """Return the update progress for the `pages` that this rank updates.
 
     Ranks agree on each unit while later units are still being updated. Waiting for a unit therefore waits for all
@@ -26,7 +28,7 @@ def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: PlacedWeights,
     def agree(unit: int) -> None:
         barrier(unit)
         with device.beside(after=device.mark()):
-            weights.spread_unit(layout.units[unit], beside=beside)
+            weights.broadcast_unit(layout.units[unit], beside=beside)
             there = device.reached()
         there.wait()
         if len(node.nodes) > 1:

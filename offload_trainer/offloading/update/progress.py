@@ -69,7 +69,7 @@ class UpdateProgress:
         except BaseException as error:
             self._fail(error)
 
-    def told_by(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
+    def completion_callback(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
         """Return a callback for when the new weights of `pages` pages of a unit are written, or for an error."""
 
         def told(error: BaseException | None) -> None:
@@ -116,7 +116,7 @@ class UpdateProgress:
     # -- waiting for new weights --------------------------------------------------------------------------------------
 
     @property
-    def of_all_ranks(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         """Return whether a unit also waits for other ranks' pages."""
         return self._agree is not None
 

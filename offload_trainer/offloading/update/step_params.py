@@ -25,7 +25,7 @@ class StepParams:
         return same and self.stretches[unit] == other.stretches[unit]
 
 
-def decision_of(
+def step_params_of(
     units: Sequence[Unit],
     rules: Mapping[str, Hyper],
     steps: Mapping[str, int],

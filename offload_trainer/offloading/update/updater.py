@@ -86,7 +86,7 @@ class Updater:
             behind: run the update on a thread, so that it overlaps the next forward.
             ahead: allow pages on drives to be updated during the backward.
         """
-        self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, update_progress
+        self._store, self._weights, self._gradients, self._update_progress = store, weights, gradients, update_progress
         self._device, (self._kernel, self._device_kernel) = device, kernels
         self.moving = PagePipeline(store, weights, gradients, device=device, routes=routes, slots=slots)
         self._paths = {route.number: self._resolved(route) for route in routes}
@@ -141,10 +141,10 @@ class Updater:
         the state is partly of the previous step and partly of this one.
         """
         step, ahead = _Step(decision, after=self._device.mark()), self._taken()
-        self._renewal.begin(since=ahead.began if ahead else None)
+        self._update_progress.begin(since=ahead.began if ahead else None)
         if self._thread is None:
             self._carry_out(step, at_end, None)
-            self._renewal.finish()
+            self._update_progress.finish()
         else:
             self._thread.put(partial(self._carry_out, step, at_end, ahead))
 
@@ -153,13 +153,13 @@ class Updater:
         try:
             self._leaving = []
             self._walk(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
-            self._renewal.wait_for_pages()
+            self._update_progress.wait_for_pages()
             together([sent.whole for sent in self._leaving]).wait()
             at_end()
         except BaseException as error:
-            self._renewal.end(error)
+            self._update_progress.end(error)
         else:
-            self._renewal.end(None)
+            self._update_progress.end(None)
 
     def _walk(self, step: _Step) -> None:
         """Queue the device's pages, and compute the others as they arrive."""
@@ -168,14 +168,14 @@ class Updater:
             with self._device.beside(after=step.after):
                 for path in paths:
                     self._compute_on_device(path, None, step)
-                self._device.reached().then(self._renewal.told_by(unit, pages=len(paths)))
+                self._device.reached().then(self._update_progress.completion_callback(unit, pages=len(paths)))
         staying, left = deque(self._staying), len(self.moving) - len(step.kept)
         while staying or left:
             page = self.moving.next(wait=not staying)
             if page is None:
                 path = staying.popleft()
                 self._compute(path, None, step)
-                self._renewal.told_by(path.route.page.unit)(None)
+                self._update_progress.completion_callback(path.route.page.unit)(None)
                 continue
             left -= 1
             path = self._paths[page.route.number]
@@ -190,8 +190,8 @@ class Updater:
     def _goes_home(self, route: Route, sent: PendingWrite) -> None:
         """Report the page when its weights are written, or with several ranks when its state is written as well."""
         self._leaving.append(sent)
-        home = sent.whole if self._renewal.of_all_ranks else sent.weights
-        home.then(self._renewal.told_by(route.page.unit))
+        home = sent.whole if self._update_progress.needs_all_ranks else sent.weights
+        home.then(self._update_progress.completion_callback(route.page.unit))
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""

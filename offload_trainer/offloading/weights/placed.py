@@ -18,7 +18,7 @@ from offload_trainer.offloading.ranks.fetch_matching import SideGroup
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.shared_reads import SharedReads
 from offload_trainer.offloading.ranks.weight_all_gather import WeightAllGather
-from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, begin_in, stretch_of
+from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, begin_in, range_of_rank
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
@@ -128,28 +128,28 @@ class PlacedWeights:
         """Broadcast the weights that each rank has updated to all devices and nodes, after all `commit`s completed."""
         node = self._node
         for unit in self.units:
-            self.spread_unit(unit)
+            self.broadcast_unit(unit)
         if len(node.nodes) > 1:
             node.barrier()  # all ranks of this node have received their parts from other nodes
 
-    def spread_unit(self, unit: Unit, *, beside: SideGroup | None = None) -> None:
+    def broadcast_unit(self, unit: Unit, *, beside: SideGroup | None = None) -> None:
         """Broadcast one unit's updated weights; `beside` holds the connections of a calling side thread."""
         resident, node = self.resident(unit.index), self._node
         if resident is None:
-            self._spread_over_nodes(unit, beside=beside)
+            self._broadcast_over_nodes(unit, beside=beside)
             return
         for rank in range(node.world):
-            first, end = stretch_of(unit, rank, ranks=node.world)
+            first, end = range_of_rank(unit, rank, ranks=node.world)
             node.broadcast(resident[first:end], source=rank, beside=beside)
 
-    def _spread_over_nodes(self, unit: Unit, *, beside: SideGroup | None) -> None:
+    def _broadcast_over_nodes(self, unit: Unit, *, beside: SideGroup | None) -> None:
         """Send new weights in RAM or on drives from the rank that updated them to its counterpart on other nodes."""
         node = self._node
         if len(node.nodes) == 1:
             return
         host = self.store.host(unit.index)
         for rank in node.alike:
-            first, end = stretch_of(unit, rank, ranks=node.world)
+            first, end = range_of_rank(unit, rank, ranks=node.world)
             if host is not None:
                 node.across(host[first:end], source=rank, beside=beside)
             elif first < end:
@@ -165,11 +165,11 @@ class PlacedWeights:
         node = self._node
         node.complete(masters, [begin_in(place, unit, its.start, ranks=node.world) for its in node.nodes])
 
-    def spread_all(self) -> None:
+    def broadcast_all(self) -> None:
         """Broadcast rank 0's weights on the device to all ranks."""
         self._node.broadcast(self._resident, source=0)
 
-    def spread_fixed(self) -> None:
+    def broadcast_frozen(self) -> None:
         """Broadcast rank 0's frozen weights on the device to all ranks."""
         for unit in self.units:
             resident = self.resident(unit.index)

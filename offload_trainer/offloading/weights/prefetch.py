@@ -77,7 +77,7 @@ class WeightPrefetcher:
         blocks: int,
     ) -> None:
         """Allocate the ring buffers; `blocks` is the number of buffers for blocks."""
-        self._weights, self._device, self._renewal = weights, device, update_progress
+        self._weights, self._device, self._update_progress = weights, device, update_progress
         units = [unit for unit in weights.units if weights.resident(unit.index) is None]
         self._rings = Rings(units, blocks=blocks)
         self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
@@ -279,7 +279,7 @@ class WeightPrefetcher:
         slot = self._slots[number]
         into = slot.buffer[: self._weights.units[unit].elements]
         source, after = self._weights.source(unit), self._device.mark()
-        slot.arrival = self._renewal.fetched(unit, lambda: self._device.fetch(source, into, after=after))
+        slot.arrival = self._update_progress.fetched(unit, lambda: self._device.fetch(source, into, after=after))
 
     def _evict(self, number: int) -> None:
         unit, slot = self._rings.slots[number].unit, self._slots[number]
@@ -342,7 +342,7 @@ class WeightPrefetcher:
 
     @torch.no_grad()
     def _copy(self, unit: int, start: int, shape: torch.Size) -> torch.Tensor:
-        self._renewal.wait(unit)
+        self._update_progress.wait(unit)
         with torch.inference_mode(False):  # the copy may be used after inference mode ends
             return self._weights.get(unit, start, shape.numel()).to(self._device.place).view(shape)
 

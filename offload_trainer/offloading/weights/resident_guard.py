@@ -30,7 +30,7 @@ class ResidentGuard:
         place: torch.device,
     ) -> None:
         """Prepare the guard; `place` is the torch device."""
-        self._renewal = update_progress
+        self._update_progress = update_progress
         self._away = torch.full((), torch.nan, dtype=weights.dtype, device=place)
         self._parts = _on_the_device(weights, parameters)
         self._withheld: set[int] = set()
@@ -53,7 +53,7 @@ class ResidentGuard:
     def begin(self) -> None:
         """Block the units that the update that has just begun will change."""
         for unit, parts in self._parts.items():
-            if not self._renewal.is_home(unit):
+            if not self._update_progress.is_home(unit):
                 self._withheld.add(unit)
                 for parameter, memory in parts:
                     set_memory(parameter, self._away.expand(memory.shape))
@@ -61,7 +61,7 @@ class ResidentGuard:
     def restore(self, units: Iterable[int]) -> None:
         """Wait until these units have their new weights, and restore their parameters' memory."""
         for unit in self._withheld.intersection(units) if self._withheld else ():
-            self._renewal.wait(unit)
+            self._update_progress.wait(unit)
             for parameter, memory in self._parts[unit]:
                 set_memory(parameter, memory)
             self._withheld.discard(unit)
@@ -73,7 +73,7 @@ class ResidentGuard:
         """
         self.restore(self._withheld - self._asked_for)
 
-    def give_all_back(self) -> None:
+    def restore_all(self) -> None:
         """Wait for all new weights, and restore all parameters' memory."""
         self.restore(self._parts)
 

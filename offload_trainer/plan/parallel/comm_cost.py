@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.tiered.layout import DEVICE, TierMap, Unit, stretch_of
+from offload_trainer.plan.tiered.layout import DEVICE, TierMap, Unit, range_of_rank
 from offload_trainer.plan.tiered.norm_shards import given
 from offload_trainer.plan.tiered.weight_transfer import TransferBytes
 from offload_trainer.plan.time.step_time import Bound
@@ -78,8 +78,8 @@ def exchange_of(
     e, micro, here, away = work.item_bytes, work.accumulate, work.here, work.world - work.here
     every = own = whole = held = on_gpus = weights = 0
     for unit in units:
-        first, _ = stretch_of(unit, node * here, ranks=work.world)
-        _, end = stretch_of(unit, node * here + here - 1, ranks=work.world)
+        first, _ = range_of_rank(unit, node * here, ranks=work.world)
+        _, end = range_of_rank(unit, node * here + here - 1, ranks=work.world)
         for place in unit.places:
             if place.weight.trainable:
                 weights += 1
@@ -88,7 +88,7 @@ def exchange_of(
         whole += unit.trained
         held += end - first
         if homes.weights[unit.index] == DEVICE:
-            mine = stretch_of(unit, node * here, ranks=work.world)
+            mine = range_of_rank(unit, node * here, ranks=work.world)
             on_gpus += unit.trained - (mine[1] - mine[0])
     links = [
         Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),

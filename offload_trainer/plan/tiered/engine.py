@@ -20,13 +20,18 @@ from offload_trainer.plan.memory.common import Item
 from offload_trainer.plan.parallel.comm_cost import CommCost, exchange_of, hidden_waits, waits
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.memory import tiered_items
-from offload_trainer.plan.tiered.sequence_parallel import not_in_pieces, sequence_links, sequence_note, sequence_waits
+from offload_trainer.plan.tiered.sequence_parallel import (
+    sequence_links,
+    sequence_note,
+    sequence_parallel_mistake,
+    sequence_waits,
+)
 from offload_trainer.plan.tiered.spec import GradientHome, Layouts, TierSizes, tier_sizes
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.state_split import shares_in_words, shares_that_fit
-from offload_trainer.plan.tiered.submodule_units import not_in_parts, note_of_parts
+from offload_trainer.plan.tiered.submodule_units import module_fetch_mistake, module_fetch_note
 from offload_trainer.plan.tiered.traffic import bytes_of_additions, taken_by_parts, tiered_traffic
-from offload_trainer.plan.tiered.weight_transfer import Take, TransferBytes, bounds_by_parts, describe_take
+from offload_trainer.plan.tiered.weight_transfer import Take, TransferBytes, bounds_by_parts, describe_weight_transfer
 from offload_trainer.plan.time.overlap import (
     ahead_of,
     hidden_seconds,
@@ -103,8 +108,8 @@ class Tiered:
             *self._not_with_ranks(work.world),
             *self._not_remainders(work),
             *self._not_in_a_session(work),
-            *not_in_pieces(work),
-            *not_in_parts(work, self.section.fetch_granularity),
+            *sequence_parallel_mistake(work),
+            *module_fetch_mistake(work, self.section.fetch_granularity),
         ]
 
     def _not_in_a_session(self, work: Workload) -> list[str]:
@@ -372,7 +377,7 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
                 )
-        notes += [*note_of_parts(self.units), *([sequence_note(self.work)] if self.work.sequence > 1 else [])]
+        notes += [*module_fetch_note(self.units), *([sequence_note(self.work)] if self.work.sequence > 1 else [])]
         notes += self._note_of_take()
         for phase in PHASES:
             held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
@@ -386,7 +391,11 @@ class TieredCandidate:
         ranks, largest = self.work.here, max(unit.elements for unit in self.units)
         if self.placement.params == "cpu" and ranks > 1 and (self.machine.gpu is not None or self.sizes.by_parts):
             size, by_parts = self.work.item_bytes, self.sizes.by_parts
-            return [describe_take(self.take, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts)]
+            return [
+                describe_weight_transfer(
+                    self.take, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts
+                )
+            ]
         if self.take != "auto":
             return [
                 f"tiered.weight_transfer={self.take} has no effect here: there is one rank per node, or the weights "

@@ -105,7 +105,7 @@ def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
     )
 
 
-def stretch_of(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
+def range_of_rank(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
     """Return the range [first, end) of a unit's trainable part that `rank` updates, in elements and aligned.
 
     The ranges of all ranks in order cover the unit. They differ by at most ALIGN, so a small unit leaves some ranks
@@ -115,17 +115,17 @@ def stretch_of(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
 
 
 def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
-    """Return the range [first, end) of `elements`, a multiple of ALIGN, that belongs to `rank`; see `stretch_of`."""
+    """Return the range [first, end) of `elements`, a multiple of ALIGN, that belongs to `rank`; see `range_of_rank`."""
     pieces = elements // ALIGN
     return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
 
 
 def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
     """Return the element of a weight at which the part of `rank` and of the ranks after it begins."""
-    return min(max(0, stretch_of(unit, rank, ranks=ranks)[0] - place.start), place.weight.numel)
+    return min(max(0, range_of_rank(unit, rank, ranks=ranks)[0] - place.start), place.weight.numel)
 
 
-def largest_stretch(units: Sequence[Unit], *, ranks: int) -> int:
+def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
     """Return the largest number of elements of one unit that a single rank updates."""
     return max((-(-unit.trained // ALIGN // ranks) * ALIGN for unit in units), default=0)
 
@@ -155,7 +155,7 @@ def pages_of(
     page_groups: dict[tuple[int, ...], tuple[Page, ...]] = {}
     found: list[Page] = []
     for rank in range(ranks):
-        stretches = [stretch_of(unit, rank, ranks=ranks) for unit in units]
+        stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
         lengths = tuple(end - first for first, end in stretches)
         if lengths not in page_groups:
             page_groups[lengths] = _pages_of_rank(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from offload_trainer.plan.memory.activation_offload import input_items
 from offload_trainer.plan.memory.common import Item, activation_items, process_items
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, PageGroup, TierMap, Unit, largest_stretch
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, PageGroup, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.sequence_parallel import sequence_items
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
@@ -154,7 +154,7 @@ def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, device: str, e: 
         )
     ]
     if sizes.nodes > 1:
-        inboxes = (sizes.ranks - sizes.here) * e * largest_stretch(units, ranks=sizes.ranks)
+        inboxes = (sizes.ranks - sizes.here) * e * largest_range(units, ranks=sizes.ranks)
         items.append(
             Item("ram", "gradient receive buffers", inboxes, "the largest shard from each rank of other nodes")
         )
@@ -192,7 +192,7 @@ def _weight_items(
         )
     stored = max((e * unit.elements for unit, home in zip(units, homes, strict=True) if home >= 0), default=0)
     if sizes.nodes > 1 and stored:
-        through = sizes.here * e * largest_stretch(away, ranks=sizes.ranks)
+        through = sizes.here * e * largest_range(away, ranks=sizes.ranks)
         items.append(
             Item("ram", "weights between nodes", through, "one shard of each rank, between drives of different nodes")
         )

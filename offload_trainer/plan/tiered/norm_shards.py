@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from offload_trainer.plan.tiered.layout import Place, Unit, rank_of, stretch_of
+from offload_trainer.plan.tiered.layout import Place, Unit, range_of_rank, rank_of
 
 _PIECE = 1 << 17  # elements of a piece on a CPU
 _CHUNK = 1 << 20  # elements of a piece for a GPU, whose squares are summed pairwise
@@ -89,6 +89,6 @@ def _given_of(unit: Unit, place: Place, *, ranks: int, ordered: bool) -> Iterato
 
 def _within(unit: Unit, place: Place, rank: int, *, ranks: int) -> tuple[int, int]:
     """Return the elements [first, end) of a weight in a rank's range; first equals end if there are none."""
-    first, end = stretch_of(unit, rank, ranks=ranks)
+    first, end = range_of_rank(unit, rank, ranks=ranks)
     first = max(first, place.start)
     return first, max(first, min(end, place.start + place.weight.numel))

@@ -21,7 +21,7 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
 
-def not_in_pieces(work: Workload) -> list[str]:
+def sequence_parallel_mistake(work: Workload) -> list[str]:
     """Return why the rows of this step cannot be divided over ranks, at most one sentence."""
     if work.sequence == 1:
         return []

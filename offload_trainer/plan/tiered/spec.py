@@ -22,11 +22,11 @@ from offload_trainer.plan.tiered.layout import (
     homes_of,
     on_node,
     pages_of,
-    stretch_of,
+    range_of_rank,
     units_of,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.plan.tiered.weight_transfer import is_by_parts
+from offload_trainer.plan.tiered.weight_transfer import uses_all_gather
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -74,7 +74,7 @@ class TierSizes:
 
     def trained_here(self, unit: Unit) -> int:
         """Return the elements of a unit that the first node's ranks update; nodes differ by at most ALIGN."""
-        return stretch_of(unit, self.here - 1, ranks=self.ranks)[1]
+        return range_of_rank(unit, self.here - 1, ranks=self.ranks)[1]
 
     @property
     def format(self) -> StateFormat:
@@ -125,7 +125,7 @@ def tier_sizes(
         remainders=tiered.master_format == "split",
         ranks=work.world,
         nodes=work.nodes,
-        by_parts=placement.params == "cpu" and is_by_parts(tiered.weight_transfer, machine, ranks=work.here),
+        by_parts=placement.params == "cpu" and uses_all_gather(tiered.weight_transfer, machine, ranks=work.here),
     )
 
 

@@ -72,7 +72,7 @@ def is_divided(shape: ModelShape) -> bool:
     return any(weight.part for weight in shape.weights)
 
 
-def not_in_parts(work: Workload, fetch: str) -> list[str]:
+def module_fetch_mistake(work: Workload, fetch: str) -> list[str]:
     """Return the mistake of `tiered.fetch_granularity=module` if no block can be divided, else an empty list."""
     if fetch != "module" or is_divided(work.shape):
         return []
@@ -82,7 +82,7 @@ def not_in_parts(work: Workload, fetch: str) -> list[str]:
     ]
 
 
-def note_of_parts(units: Sequence[Unit]) -> list[str]:
+def module_fetch_note(units: Sequence[Unit]) -> list[str]:
     """Return the plan's note about divided blocks, if there are any."""
     parts = [unit for unit in units if unit.is_part]
     if not parts:

@@ -90,7 +90,7 @@ def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> f
     return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
 
 
-def is_by_parts(wish: Take, machine: MachineProfile, *, ranks: int) -> bool:
+def uses_all_gather(wish: Take, machine: MachineProfile, *, ranks: int) -> bool:
     """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
     if ranks == 1 or wish == "direct":
         return False
@@ -120,7 +120,7 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
     ]
 
 
-def describe_take(
+def describe_weight_transfer(
     wish: Take, elements: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
 ) -> str:
     """Return a sentence with the seconds of both ways for a unit of `elements`, and the chosen one."""

@@ -16,7 +16,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.defaults import row_length
 from offload_trainer.plan.gpu_support import refuse_card, with_dtype_of_card
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.max_seq_len import some_homes_fit
+from offload_trainer.plan.max_seq_len import any_placement_fits
 from offload_trainer.plan.parallel.table import Comparison, compare
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
@@ -122,7 +122,7 @@ def _of_rows(
         for micro in micros
     ]
     *larger, smallest = [wish.model_copy(update={"train": train}) for train in trains]
-    if some_homes_fit(smallest, layouts, machine, **how):
+    if any_placement_fits(smallest, layouts, machine, **how):
         for one in larger:
             plan = make_plan(one, layouts.shape, machine, layouts=layouts, **how)
             if plan.fits:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from offload_trainer.ranks import launchers_store
-from offload_trainer.run.ranks.watchdog import ON_AGAIN
+from offload_trainer.run.ranks.watchdog import RERUN_SENTENCE
 
 _EVERY, _LOST = 5.0, 60.0  # seconds between heartbeats, and without one until a node counts as lost
 _ENDED = b"ended"
@@ -111,5 +111,5 @@ def _end(why: str, say: Callable[[str], None]) -> None:
 
     The launcher then ends the other ranks of this node.
     """
-    say(f"{why}, and the run ends. {ON_AGAIN}")
+    say(f"{why}, and the run ends. {RERUN_SENTENCE}")
     os._exit(1)

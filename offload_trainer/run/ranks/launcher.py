@@ -130,6 +130,8 @@ def _told(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> in
 
 def _goes_on(words: Sequence[str]) -> str:
     """Return a sentence on where the command `words` would resume from."""
-    from offload_trainer.run.resume_point import goes_on  # imported late to keep the launcher small while ranks train
+    from offload_trainer.run.resume_point import (
+        resume_hint,  # imported late to keep the launcher small while ranks train
+    )
 
-    return goes_on(words)
+    return resume_hint(words)

@@ -36,7 +36,7 @@ _LOOKS = 10  # consecutive checks that must find a rank stopped
 _INTO_KERNEL = 10  # checks between two inspections of the ranks' threads
 _GRACE = 30  # checks between SIGTERM and SIGKILL after the launcher is gone; the launcher's own grace is as long
 _GONE = ("Z", "X")  # zombie and dead
-ON_AGAIN = "The same command resumes"  # the launcher prints the step it resumes from once all ranks have ended
+RERUN_SENTENCE = "The same command resumes"  # the launcher prints the step it resumes from once all ranks have ended
 
 
 def _name(rank: str) -> str:
@@ -98,7 +98,7 @@ class _Watch:
                 who = "a rank that had not started" if rank is None else f"rank {rank}"
                 self._say(
                     f"{who} (process {pid}) has been stopped for {looks * _EVERY:g} s, as by SIGSTOP: it is killed, "
-                    f"and the run ends. {ON_AGAIN}"
+                    f"and the run ends. {RERUN_SENTENCE}"
                 )
                 os.kill(pid, signal.SIGKILL)
 
@@ -120,7 +120,7 @@ class _Watch:
                 f"rank {found[pid]} (process {pid}) has been stuck in one kernel wait for "
                 f"{self._seconds(self._waits[wait]):g} s ({where}), "
                 "as when a driver or a network filesystem hangs: it is killed, and the run ends "
-                f"(placement.hang_timeout={self._hung:g}). {ON_AGAIN}"
+                f"(placement.hang_timeout={self._hung:g}). {RERUN_SENTENCE}"
             )
             os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOKS * _EVERY)
@@ -133,7 +133,9 @@ class _Watch:
     def _end_alone(self) -> None:
         """Send SIGTERM to this process because the launcher is gone, and SIGKILL if that does not end it."""
         if int(os.environ["LOCAL_RANK"]) == 0:
-            self._say(f"the launcher of the ranks (process {self._launcher}) has ended, and the run ends. {ON_AGAIN}")
+            self._say(
+                f"the launcher of the ranks (process {self._launcher}) has ended, and the run ends. {RERUN_SENTENCE}"
+            )
         else:
             time.sleep(_EVERY)  # let the first rank print the reason before this rank's end stops it
         os.kill(os.getpid(), signal.SIGTERM)
@@ -217,6 +219,6 @@ class _LaunchersWatch:
             if looks >= _LOOKS:
                 self._say(
                     f"{found[pid][0]} (process {pid}) has been stopped for {looks * _EVERY:g} s, as by SIGSTOP, and "
-                    f"the others have ended: it is killed. {ON_AGAIN}"
+                    f"the others have ended: it is killed. {RERUN_SENTENCE}"
                 )
                 os.kill(pid, signal.SIGKILL)

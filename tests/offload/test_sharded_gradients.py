@@ -24,7 +24,7 @@ from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, Sha
 from offload_trainer.offloading.ranks.shared_norms import SharedNorms
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import norm_shards
-from offload_trainer.plan.tiered.layout import RAM, stretch_of, units_of
+from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
 
@@ -151,7 +151,7 @@ def test_sums_are_those_of_one_rank(
         for ours, right in zip(found, expected, strict=True):
             assert ours[:2] == right[:2]  # type: ignore[index]
             for unit, place in places(units):
-                first, end = stretch_of(unit, rank, ranks=world)
+                first, end = range_of_rank(unit, rank, ranks=world)
                 own = slice(max(0, first - place.start), max(0, end - place.start))
                 if (name := place.weight.name) in right[2]:  # type: ignore[index]
                     assert torch.equal(ours[2][name][own], right[2][name][own]), name  # type: ignore[index]
@@ -180,7 +180,7 @@ def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypa
         found = []
         for _ in range(2):
             for unit in units:
-                first, end = stretch_of(unit, rank, ranks=world)
+                first, end = range_of_rank(unit, rank, ranks=world)
                 sums = torch.full((unit.trained,), float("nan"))  # elements of other ranks
                 sums[first:end] = whole[unit.index][first:end]
                 ours.take(unit.index, sums, arrived, leaves=True)

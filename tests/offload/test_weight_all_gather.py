@@ -15,8 +15,8 @@ import pytest
 import torch
 from bench_of_engines import model_directory
 from ranked import Case, run_ranks
-from test_exchange import Place, ThreadOfNode
 from test_ranks import BEHIND, DROPOUT
+from test_sharded_gradients import Place, ThreadOfNode
 from threads import Threads
 
 import offload_trainer.plan.tiered.layout as layout

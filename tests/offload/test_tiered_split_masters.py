@@ -13,7 +13,7 @@ import bench_of_engines
 import pytest
 import torch
 from bench_of_engines import Step, batches, engine, masters, model_directory, train
-from late import LateDevice, LateTransfers
+from late_copies import LateDevice, LateTransfers
 from test_overlap import BEHIND, HOMES, saved
 from test_shares import on_streams
 from test_tiered import skip_last_block

@@ -1,4 +1,4 @@
-"""planted.py STEP WORDS...: run the command with NaN as the loss (and so in every gradient) of one training forward."""
+"""nan_loss_run.py STEP WORDS...: run the command with NaN as the loss, and so in every gradient, of one forward."""
 
 import sys
 

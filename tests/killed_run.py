@@ -1,4 +1,4 @@
-"""dying.py [RANK:]WHERE NUMBER WORDS...: run the command, or only its rank RANK, and kill it (SIGKILL) at an exact
+"""killed_run.py [RANK:]WHERE NUMBER WORDS...: run the command, or only its rank RANK, and kill it (SIGKILL) at an exact
 moment.
 
 page N     before the Nth write into page files

@@ -1,4 +1,4 @@
-"""held.py STEP FILE WORDS...: run the command, which pauses after step STEP until FILE exists, at most two minutes."""
+"""paused_run.py STEP FILE WORDS...: run the command, which pauses after step STEP until FILE exists (two minutes)."""
 
 import sys
 import time

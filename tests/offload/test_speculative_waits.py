@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from bench_of_engines import ON_GPU, assert_same, batches, engine, masters, train
-from late import HeldWrites
-from test_ahead import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
+from late_copies import HeldWrites
 from test_overlap import BEHIND, HOMES, gpt2, plain
 from test_shares import on_streams
+from test_speculative_update import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
 from test_tiered import skip_last_block
 
 from offload_trainer.offloading.gradients.collector import Gradients

@@ -15,7 +15,7 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
 from offload_trainer.plan.tiered.norm_shards import given, norm_parts, piece_width
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.weight_transfer import TransferBytes, at_once, is_by_parts, seconds_of, taken
+from offload_trainer.plan.tiered.weight_transfer import TransferBytes, at_once, seconds_of, taken, uses_all_gather
 from offload_trainer.units import format_seconds
 
 MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3e10}
@@ -120,7 +120,7 @@ def test_without_gpus_it_is_done_where_it_is_asked_for() -> None:
     here = node(gpu=0, all_gather=1e12)
     assert not by_parts(planned(here))
     assert by_parts(planned(here, "tiered.weight_transfer=all_gather"))
-    assert not is_by_parts("all_gather", here, ranks=1)
+    assert not uses_all_gather("all_gather", here, ranks=1)
     assert seconds_of(TransferBytes(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
     assert seconds_of(TransferBytes(10**9, 10**9), node(gpu=0), ranks=2) is None
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from bench_of_engines import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late import LateDevice, LateTransfers
+from late_copies import LateDevice, LateTransfers
 from test_overlap import AWAY, HOMES, gpt2, plain, saved
 from test_shares import on_streams
 from test_tiered import skip_last_block
@@ -25,7 +25,7 @@ from test_tiered import skip_last_block
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.update.speculative import MispredictionWatch, SpeculativeStep
-from offload_trainer.offloading.update.step_params import decision_of
+from offload_trainer.offloading.update.step_params import step_params_of
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
@@ -209,16 +209,16 @@ def test_a_step_that_is_skipped_changes_nothing(
 def test_pages_count_only_where_all_that_they_follow_from_is_as_expected() -> None:
     unit = units_of(ModelShape((Weight("w", (60, 100), unit="h.0", block=True),), 1, 100, 50, 16))
     rule, steps = {"w": AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1)}, {"w": 3}
-    expected = decision_of(unit, rule, steps, scale=0.5, noise_of=7)
+    expected = step_params_of(unit, rule, steps, scale=0.5, noise_of=7)
     others = [
-        decision_of(unit, rule, steps, scale=0.25, noise_of=7),
+        step_params_of(unit, rule, steps, scale=0.25, noise_of=7),
         # the new weight has more steps, so the noise differs
-        decision_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_of=7),
-        decision_of(unit, rule, {"w": 2}, scale=0.5, noise_of=None),
-        decision_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps, scale=0.5, noise_of=7),
-        decision_of(unit, {}, steps, scale=0.5, noise_of=7),
+        step_params_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_of=7),
+        step_params_of(unit, rule, {"w": 2}, scale=0.5, noise_of=None),
+        step_params_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps, scale=0.5, noise_of=7),
+        step_params_of(unit, {}, steps, scale=0.5, noise_of=7),
     ]
-    assert expected.says_the_same(decision_of(unit, rule, dict(steps), scale=0.5, noise_of=7), 0)
+    assert expected.says_the_same(step_params_of(unit, rule, dict(steps), scale=0.5, noise_of=7), 0)
     assert not any(expected.says_the_same(other, 0) for other in others)
 
 
@@ -315,7 +315,7 @@ def test_a_unit_that_is_told_of_too_late_is_not_offered_to_the_next_step(folder:
         moving, seen = ours.offloaded.updater.moving, []
 
         def late(_: torch.Tensor) -> None:
-            moving.offer(SpeculativeStep(decision_of((), {}, {}, scale=1.0, noise_of=None)), 0, None, None)
+            moving.offer(SpeculativeStep(step_params_of((), {}, {}, scale=1.0, noise_of=None)), 0, None, None)
             seen.append((len(moving._waiting), len(moving._inside)))
 
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(late)

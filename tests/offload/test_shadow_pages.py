@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late import LateTransfers
+from late_copies import LateTransfers
 
 import offload_trainer.engine.build_tiered as parts
 from offload_trainer.engine.tiered import TieredEngine
@@ -161,7 +161,7 @@ def test_files_are_of_one_whole_step_at_every_moment(
     update = Updater._update
 
     with engine(model, *TWO, drives=drives) as ours:
-        ours.offloaded.keep_account(model=tmp_path)
+        ours.offloaded.enable_page_index(model=tmp_path)
         before: dict[str, torch.Tensor] = {}
 
         def looked(*given: Any, **words: Any) -> None:
@@ -183,7 +183,7 @@ def test_files_are_of_one_whole_step_at_every_moment(
 
 def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, tmp_path: Path) -> None:
     with engine(model, *TWO, drives=[drive]) as ours:
-        ours.offloaded.keep_account(model=tmp_path)
+        ours.offloaded.enable_page_index(model=tmp_path)
         train(ours, batches(2))
         ours.synchronize()
         before, record = masters(ours), (lease(drive) / "record").read_bytes()
@@ -202,7 +202,7 @@ def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, 
 
 def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Path, tmp_path: Path) -> None:
     with engine(model, *TWO, drives=[drive]) as ours:
-        ours.offloaded.keep_account(model=tmp_path)
+        ours.offloaded.enable_page_index(model=tmp_path)
         train(ours, batches(2))
         ours.synchronize()
         store = ours.offloaded.store
@@ -244,7 +244,7 @@ def test_the_order_that_a_power_cut_needs(
         return calling
 
     with engine(model, *TWO, f"tiered.overlap={overlap}", drives=[drive]) as ours:
-        ours.offloaded.keep_account(model=tmp_path)
+        ours.offloaded.enable_page_index(model=tmp_path)
         ours.offloaded.account.commits = True
         for name in ("pwrite", "pwritev", "fdatasync"):
             monkeypatch.setattr(os, name, seen(name))

@@ -21,7 +21,7 @@ from offload_trainer.optim import nvrtc
 from offload_trainer.plan.gpu_support import card_mistakes, runs
 from offload_trainer.plan.machine import MachineProfile, Rate, Rates, profile_from_json, read_machine
 from offload_trainer.plan.memory.common import CUDA_CONTEXT
-from offload_trainer.plan.planner import engine_of, make_plan, settle_and_plan
+from offload_trainer.plan.planner import engine_of, make_plan, resolve_and_plan
 from offload_trainer.run import process_setup
 from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
@@ -94,7 +94,7 @@ def test_where_nothing_is_asked_for_the_card_decides(capsys: pytest.CaptureFixtu
         ([], (7, 0), "fp16"), ([], (8, 0), "bf16"), (["--dtype", "fp32"], (7, 0), "fp32"), ([], None, "bf16"),
     ):  # fmt: skip
         config = load_config(["--model", "gpt2", *words])
-        settled, plan = settle_and_plan(config, shape, replace(card((8, 0), None), capability=capability))
+        settled, plan = resolve_and_plan(config, shape, replace(card((8, 0), None), capability=capability))
         assert settled.model.dtype == dtype
         assert ("has no bf16 units: training in fp16" in "".join(plan.notes)) == (dtype == "fp16")
     assert main(["plan", "--model", "gpt2-10b", "--machine", "v100-32gb"]) == 0

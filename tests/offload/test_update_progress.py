@@ -33,15 +33,15 @@ def home(ranks: list[UpdateProgress]) -> list[list[bool]]:
 
 def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgress]) -> None:
     first, second = ranks
-    first.told_by(0, pages=2)(None)
-    first.told_by(2)(None)
+    first.completion_callback(0, pages=2)(None)
+    first.completion_callback(2)(None)
     assert home(ranks) == [[False] * 3] * 2
-    second.told_by(0)(None)
+    second.completion_callback(0)(None)
     for one in ranks:
         one.wait(0)  # The first rank has no pages of unit 1, but must wait for it too.
     assert not first.is_home(1)
     assert not first.is_home(2)
-    second.told_by(1)(None)
+    second.completion_callback(1)(None)
     for one in ranks:
         one.wait_for_pages()
     assert home(ranks) == [[True] * 3] * 2
@@ -49,7 +49,7 @@ def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgr
 
 def test_what_goes_wrong_on_one_rank_is_raised_there(ranks: list[UpdateProgress]) -> None:
     first, _ = ranks
-    first.told_by(2)(TrainerError("the drive is gone"))
+    first.completion_callback(2)(TrainerError("the drive is gone"))
     for unit in UNITS:
         with pytest.raises(TrainerError, match="the drive is gone"):
             first.wait(unit)

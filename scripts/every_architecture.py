@@ -293,11 +293,13 @@ def in_a_child(name: str, examine: Callable[[str, Path], Any], kind: Callable[..
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(SECONDS)
-        with scratch(f"architecture-{name}") as folder:
-            result = examine(name, folder)
-        os.write(write, json.dumps(asdict(result)).encode())
-        os._exit(0)
+        try:
+            signal.alarm(SECONDS)
+            with scratch(f"architecture-{name}") as folder:
+                result = examine(name, folder)
+            os.write(write, json.dumps(asdict(result)).encode())
+        finally:
+            os._exit(0)  # also after an exception, which must not reach the parent's caller in a second process
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         told = pipe.read()

@@ -151,7 +151,7 @@ def whole_blocks(model: Path, drive: Path, *words: str) -> list[str]:
                     model, drive, "tiered.fetch_granularity=block", f"tiered.weight_buffers={buffers}", *words
                 )
         except UserError as error:
-            if "unit_buffers must be" not in str(error):
+            if "weight_buffers must be" not in str(error):
                 raise
             continue
         wrong += [f"whole, {buffers} buffers: {what}" for what in otherwise(found, found.fetched)]

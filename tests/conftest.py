@@ -243,11 +243,18 @@ def wheel(shared: Path) -> Path:
     return made
 
 
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture(autouse=True)
-def own_products() -> Iterator[None]:
-    """Restore torch's 16-bit matrix products after a run that replaced them for the whole process."""
+def as_before() -> Iterator[None]:
+    """Undo what a command that ran in this process set for it: torch's 16-bit products, and its place among ranks."""
+    before = {name: os.environ[name] for name in _LAUNCHED if name in os.environ}
     yield
     products_of_torch()
+    for name in _LAUNCHED:
+        os.environ.pop(name, None)
+    os.environ.update(before)
 
 
 def products_of_torch() -> None:

@@ -132,7 +132,8 @@ def test_a_recomputation_that_keeps_bare_weights_is_refused(folder: Path, monkey
     with (
         engine(model, *RAM, ON, PARTS, "tiered.weight_buffers=2") as ours,
         pytest.raises(
-            UserError, match=r"a checkpointed part of the model runs with 3 .*weight_buffers must be at least"
+            UserError,
+            match=r"a checkpointed part of the model runs with the weights of 3 .*weight_buffers must be at least",
         ),
     ):
         train(ours, batches(1))

@@ -49,7 +49,8 @@ def test_epochs_make_the_steps_that_visit_the_rows(epochs: str, text: Path, tmp_
 def test_a_killed_run_ends_where_it_would_have_ended(text: Path, tmp_path: Path) -> None:
     words = [*WORDS, "--data", text, "--epochs", "1"]
     whole = call(*words, output=tmp_path / "whole")
-    killed = call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 3, number=KILL, hold=3)
+    saved = tmp_path / "killed/checkpoints/step-00000002/MANIFEST.json"
+    killed = call_and_kill(*words, output=tmp_path / "killed", when=lambda _: saved.exists(), number=KILL, hold=3)
     assert killed.code == -9
     again = call(*words, output=tmp_path / "killed")
     assert again.losses == whole.losses

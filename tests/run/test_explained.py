@@ -110,4 +110,4 @@ def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.Mon
     said: list[str] = []
     facts = {"output": ".", "dtype": "bf16", "page": 4096, "ranks": 1, "drive_bytes": None}
     assert run_bench.bench_here((), **facts, say=said.append) == "measured"  # type: ignore[arg-type]
-    assert said[-1] == "note: these rates could not be kept for later plans: No space left on device"
+    assert said[-1] == "note: these rates could not be saved for later plans: No space left on device"

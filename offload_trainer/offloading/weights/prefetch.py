@@ -234,9 +234,10 @@ class WeightPrefetcher:
             number = self._rings.room_for(unit)
             assert number is not None
             if self._rings.slots[number].unit in self._recomputed:
+                several = len(self._recomputed | {unit})
                 raise UserError(
-                    f"a checkpointed part of the model runs with {len(self._recomputed)} blocks' weights or more: "
-                    f"tiered.weight_buffers must be at least {len(self._recomputed)}, or the part smaller"
+                    f"a checkpointed part of the model runs with the weights of {several} blocks or more at a time: "
+                    f"tiered.weight_buffers must be at least {several}, or the part smaller"
                 )
             self._start(unit, number)
         self._rings.use(unit)

@@ -133,7 +133,7 @@ def native_engine(setup: Any, **_: Any) -> Any:
         module.zero_grad(set_to_none=True)
         return StepResult(loss=fmean(losses), grad_norm=None, loss_scale=1.0, skipped=False)
 
-    return SimpleNamespace(train_step=train_step, close=lambda: None)
+    return SimpleNamespace(train_step=train_step, close=lambda: None, rank=0, world=1)
 
 
 # -- the parent --------------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def nodes() -> tuple[range, ...]:
     rank, world = place_here()
     if world == 1:
         return (range(1),)
-    told = all_gather_object(int(os.environ.get("LOCAL_RANK", rank)))
+    told = all_gather_json(int(os.environ.get("LOCAL_RANK", rank)))
     each = world // max(1, told.count(0))
     if told != [number % each for number in range(world)]:
         raise UserError(
@@ -327,7 +327,7 @@ def _private_file() -> str:
     own = os.memfd_create("offload-trainer") if place_here()[0] == 0 else -1  # stays open until rank 0 exits
     if own >= 0:
         os.fchmod(own, 0o600)
-    process, descriptor = broadcast_object([os.getpid(), own])
+    process, descriptor = broadcast_json([os.getpid(), own])
     return f"/proc/{process}/fd/{descriptor}"
 
 
@@ -578,12 +578,12 @@ def rank_zero_first(work: Callable[[], T]) -> T:
     return work()
 
 
-def broadcast_object(value: Any, kind: Any = Any) -> Any:
+def broadcast_json(value: Any, kind: Any = Any) -> Any:
     """Broadcast rank 0's value to all ranks, as JSON validated against the type `kind`."""
     return share(value, source=0, group=None, kind=kind)
 
 
-def all_gather_object(value: Any, kind: Any = Any) -> list[Any]:
+def all_gather_json(value: Any, kind: Any = Any) -> list[Any]:
     """Return every rank's value in the order of ranks, as JSON validated against the type `kind`."""
     return _gathered(value, everybody().mesh, kind)
 

@@ -20,7 +20,7 @@ from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import TrainerError
-from offload_trainer.ranks import all_gather_object, on_rank_zero
+from offload_trainer.ranks import all_gather_json, on_rank_zero
 from offload_trainer.schedule import learning_rate
 from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import (
@@ -143,7 +143,7 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
         asked.save, wished = False, True
     if job.telemetry and os.path.lexists(job.save_request_file):
         wished |= _take_save_request(job)
-    stops, wishes, ended = zip(*all_gather_object((asked.stop, wished, job.checkpoints.ended)), strict=True)
+    stops, wishes, ended = zip(*all_gather_json((asked.stop, wished, job.checkpoints.ended)), strict=True)
     return max(stops), any(wishes), all(ended)
 
 
@@ -213,7 +213,7 @@ def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, in
 
     Ranks that share rows (sequence or tensor parallelism) report the same tokens, which count once.
     """
-    read, written, counts = zip(*all_gather_object((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
+    read, written, counts = zip(*all_gather_json((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
     drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
     return drive, sum(counts) * job.engine.world // len(counts)
 

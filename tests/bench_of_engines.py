@@ -147,7 +147,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
         config.optim,
         placement=plan.placement,
         sizes=plan.sizes,  # type: ignore[arg-type]
-        drives=ranks.all_gather_object([lease.path for lease in leases], list[Path])[first],
+        drives=ranks.all_gather_json([lease.path for lease in leases], list[Path])[first],
         **extra,
     )
     try:

@@ -31,7 +31,7 @@ import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.mesh import RUN
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.ranks import all_gather_object, place_here, wait_for_all
+from offload_trainer.ranks import all_gather_json, place_here, wait_for_all
 from offload_trainer.storage.transfer import ThreadedTransfers
 
 FILES = ("master", "exp_avg", "exp_avg_sq")
@@ -81,8 +81,8 @@ class Case:
                     losses.extend(made.eval_loss(batch) for batch in data[rank : self.micro : world])
 
             done = train(made, data[rank::world], accumulate=self.micro // world, before=before)
-            done += [(loss, None) for each in zip(*all_gather_object(losses), strict=True) for loss in each]
-            moved = all_gather_object([after - first for first, after in zip(start, _quiet(made), strict=True)])
+            done += [(loss, None) for each in zip(*all_gather_json(losses), strict=True) for loss in each]
+            moved = all_gather_json([after - first for first, after in zip(start, _quiet(made), strict=True)])
             Path(self.out).mkdir(parents=True, exist_ok=True)
             snapshot, group = made.snapshot(), ranks.new_group() if self.meanwhile else ranks.everybody()
             with ThreadPoolExecutor(1) as thread, patch.object(TieredSnapshot, "_put", slow if more else put):

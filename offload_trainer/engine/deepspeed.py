@@ -37,7 +37,7 @@ from offload_trainer.optim.state_files import (
 )
 from offload_trainer.plan.deepspeed.zero_buffers import Placement, decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW
-from offload_trainer.ranks import all_gather_object, join_torch
+from offload_trainer.ranks import all_gather_json, join_torch
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -186,7 +186,7 @@ class DeepSpeedEngine:
     def _weights(self, counts: Sequence[int]) -> list[float]:
         """Return the weight of each of this rank's micro-batches in the mean over the step's targets on all ranks."""
         own = len(counts) * self._rank  # ranks that share rows have equal counts, so their weights are right as well
-        return weights_in_step([n for each in all_gather_object(list(counts)) for n in each])[own : own + len(counts)]
+        return weights_in_step([n for each in all_gather_json(list(counts)) for n in each])[own : own + len(counts)]
 
     def _mean(self, value: torch.Tensor) -> float:
         import deepspeed

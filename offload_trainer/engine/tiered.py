@@ -35,7 +35,7 @@ from offload_trainer.plan.deepspeed.zero_buffers import Placement
 from offload_trainer.plan.memory.activation_offload import inputs_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
-from offload_trainer.ranks import all_gather_object, all_to_all, group_of
+from offload_trainer.ranks import all_gather_json, all_to_all, group_of
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -171,7 +171,7 @@ class TieredEngine:
         if self._node.world == 1:
             return mine
         self._node.barrier()  # its error names a rank that stalls
-        told = all_gather_object([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
+        told = all_gather_json([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
         like = [one.dtype if isinstance(one, torch.Tensor) else None for one in mine]
         every = [(its[number], like[number]) for number in range(len(mine)) for its in told]
         return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]

@@ -116,7 +116,7 @@ def _measured(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
                 work()
             if gpu:
                 torch.cuda.synchronize()
-            taken.append(max(all_ranks.all_gather_object(time.perf_counter() - start)))
+            taken.append(max(all_ranks.all_gather_json(time.perf_counter() - start)))
         return median(taken[1:])
 
     def copied(work: Callable[[], object]) -> Rate:

@@ -30,7 +30,7 @@ from offload_trainer.plan.memory.common import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.ranks import all_gather_object, nodes, place_here
+from offload_trainer.ranks import all_gather_json, nodes, place_here
 from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
@@ -125,7 +125,7 @@ def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[ScratchDirector
             place = instead[number] if instead else None
             lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
             leases.append(stack.enter_context(lease))
-    swaps: list[Path] = all_gather_object([lease.path for lease in leases], list[Path])[first]
+    swaps: list[Path] = all_gather_json([lease.path for lease in leases], list[Path])[first]
     if rank != first and isinstance(setup.planned.plan.sizes, TierSizes):
         for swap in swaps:
             stack.callback(os.close, hold(swap))

@@ -48,7 +48,7 @@ from offload_trainer.offloading.pages.manifest import (
 )
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import TierSizes, homes_in
-from offload_trainer.ranks import broadcast_object, nodes, on_rank_zero, place_here
+from offload_trainer.ranks import broadcast_json, nodes, on_rank_zero, place_here
 from offload_trainer.resume_compat import differences
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup
@@ -191,7 +191,7 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
         return None
     found: list[PageFiles] = []
     on_rank_zero(lambda: found.extend(_taken_over(setup, stack, begins=begins)))
-    told = broadcast_object([_without_places(one) for one in found], list[_WithoutPlaces])
+    told = broadcast_json([_without_places(one) for one in found], list[_WithoutPlaces])
     return next(iter(found or [PageFiles((), *one) for one in told]), None)
 
 

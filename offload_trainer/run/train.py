@@ -32,7 +32,7 @@ from offload_trainer.plan.config_conflicts import mistakes_of_length
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import engine_of
-from offload_trainer.ranks import broadcast_object, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import broadcast_json, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
@@ -180,8 +180,8 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     rank, found = place_here()[0], list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))
-    config = TrainConfig.model_validate_json(broadcast_object(json.dumps(here.config.model_dump(exclude_unset=True))))
-    plan, machine = broadcast_object((here.plan, here.machine), tuple[Plan, MachineProfile])
+    config = TrainConfig.model_validate_json(broadcast_json(json.dumps(here.config.model_dump(exclude_unset=True))))
+    plan, machine = broadcast_json((here.plan, here.machine), tuple[Plan, MachineProfile])
     planned = Planned(_with_drives_of(here.config, config), plan, machine, as_wished(here.source, config))
     log.say(plan.describe())
     on_rank_zero(lambda: refuse(planned))
@@ -231,7 +231,7 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
     """Lock the run directory, resume if there is something to resume from, and train to the end."""
     chosen: list[Path | None] = []
     on_rank_zero(lambda: chosen.append(find_resume(setup.planned.config.save.resume, output=setup.output)))
-    (resume,) = broadcast_object(chosen, list[Path | None])
+    (resume,) = broadcast_json(chosen, list[Path | None])
     if resume:
         on_rank_zero(partial(_check, resume, setup.record, setup.log))
     with ExitStack() as stack:
@@ -300,7 +300,7 @@ def _done_before(setup: Setup, begins: TrainState | None) -> bool:
     on_rank_zero(look)
     for line in found:
         setup.log.say(line)
-    return bool(broadcast_object(found))
+    return bool(broadcast_json(found))
 
 
 def _check(resume: Path, record: RunRecord, log: Log) -> None:
@@ -329,7 +329,7 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
                 _check(chosen, setup.record, setup.log)
 
     on_rank_zero(on_zero)
-    return broadcast_object(chosen, Path | None), lock
+    return broadcast_json(chosen, Path | None), lock
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:

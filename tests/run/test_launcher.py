@@ -42,7 +42,7 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of(*local: int) -> tuple[range, ...]:
         monkeypatch.setattr(ranks, "place_here", lambda: (0, len(local)))
-        monkeypatch.setattr(ranks, "all_gather_object", lambda _: list(local))
+        monkeypatch.setattr(ranks, "all_gather_json", lambda _: list(local))
         return ranks.nodes()
 
     assert of(0) == (range(1),)

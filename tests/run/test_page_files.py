@@ -367,7 +367,7 @@ def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
 def test_settings_that_steer_it_are_told(place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
     before = config_to_resume(load_config(["--output", str(tmp_path / "run")]).save)
-    assert (before["model"]["mlp_chunk"], before["train"]["micro_batch"]) == ("off", 2)
+    assert (before["model"]["mlp_chunk"], before["train"]["micro_batch_size"]) == ("off", 2)
     assert config_to_resume(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == {}
     run = call("--nvme", place, *ALL, "--lr", "5e-3", output=tmp_path / "run")
     assert gone_on(run) == 2

@@ -15,7 +15,7 @@ from offload_trainer.settings import load_config
 
 def others(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **changed: Any) -> None:
     """Pretend that there are three ranks, of which the last reports `changed` facts."""
-    monkeypatch.setattr(consistency, "all_gather_object", lambda mine: [mine, mine, mine | changed])
+    monkeypatch.setattr(consistency, "all_gather_json", lambda mine: [mine, mine, mine | changed])
     monkeypatch.setattr(consistency, "place_here", lambda: (rank, 3))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offload_trainer import trainer
-from offload_trainer.ranks import all_gather_object
+from offload_trainer.ranks import all_gather_json
 from offload_trainer.signals import StopRequest
 
 
@@ -30,13 +30,13 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     asked, agreed, saved = StopRequest(), [], []
 
     def slowly(said: Any) -> Any:
-        answers = all_gather_object(said)
+        answers = all_gather_json(said)
         agreed.append(said)
         if len(agreed) == at:
             asked.stop = signal.SIGTERM  # as the handler does
         return answers
 
-    monkeypatch.setattr(trainer, "all_gather_object", slowly)
+    monkeypatch.setattr(trainer, "all_gather_json", slowly)
     monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
     monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
     monkeypatch.setattr(trainer, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))

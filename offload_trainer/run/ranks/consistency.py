@@ -17,7 +17,7 @@ import torch
 from offload_trainer import __version__
 from offload_trainer.engine.cpu_matmul import has_native_16bit
 from offload_trainer.errors import PeerFailed, UserError
-from offload_trainer.ranks import all_gather_object, place_here
+from offload_trainer.ranks import all_gather_json, place_here
 from offload_trainer.safe_files import shown
 
 _MOST = 10  # lines in a message
@@ -56,7 +56,7 @@ def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) ->
 
 
 def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
-    first, *others = all_gather_object(dict(mine))
+    first, *others = all_gather_json(dict(mine))
     told = [
         f"  {shown(key)}: rank {rank} has {shown(its.get(key))}, rank 0 {shown(first.get(key))}"
         for rank, its in enumerate(others, 1)

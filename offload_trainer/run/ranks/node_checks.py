@@ -12,7 +12,7 @@ from pathlib import Path
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import on_another, workload
-from offload_trainer.ranks import broadcast_object, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import broadcast_json, on_rank_zero, on_some, place_here
 from offload_trainer.run.planning import Planned
 
 _PATIENCE, _AGAIN = 10.0, 0.2  # seconds until a shared filesystem shows what another machine has written
@@ -49,7 +49,7 @@ def refuse_unseen(output: Path, *, first: int) -> None:
 
     Collective. `first`: the first rank of this node, which checks for a file that rank 0 has written.
     """
-    token = output / broadcast_object(f".seen-{secrets.token_hex(4)}")
+    token = output / broadcast_json(f".seen-{secrets.token_hex(4)}")
     on_rank_zero(partial(token.write_text, ""))
     try:
         on_some(partial(_look, token), mine=place_here()[0] == first)

@@ -50,8 +50,9 @@ _UNSET = (
     "__hash__",
     "_cdata",
 )
-# These block, end the process, or change torch's global state.
+# These block, end the process, or change torch's global state; _foobar gives even a plain parameter a grad_fn.
 _NOT_TRIED = (
+    "_foobar",
     "_assert",
     "set_default",
     "__del__",
@@ -237,7 +238,13 @@ def _seen(name: str, value: Any) -> Any:
             return facts
         return (
             *facts,
-            value.detach().clone().resolve_conj().resolve_neg().contiguous().view(torch.uint8).tolist()
+            value.detach()
+            .resolve_conj()
+            .resolve_neg()
+            .reshape(-1)
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.uint8)
+            .tolist()
             if value.dim()
             else value.item().__repr__(),
         )

@@ -125,7 +125,8 @@ def sessions() -> Iterator[parameter_operations.Sessions]:
 
 
 TRIED = """aten.lerp aten._foreach_add aten.unbind aten.set_ aten.relu aten.swapaxes nn.init.x torch.Tensor.numpy
-torch.Tensor.data torch.Tensor.__i torch.chunk torch.nn.functional.embedding"""
+torch.Tensor.data torch.Tensor.__i torch.chunk torch.nn.functional.embedding module_load slice_inverse sparse_csr
+__reduce_ex__"""
 
 
 @pytest.mark.parametrize("only", ["set .", *TRIED.split()])

@@ -55,7 +55,9 @@ _NEW_MEMORY = frozenset(
 )
 
 # Operations that expose a tensor's memory outside torch.
-_RAW_MEMORY = frozenset(["storage", "_typed_storage", "__dlpack__", "__cuda_array_interface__", "_lazy_clone"])
+_RAW_MEMORY = frozenset(
+    ["storage", "_typed_storage", "__dlpack__", "__cuda_array_interface__", "_lazy_clone", "slice_inverse"]
+)
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -265,7 +267,7 @@ def _operation(func: Callable[..., Any]) -> _Operation:
         return _Operation(name, access, (), ())
     writes = [found for schema in _schemas(func, name) for found in _written(schema)]
     plain = name.partition(".")[0]
-    if plain in ("__setitem__", "__setstate__", "set_data") or _WRITING_METHODS.fullmatch(plain):
+    if plain in ("__setitem__", "__setstate__", "set_data", "module_load") or _WRITING_METHODS.fullmatch(plain):
         writes.append((0, "self", False))
     elif plain.endswith("_") and not plain.endswith("__"):
         writes += [(0, word, several) for word in ("self", "input", "tensor") for several in (False, True)]
@@ -307,6 +309,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     name, access = operation.name, operation.access
     if func is torch.autograd.grad:
         return _gradients(*args, **kwargs)
+    if name == "__reduce_ex__":
+        return type(args[0]).__reduce_ex__(*args)
     if access == "call" and name == "to" and isinstance(args[0], Shared) and not _changes(*args, **kwargs):
         return args[0]
     if access == "set":
@@ -381,9 +385,8 @@ def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
     """Return the result; tensors that share a parameter's memory become views, and arrays become read-only copies."""
     if type(result) is torch.Tensor:
         if result.layout in _SPARSE:
-            values = result._values() if result.layout is torch.sparse_coo else result.values()
             for parameter in parameters:
-                if _is_alias_of(values, parameter):
+                if any(_is_alias_of(part, parameter) for part in _parts_of_sparse(result)):
                     _refuse_giving("a sparse tensor of it", parameter)
             return result
         for parameter in parameters:
@@ -400,6 +403,15 @@ def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
         result = result.copy()
         result.setflags(write=False)
     return result
+
+
+def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that a sparse one consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.values(), tensor.crow_indices(), tensor.col_indices()
+    return tensor.values(), tensor.ccol_indices(), tensor.row_indices()
 
 
 def _make_view(tensor: Any, parameter: OffloadedParameter, start: int) -> None:

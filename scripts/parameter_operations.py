@@ -50,9 +50,10 @@ _UNSET = (
     "__hash__",
     "_cdata",
 )
-# These block, end the process, or change torch's global state; _foobar gives even a plain parameter a grad_fn.
+# These block, end the process, change global state, or (torch's own test operations) give a plain parameter a grad_fn.
 _NOT_TRIED = (
     "_foobar",
+    "_test_",
     "_assert",
     "set_default",
     "__del__",

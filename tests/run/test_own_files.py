@@ -34,7 +34,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 # -- the user's own ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, "model/config.json"])
+@pytest.mark.parametrize("name", [*WRITTEN, "model/config.json", "pages", "save"])
 def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")

@@ -504,13 +504,16 @@ def page(rows: Sequence[Row], *, parameters: int, options: argparse.Namespace, p
     lines = [
         "# The same step in other trainers",
         "",
+        "Use this page to compare seconds, memory and resuming with DeepSpeed, the Trainer and FSDP2.",
+        "",
         f"{options.model}, {parameters:,} parameters, random weights, {tokens} tokens a step ({options.accumulate} x "
         f"{options.micro_batch} x {options.seq_len}), bf16, gradient checkpointing, AdamW at {ADAM['lr']}, clipping "
         f"at 1, {options.steps} steps; {_machine()}; commit {commit.strip()}, {time.strftime('%Y-%m-%d')}; "
         f"{', '.join(f'{name} {_version(name)}' for name in PACKAGES)}. {options.note}",
         "",
-        "Each is a process of its own, in that project's own words (`benchmarks/compare_peers.py`). `resumes`: half of "
-        "the steps, a save, a new process for the rest; its losses beside those of a run that was left alone.",
+        "Each trainer runs in a separate process, as its project documents (`benchmarks/compare_peers.py`). `resumes`: "
+        "a run saves after half of the steps and a new process does the rest; its losses are compared with those of an "
+        "uninterrupted run.",
         "",
         *([f"![seconds a step]({picture_name})", ""] if picture_name else []),
         *table(rows, parameters=parameters),

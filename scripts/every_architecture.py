@@ -96,7 +96,7 @@ class Result:
 class Trained:
     """Losses and gradient norms of the steps, and the weights after the last one."""
 
-    losses: list[float]  # of each step, then of an evaluation of the first batch after the last step
+    losses: list[float]  # each step, then an evaluation of the first batch
     norms: list[float]
     weights: dict[str, torch.Tensor]
 
@@ -344,9 +344,9 @@ def table(results: Sequence[Result]) -> str:
         f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",
         "",
         *(" ".join(part.split()) + "\n" for part in str(__doc__).split("\n\n")[2:]),
-        "`reference`: which loss of transformers. `loss`, `norm`, `weights`: how far away. `router`: whether the "
-        "routers' loss is right too. `drawn`: whether random weights have the bits of transformers'. Names are those "
-        "of transformers' configurations, each with its defaults shrunk by `scripts/tiny_models.py`.",
+        "`reference` is the loss of transformers that was used. `loss`, `norm` and `weights` are the differences. "
+        "`router` says if the router loss agrees too, `drawn` if random initial weights have transformers' bits. Names "
+        "are those of transformers' configurations, whose defaults `scripts/tiny_models.py` shrinks.",
         "",
         "| architecture | | reference | loss | norm | weights | router | drawn | the plan says |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -20,17 +20,18 @@ from offload_trainer.model.probes.packing import refuse_crossing
 _PAGE = """\
 # Several documents in a row
 
-What `data.packing=on` finds in its trial (`offload_trainer/model/probes/packing.py`), with a tiny model of every causal
-language model of transformers {version}, each with its defaults shrunk by `scripts/tiny_models.py`. Made by
-`scripts/packing_of_all.py --page docs/packing.md`. A run tries its own model, whatever this page says: where layers of
-another kind are configured than a class has by default, the answer may be another.
+With `data.packing=on` a start tests if the model keeps packed documents apart
+(`offload_trainer/model/probes/packing.py`). This page lists the results for a tiny model of every causal
+language model of transformers {version}, each with its defaults shrunk by `scripts/tiny_models.py`.
+`scripts/packing_of_all.py --page docs/packing.md` writes it. A run always tests its own model, since layers of another
+kind than the class has by default may change the result.
 
-{stay} stay apart, within 1e-4 of the largest logit in fp32:
+{stay} keep documents apart, within 1e-4 of the largest logit in fp32:
 
 {exact}
 
-{number} are refused: recurrent ones, which carry more from token to token than a mask holds back, those whose positions
-or masks are not taken from `position_ids`, and those of which no tiny model runs.
+{number} are refused: recurrent models, whose state passes from document to document, models that do not take positions
+or masks from `position_ids`, and models of which no tiny one runs.
 
 {refused}
 """

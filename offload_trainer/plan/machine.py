@@ -93,13 +93,17 @@ class DriveFacts:
     rates: DriveRates | None = None
 
 
+_LAYER_UNITS = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s"}
+LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # as `layer_key` writes it
+
+
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Rates:
     """Rates of computation and of copies on one machine; None if not measured or given."""
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
-    layers: dict[Line, Rate] = field(default_factory=dict)  # work other than matrix products, by `layer_key`
+    layers: dict[LayerKey, Rate] = field(default_factory=dict)  # work other than matrix products, by `layer_key`
     memory: Rate | None = None  # bytes/s of a STREAM triad on all cores
     update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, dtype conversions included
     to_device: Rate | None = None  # bytes/s, from pinned memory
@@ -234,9 +238,8 @@ def describe_rates(machine: MachineProfile) -> str:
     for dtype, rate in rates.matmul.items():
         add(f"matrix products, {dtype}", rate, 1e9, "GFLOP/s")
     for key, rate in rates.layers.items():
-        dtype, part, phase = (*key.split("."), "", "")[:3]
-        units = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s"}
-        add(f"{part}, {phase}, {dtype}", rate, 1e9, units.get(part, "G/s"))
+        dtype, part, phase = key.split(".")
+        add(f"{part}, {phase}, {dtype}", rate, 1e9, _LAYER_UNITS[part])
     add("memory", rates.memory, 1e9, "GB/s")
     for kernel, rate in rates.update.items():
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")

@@ -8,12 +8,13 @@ session.save, resume, export          see `saving.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -64,13 +65,12 @@ class Session:
         self._clip = 1.0
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
-        model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls forward directly, without hooks
         self._equal: set[str] = set()  # keys left out of a state_dict that is being loaded
         model.register_load_state_dict_pre_hook(self._leave_equal)
         model.register_load_state_dict_post_hook(self._have_equal)
         model.register_forward_pre_hook(not_compiled(self._begin_forward), prepend=True)
         model.register_forward_hook(not_compiled(self._end_forward), always_call=True)
-        model.forward = torch.compiler.disable(model.forward)  # a graph cannot follow weights that move
+        model.forward = self._around(model)  # PEFT's AdaLoRA calls forward directly, without hooks
         model.state_dict = self._state_dict  # type: ignore[method-assign, assignment]
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -102,16 +102,26 @@ class Session:
         if self._depth == 0:
             self._pass.close()
 
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, model: nn.Module) -> MethodType:
+        """Return the model's forward, each call of which is a whole forward of the session.
+
+        It is a bound method, since TRL 1.10 reads its `__func__`, and is not compiled, since a graph cannot follow
+        weights that move.
+        """
+        forward = model.forward
+        signature = inspect.signature(forward)
+
         @wraps(forward)
-        def around(*args: Any, **kwargs: Any) -> Any:
+        def around(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._begin_forward()
             try:
                 return forward(*args, **kwargs)
             finally:
                 self._end_forward()
 
-        return around
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        around.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return MethodType(torch.compiler.disable(around), model)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ def tests(stage: Stage, what: Sequence[str]) -> dict[str, Any]:
     if stage.rehearsal:
         what = [*what[:-1], _SMALL]
     report = stage.drive / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider"]
-    command.append("--continue-on-collection-errors")
+    options = ["-q", "--all", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", *options]
     if find_spec("xdist") is not None and not stage.rehearsal:
         command += ["-n", str(_AT_ONCE)]
     report.unlink(missing_ok=True)

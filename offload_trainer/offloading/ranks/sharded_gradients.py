@@ -81,7 +81,9 @@ class SharedGradients:
         most = max(len(names) for names in self._names.values())
         marks = node.memory_of_each(OUTBOXES * most)
         self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight has a gradient
-        self._told = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere}  # of other nodes' ranks
+        self._told = {
+            rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere
+        }  # what ranks of other nodes sent
         ordered = device.place.type != "cpu"
         placed = [self._place[name] for name in order if name in self._place]
         self._norms = SharedNorms(placed, node, dtype=self.dtype, ordered=ordered)

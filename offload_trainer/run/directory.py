@@ -108,8 +108,9 @@ def refuse_strangers(output: Path) -> None:
             f"{output / odd[0]} is a link, a directory or no regular file, and a run writes a file of that name: move "
             "it away, or name another --output"
         )
-    # A run also replaces model/ and pages, and removes a file named save, which asks it for a checkpoint.
-    there += [name for name in ("model", "pages", "save") if is_there(output / name)]
+    there += [name for name in ("model", "pages") if is_there(output / name)]
+    if os.path.isfile(output / "save") and os.path.getsize(output / "save"):  # an empty one asks for a checkpoint
+        there.append("save")
     if there and not is_there(output / _MARK):
         raise UserError(
             f"{output} holds {', '.join(there)}, which a run there would replace, and no {_MARK}, so it was not "

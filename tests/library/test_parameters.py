@@ -126,7 +126,7 @@ def sessions() -> Iterator[parameter_operations.Sessions]:
 
 TRIED = """aten.lerp aten._foreach_add aten.unbind aten.set_ aten.relu aten.swapaxes nn.init.x torch.Tensor.numpy
 torch.Tensor.data torch.Tensor.__i torch.chunk torch.nn.functional.embedding module_load slice_inverse sparse_csr
-__reduce_ex__"""
+__reduce_ex__ dequantize"""
 
 
 @pytest.mark.parametrize("only", ["set .", *TRIED.split()])

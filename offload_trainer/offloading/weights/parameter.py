@@ -350,6 +350,12 @@ def _run_with_values(
         for parameter in parameters:
             if parameter._version != parameter.version:
                 _raise_written(parameter)
+            if parameter.grad_fn is not None:
+                parameter.detach_().requires_grad_(True)
+                raise UserError(
+                    f"{operation.name} makes {parameter.weight} itself a result, whose gradient would reach no "
+                    "optimizer: use parameter.clone()"
+                )
         return result if operation.name in _NEW_MEMORY else _guarded(result, parameters)
 
 

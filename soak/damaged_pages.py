@@ -346,7 +346,7 @@ def read_as_a_start_does(killed: Killed) -> Step | None:
     from offload_trainer.offloading.pages.shadow_pages import ShadowPages
     from offload_trainer.offloading.pages.store import PageStore
     from offload_trainer.offloading.ranks.node_comm import Node
-    from offload_trainer.optim.checksum import zlib_sum
+    from offload_trainer.optim.native_adam import zlib_sum
     from offload_trainer.plan.tiered.layout import Page
     from offload_trainer.plan.tiered.state_formats import state_format
     from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers

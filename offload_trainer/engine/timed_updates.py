@@ -16,8 +16,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.moment_codec import empty_fields, stored_moment
-from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, StateFormat, state_format

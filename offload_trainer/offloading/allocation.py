@@ -17,7 +17,7 @@ from offload_trainer.offloading.pages.store import PageStore, UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, SharedGradients
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.checksum import Sum, zlib_sum
+from offload_trainer.optim.native_adam import Sum, zlib_sum
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiered.state_formats import StateFormat

@@ -41,8 +41,8 @@ from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher, modules_of_units
 from offload_trainer.offloading.weights.resident_guard import ResidentGuard, give_memory
-from offload_trainer.optim.checksum import sum_with
 from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory.activation_offload import BlockInputs

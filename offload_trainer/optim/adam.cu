@@ -21,7 +21,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-enum Type : u32 { NONE, F32, F16, BF16 };  // kernel_args.py has the same numbers
+enum Type : u32 { NONE, F32, F16, BF16 };  // rules.py has the same numbers
 
 constexpr u32 BLOCK = 256;               // elements per warp
 constexpr u32 LANES = 32, WARPS = 8;     // threads per warp, warps per thread block; cuda_adam.py has the same

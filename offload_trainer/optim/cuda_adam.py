@@ -15,10 +15,10 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
-from offload_trainer.optim.kernel_args import TYPES, Step, step_constants
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
+from offload_trainer.optim.rules import TYPES, Step, step_constants
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import StateFormat, scales_of, state_formats
@@ -148,10 +148,24 @@ class CudaKernel:
     ) -> None:
         self._check(fields, grad, out, parts, format=format)
         assert noise is not None or not format.moments.stochastic
-        page = self._page(fields, grad, out, noise, format=format)
+        page = _Page(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
+        for name in ("remainder", "ties") if format.remainders else ("master",):
+            setattr(page, name, fields[name].data_ptr())
+        if out is not None:
+            page.out, page.out_type = out.data_ptr(), TYPES[out.dtype]
+        page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)
+        for place, table, moment in zip(page.moments, self._maps, format.rule.moments, strict=False):
+            place.values, place.map = fields[moment.name].data_ptr(), table.data_ptr()
+            if format.moments.block:
+                place.scales = fields[scales_of(moment.name)].data_ptr()
+            bits = Bits() if noise is None else noise.bits(moment.name)
+            page.first, place.keys = bits.first, bits.keys
         for start in range(0, len(parts), _PARTS):
             some = parts[start : start + _PARTS]
-            _set_parts(page, some, scale=scale)
+            page.begin, page.parts = some[0].start, len(some)
+            for slot, part in zip(page.part, some, strict=False):
+                slot.start, slot.end = part.start, part.end
+                slot.step = step_constants(part.hyper, scale=scale, step=part.step)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
             self.gpu.launch(self._kernels[str(format.whole)], page, blocks=blocks, threads=_WARPS * _LANES)
 
@@ -181,34 +195,3 @@ class CudaKernel:
             assert part.start % BLOCK_8BIT == 0
             assert part.end % BLOCK_8BIT == 0 or part.end == n
             end = part.end
-
-    def _page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        noise: RoundingNoise | None,
-        *,
-        format: StateFormat,
-    ) -> _Page:
-        """Return adam.cu's Page without its parts."""
-        page = _Page(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
-        for name in ("remainder", "ties") if format.remainders else ("master",):
-            setattr(page, name, fields[name].data_ptr())
-        if out is not None:
-            page.out, page.out_type = out.data_ptr(), TYPES[out.dtype]
-        page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)
-        for place, table, moment in zip(page.moments, self._maps, format.rule.moments, strict=False):
-            place.values, place.map = fields[moment.name].data_ptr(), table.data_ptr()
-            if format.moments.block:
-                place.scales = fields[scales_of(moment.name)].data_ptr()
-            bits = Bits() if noise is None else noise.bits(moment.name)
-            page.first, place.keys = bits.first, bits.keys
-        return page
-
-
-def _set_parts(page: _Page, parts: Sequence[ParamRange], *, scale: float) -> None:
-    page.begin, page.parts = parts[0].start, len(parts)
-    for place, part in zip(page.part, parts, strict=False):
-        place.start, place.end = part.start, part.end
-        place.step = step_constants(part.hyper, scale=scale, step=part.step)

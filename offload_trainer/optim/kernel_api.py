@@ -80,7 +80,7 @@ class Kernel(Protocol):
         For each element a kernel decodes the moments to fp32 (`moments.py`), applies the rule, and encodes the new
         moments. bf16 moments and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each
         operation is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose functions `adam` and
-        `lion` list the operations; `step_constants` in kernel_args.py computes the constants. An element's result
+        `lion` list the operations; `step_constants` in rules.py computes the constants. An element's result
         depends only on that element and, in 8 bits, on the 256 elements that share its scale. So results depend neither
         on where pages are cut nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares.
         Subnormal numbers are not flushed. Infinities and NaN propagate; the bits of a NaN may differ between kernels.

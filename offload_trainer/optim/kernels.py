@@ -8,8 +8,7 @@ import torch
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
-from offload_trainer.optim.moment_codec import empty_fields, stored_moment
-from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
 from offload_trainer.optim.split_masters import with_remainders

@@ -24,8 +24,7 @@ import torch
 from pydantic import Field, with_config
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.moment_codec import StoredMoment
-from offload_trainer.optim.moments import zero_code
+from offload_trainer.optim.moments import StoredMoment, zero_code
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
     EXP_AVG,

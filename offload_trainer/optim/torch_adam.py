@@ -6,13 +6,13 @@ after it, one chunk at a time. The compiled kernels must match this one bit for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, within
-from offload_trainer.optim.moment_codec import stored_moment
+from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.split_masters import read_masters, write_masters
 from offload_trainer.plan.tiered.state_formats import FP32, StateFormat
@@ -51,14 +51,28 @@ class TorchKernel:
         noise: RoundingNoise | None,
     ) -> None:
         """Update each part of the page; see `Kernel.update_page`."""
-        whole = format.moments is FP32 and not format.remainders
-        for part in parts if whole else _pieces(parts, grad.numel()):
+        if format.moments is not FP32 or format.remainders:
+            # Cut the parts at multiples of CHUNK, so that elements outside the parts are not even converted.
+            parts = [
+                replace(part, start=start + part.start, end=start + part.end)
+                for start in range(0, grad.numel(), CHUNK)
+                for part in within(parts, start, min(start + CHUNK, grad.numel()))
+            ]
+        for part in parts:
             here = slice(part.start, part.end)
             stored = [stored_moment(moment, fields, here) for moment in format.rule.moments]
             wide = [moment.read() for moment in stored]
             master = read_masters(fields, out, here)
-            for piece, scaled in _scaled_chunks(grad[here], scale, self._scratch):
-                _update(master[piece], [values[piece] for values in wide], scaled, part)
+            for start in range(0, part.end - part.start, self._scratch.numel()):
+                piece = slice(start, min(start + self._scratch.numel(), part.end - part.start))
+                scaled = self._scratch[: piece.stop - start].copy_(grad[here][piece])
+                if scale != 1.0:
+                    scaled.mul_(scale)
+                moments = [values[piece] for values in wide]
+                if isinstance(part.hyper, AdamW):
+                    _adamw([master[piece], *moments, scaled], part.hyper, step=part.step)
+                else:
+                    lion(master[piece], moments[0], scaled, part.hyper)
                 if out is not None and not format.remainders:
                     out[here][piece].copy_(master[piece])
             if format.remainders:
@@ -66,14 +80,6 @@ class TorchKernel:
                 write_masters(fields, out, master, here)
             for moment, values in zip(stored, wide, strict=True):
                 moment.write(values, noise=noise.bits(moment.moment.name, here.start) if noise else None)
-
-
-def _update(master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, part: ParamRange) -> None:
-    """Apply one step to fp32 tensors of equal length."""
-    if isinstance(part.hyper, AdamW):
-        _adamw([master, *moments, grad], part.hyper, step=part.step)
-    else:
-        lion(master, moments[0], grad, part.hyper)
 
 
 def _adamw(tensors: Sequence[torch.Tensor], hyper: AdamW, *, step: int) -> None:
@@ -112,18 +118,3 @@ def lion(master: torch.Tensor, exp_avg: torch.Tensor, grad: torch.Tensor, hyper:
     way = exp_avg.mul(beta1).add_(grad.mul(1 - beta1)).sign_()  # the sign of NaN is 0
     master.mul_(1 - hyper.lr * hyper.decay).sub_(way.mul_(hyper.lr))
     exp_avg.mul_(beta2).add_(grad.mul(1 - beta2))
-
-
-def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield slices of `grad` with their values in fp32 times `scale`; the next iteration overwrites the values."""
-    for start in range(0, grad.numel(), scratch.numel()):
-        piece = slice(start, min(start + scratch.numel(), grad.numel()))
-        scaled = scratch[: piece.stop - start].copy_(grad[piece])
-        yield piece, scaled.mul_(scale) if scale != 1.0 else scaled
-
-
-def _pieces(parts: Sequence[ParamRange], elements: int) -> Iterator[ParamRange]:
-    """Cut the parts of a page at multiples of CHUNK, so that elements outside the parts are not even converted."""
-    for start in range(0, elements, CHUNK):
-        for part in within(parts, start, min(start + CHUNK, elements)):
-            yield replace(part, start=start + part.start, end=start + part.end)

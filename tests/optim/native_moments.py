@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from offload_trainer.optim.kernel_args import TYPES
 from offload_trainer.optim.moments import Bits
 from offload_trainer.optim.native_adam import NativeLibrary, tables
+from offload_trainer.optim.rules import TYPES
 
 
 class Moments(Protocol):

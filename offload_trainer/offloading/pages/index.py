@@ -44,7 +44,7 @@ from offload_trainer.offloading.pages.manifest import (
     refuse_outside,
 )
 from offload_trainer.offloading.pages.store import offsets, size_of_home
-from offload_trainer.optim.checksum import zlib_sum
+from offload_trainer.optim.native_adam import zlib_sum
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.safe_files import open_file, shown

@@ -23,7 +23,7 @@ from offload_trainer.offloading.pages.snapshot import PageSnapshot
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.moment_codec import stored_moment
+from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.split_masters import read_masters, with_remainders, write_masters
 from offload_trainer.optim.state_files import (
     EngineState,

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t PIECE = 64 * BLOCK;  // elements that a thread claims at a time
 
-enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // kernel_args.py has the same numbers
+enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // rules.py has the same numbers
 enum Rule : int32_t { ADAMW, LION };                  // native_adam.py has the same numbers
 
 // Copy with non-temporal stores: nothing reads `to` soon, and its old bytes need not be loaded before the write.
@@ -72,7 +72,7 @@ void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t 
 
 // -- one block -------------------------------------------------------------------------------------------------------
 
-// The constants of one step, rounded to fp32 as torch rounds them. kernel_args.py has the same fields.
+// The constants of one step, rounded to fp32 as torch rounds them. rules.py has the same fields.
 struct AdamStep {
     float scale;            // factor on the gradient
     float keep;             // 1 - lr x decay

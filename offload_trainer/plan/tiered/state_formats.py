@@ -8,7 +8,7 @@
                   remainder    2 bytes in addition to its bf16 weight, and a tie count for each 256 elements
                                (`optim/split_masters.py`)
 
-A page stores its fields one after the other, each padded to whole sectors. `optim/moment_codec.py` reads and writes
+A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads and writes
 moments.
 """
 

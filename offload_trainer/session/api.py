@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import psutil
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -29,16 +30,15 @@ from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.max_seq_len import with_fewer_buffers
 from offload_trainer.plan.memory.activation_offload import inputs_of
+from offload_trainer.plan.memory.common import PROCESS, Item, cuda_process
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan, workload
-from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.directory import environment
 from offload_trainer.run.memory_fallbacks import lacks_room
 from offload_trainer.run.planning import machine_here
 from offload_trainer.session.kwargs import SessionKeys, session_words, translate_errors
-from offload_trainer.session.module_shape import shape_of
-from offload_trainer.session.process_memory import ThisProcess
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
 from offload_trainer.settings import load_config
@@ -161,6 +161,35 @@ def _planned(
     return config, plan
 
 
+@dataclass(frozen=True)
+class ThisProcess:
+    """Host memory of this process in bytes, divided by how a plan treats it."""
+
+    counted: int  # part of the plan's reserve for a process that is already in use
+    beside: int  # use beyond that reserve
+    moves: int  # parameters of the model, freed while they are placed
+
+    @classmethod
+    def now(cls, machine: MachineProfile, *, moves: int) -> ThisProcess:
+        """Measure this process. `moves`: bytes of the model, which are freed while its weights are placed."""
+        found = psutil.Process().memory_info()
+        usual = PROCESS + cuda_process("gpu" if machine.gpu else "ram")
+        own = found.rss - found.shared - moves  # mapped files are reclaimable
+        return cls(counted=max(0, min(own, usual)), beside=max(0, found.rss - moves - usual), moves=moves)
+
+    def free(self, machine: MachineProfile) -> MachineProfile:
+        """Return the machine with the RAM as free that is in use now and that the plan counts again."""
+        return replace(machine, ram_bytes=machine.ram_bytes + self.counted + self.moves)
+
+    def count_in(self, plan: Plan) -> Plan:
+        """Add the memory beyond the usual reserve to the plan, both as needed and as available."""
+        if not self.beside:
+            return plan
+        item = Item("ram", "libraries and data", self.beside, "of the caller, in this process when it was planned")
+        ram = {key: size + self.beside for key, size in plan.tiers["ram"].items()}
+        return replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
+
+
 def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> EngineParts:
     """Lease directories on the drives and open device, drives and kernels; `stack` closes them."""
     keep_heap("tiered")
@@ -205,6 +234,73 @@ def _refuse_parts(module: nn.Module) -> None:
                 f"{told} is compiled, but compiled code does not see weights being loaded and released: offload the "
                 "module that was passed to torch.compile. An offloaded model always runs eagerly"
             )
+
+
+# -- the shape of a module in memory ---------------------------------------------------------------------------------
+
+
+def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
+    """Return the shape of a module.
+
+    Weights are those of the module; layers, hidden size, vocabulary and context come from its transformers
+    configuration if it has one, and are estimated otherwise. `blocks`: names of modules, or of ModuleLists whose
+    children are the blocks; None: `repeated_blocks`. Raises UserError for an unknown name.
+    """
+    names = repeated_blocks(module) if blocks is None else []
+    parts = dict(module.named_modules())
+    for name in blocks or ():
+        if name not in parts:
+            raise UserError(
+                f"blocks={name!r}: the module has no submodule of that name; it has {', '.join(list(parts)[1:9])}"
+            )
+        inner = [_below(name, key) for key, _ in parts[name].named_children()]
+        names += inner if isinstance(parts[name], nn.ModuleList) else [name]
+    weights = []
+    for name, parameter in module.named_parameters():
+        block = next((block for block in names if name.startswith(f"{block}.")), None)
+        weights.append(
+            Weight(
+                name,
+                tuple(parameter.shape),
+                trainable=parameter.requires_grad,
+                unit=block or name.rpartition(".")[0],
+                block=block is not None,
+            )
+        )
+    inside = [weight.shape for weight in weights if weight.block and len(weight.shape) > 1] or [(1, 1)]
+    outside = [weight.shape[0] for weight in weights if not weight.block and len(weight.shape) > 1]
+    return ModelShape(
+        weights=tuple(weights),
+        layers=_told(module, "num_hidden_layers") or len(names) or 1,
+        hidden=_told(module, "hidden_size") or min(min(shape) for shape in inside),
+        vocabulary=_told(module, "vocab_size") or max(outside, default=1),
+        context=_told(module, "max_position_embeddings") or 2048,
+    )
+
+
+def repeated_blocks(module: nn.Module) -> list[str]:
+    """Return the names of the blocks: children of each outermost ModuleList or Sequential of modules of one class."""
+    found: list[str] = []
+    for name, part in module.named_modules():
+        alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if isinstance(part, nn.ModuleList | nn.Sequential) and alike and not inside:
+            found += [
+                _below(name, key) for key, child in part.named_children() if any(True for _ in child.parameters())
+            ]
+    return found
+
+
+def _below(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _told(module: nn.Module, key: str) -> int | None:
+    """Return an integer of the module's transformers (text) configuration; None if it lacks the key."""
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    found = getattr(text, key, None)
+    return found if isinstance(found, int) else None
 
 
 # -- building --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Convert keyword arguments of `ot.load` and `ot.offload` to command-line words, and error messages back.
 
 The library reuses the parser and planner of the command line. Their errors name flags and keys, which
-`translate_errors` replaces by the keywords that the caller used.
+`translate_errors` replaces by keywords.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -19,39 +18,14 @@ from offload_trainer.config import RENAMED_KEYS
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys
 
-_SECTIONS = ("model", "placement", "tiered")  # sections of which all keys are keywords, except those in _NOT
-_SINGLE = (
-    "optim.moment_dtype",
-    "optim.kernel",
-    "train.micro_batch_size",
-    "train.gradient_accumulation_steps",
-    "train.seed",
-    "data.seq_len",
-)
-_RULE = "optim.name"  # the keyword is `rule`, since `name` is the model's
-_NOT = {  # keys that a session does not accept, and what to do instead
-    "model.name": "give it to ot.load",
-    "model.loss_chunk": "your code computes the loss",
-    "model.mlp_chunk": "a session runs the model's own forward",
-    "placement.engine": "a session always uses the tiered engine",
-    "placement.gpus": "a session trains with one GPU",
-    "placement.threads": "use torch.set_num_threads",
-    "placement.hang_timeout": "it applies to several ranks only",
-    "tiered.weight_transfer": "a session trains with one GPU",
-    "tiered.fetch_granularity": "your code may read all weights of a block at any point",
-    "tiered.master_format": "a session stores fp32 masters, since other code can change its weights",
-    "optim.lr": "give it to session.adamw",
-    "optim.betas": "give them to session.adamw",
-    "optim.eps": "give it to session.adamw",
-    "optim.weight_decay": "give it to session.adamw",
-    "optim.max_grad_norm": "call session.clip_grad_norm_",
-}
-
 _Home = Literal["auto", "gpu", "cpu", "nvme"]
 
 
 class SessionKeys(TypedDict, total=False):
-    """The keywords of `ot.load` and `ot.offload`, for type checkers; docs/config.md describes each."""
+    """The keywords of `ot.load` and `ot.offload`: keys of the configuration, which docs/config.md describes.
+
+    A keyword is the last part of its key, except `rule`, which is optim.name, since `name` is the model's.
+    """
 
     random_init: bool
     overrides: Mapping[str, bool | int | float | str]
@@ -87,10 +61,25 @@ class SessionKeys(TypedDict, total=False):
     rule: Literal["adamw", "lion"]
 
 
-def known_keys() -> dict[str, str]:
-    """Return the configuration key of each keyword."""
-    keys = [key for key in all_keys() if key.partition(".")[0] in _SECTIONS or key in _SINGLE]
-    return {key.rpartition(".")[2]: key for key in keys if key not in _NOT} | {"rule": _RULE}
+_LAST_PARTS = {key.rpartition(".")[2]: key for key in all_keys()} | {"rule": "optim.name"}
+KEYS = {keyword: _LAST_PARTS[keyword] for keyword in SessionKeys.__annotations__}  # the key of each keyword
+INSTEAD = {  # other keys that a caller may try, and what to do instead
+    "name": "give it to ot.load",
+    "loss_chunk": "your code computes the loss",
+    "mlp_chunk": "a session runs the model's own forward",
+    "engine": "a session always uses the tiered engine",
+    "gpus": "a session trains with one GPU",
+    "threads": "use torch.set_num_threads",
+    "hang_timeout": "it applies to several ranks only",
+    "weight_transfer": "a session trains with one GPU",
+    "fetch_granularity": "your code may read all weights of a block at any point",
+    "master_format": "a session stores fp32 masters, since other code can change its weights",
+    "lr": "give it to session.adamw",
+    "betas": "give them to session.adamw",
+    "eps": "give it to session.adamw",
+    "weight_decay": "give it to session.adamw",
+    "max_grad_norm": "call session.clip_grad_norm_",
+}
 
 
 def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
@@ -98,10 +87,9 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
 
     Without gradient_accumulation_steps, the plan allows for accumulation. Raises UserError for unknown keywords.
     """
-    known = known_keys()
-    for key in given:
-        if key not in known:
-            raise UserError(f"{key}={given[key]!r}: {_unknown(key, known)}")
+    for key, value in given.items():
+        if key not in KEYS:
+            raise UserError(f"{key}={value!r}: {_unknown(key)}")
     if given.get("overlap") == "backward":
         raise UserError(
             "overlap='backward': in a session, learning rate and clipping factor are known only after the backward; "
@@ -112,24 +100,28 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
     if "gradient_accumulation_steps" not in given:
         words.append("train.gradient_accumulation_steps=2")
     for key, value in given.items():
-        words.append(f"{known[key]}={value if isinstance(value, str) else json.dumps(value, default=_listed)}")
+        # json writes tuples as lists, and passes sets and paths to `default`.
+        text = json.dumps(value, default=lambda one: list(one) if isinstance(one, set | frozenset) else str(one))
+        words.append(f"{KEYS[key]}={value if isinstance(value, str) else text}")
     return words
 
 
-def _listed(value: Any) -> Any:
-    """Convert a path or a collection for JSON."""
-    return list(value) if isinstance(value, tuple | set | frozenset) else str(value)
-
-
-def _unknown(key: str, known: Mapping[str, str]) -> str:
-    other = {leaf.rpartition(".")[2]: why for leaf, why in _NOT.items()}
-    if key in other:
-        return other[key]
+def _unknown(key: str) -> str:
+    """Return what is wrong with a keyword that is not among `KEYS`."""
+    if key in INSTEAD:
+        return INSTEAD[key]
     renamed = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED_KEYS.items()}
-    if renamed.get(key) in known:
+    if renamed.get(key) in KEYS:
         return f"this keyword is now called {renamed[key]}"
-    near = get_close_matches(key, known, n=1, cutoff=0.5)
+    near = get_close_matches(key, KEYS, n=1, cutoff=0.5)
     return "a session has no such key" + (f"; did you mean {near[0]}?" if near else "")
+
+
+_FLAGS = {valued: "|".join(flag for flag in FLAGS if bool(FLAGS[flag].metavar) == valued) for valued in (True, False)}
+_SPELLED = re.compile(
+    rf"(?P<flag>{_FLAGS[True]})(?![\w-])(?:[ =](?P<value>[\w./][\w./-]*))?|(?P<switch>{_FLAGS[False]})(?![\w-])"
+    rf"|\b(?P<key>{'|'.join(map(re.escape, all_keys()))})\b"
+)
 
 
 @contextmanager
@@ -138,24 +130,17 @@ def translate_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(in_keywords(str(error))) from error
+        raise UserError(_SPELLED.sub(_keyword, str(error))) from error
 
 
-def in_keywords(message: str) -> str:
-    """Replace flags and keys in an error message by keywords: `--nvme /a` becomes `nvme=["/a"]`."""
-    message = message.replace(_RULE, "rule")
-    for flag in sorted(FLAGS, key=len, reverse=True):
-        leaf = FLAGS[flag].key.rpartition(".")[2]
-        if FLAGS[flag].metavar:
-            message = re.sub(rf"{flag}[ =]([\w./][\w./-]*)", partial(_keyword, leaf), message)
-        message = re.sub(rf"{flag}\b(?!-)", leaf if FLAGS[flag].metavar else f"{leaf}=True", message)
-    return re.sub(
-        rf"\b(?:{'|'.join(dict.fromkeys(key.partition('.')[0] for key in all_keys()))})\.([a-z_]+)", r"\1", message
-    )
-
-
-def _keyword(leaf: str, found: re.Match[str]) -> str:
-    value = found[1]
+def _keyword(found: re.Match[str]) -> str:
+    """Return the keyword for a flag, with its value if one follows, or for a key: `--nvme /a` is `nvme=["/a"]`."""
+    key = found["key"] or FLAGS[found["flag"] or found["switch"]].key
+    leaf, value = "rule" if key == KEYS["rule"] else key.rpartition(".")[2], found["value"]
+    if found["switch"]:
+        return f"{leaf}=True"
+    if value is None:
+        return leaf
     if leaf == "nvme":
         return f'nvme=["{value}"]'
     return f"{leaf}={value}" if re.fullmatch(r"[\d.]+", value) else f'{leaf}="{value}"'

@@ -5,21 +5,24 @@ DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   a
     model/         the model's configuration, if it has one
     resident/      trained parameters that are not offloaded (extra_params.py)
 
-If all offloaded weights are frozen, a save contains none of them, since they are unchanged since loading.
+If all offloaded weights are frozen, a save contains none of them, since they are unchanged since loading. An export can
+merge PEFT's LoRA adapters into the weights, one weight at a time, with PEFT's merge code.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from pydantic import with_config
+from torch import nn
 
 from offload_trainer.checkpoint import RunRecord, TrainState, finish_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
@@ -27,16 +30,20 @@ from offload_trainer.export.directory import DTYPES, EXPORT, check_destination, 
 from offload_trainer.export.sources import Source
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest
 from offload_trainer.offloading.model import OffloadedModel
+from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.resume_compat import refuse_other_run
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
-from offload_trainer.session.adapters import Change
 from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, steps_of, write_residents
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.storage.atomic_io import copy_tree, make_directories, put_in_place, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import clear, replacing
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, fp32 values) -> values to export
 _STATE = "session.json"
 _FIX = "Resume from another save"
 _COMPARED = 1024  # elements of each frozen weight in the checksum that identifies a base model
@@ -113,7 +120,9 @@ class Saves:
         places = offloaded.places
         source = Source(
             shapes={name: places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
-            weights=partial(_changed, offloaded, change) if change else offloaded.masters,
+            weights=(lambda: ((name, change(name, weight)) for name, weight in offloaded.masters()))
+            if change
+            else offloaded.masters,
             read=offloaded.master,
             model=self.record.model,
             told=f"a session after step {step}",
@@ -143,7 +152,11 @@ class Saves:
         held = read_back(save / _STATE, _SessionState, fix=_FIX)
         if len(held.stateful) != len(stateful):
             raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
-        _refuse_other_groups(save, held.groups, _groups(optimizer))
+        if [group.get("params") for group in held.groups] != optimizer.names():
+            told = ", ".join(str(len(group.get("params", ()))) for group in held.groups)
+            raise UserError(
+                f"{save} was made with other groups of parameters (of {told} parameters): use the same groups"
+            )
         if held.base != _base(offloaded):
             raise UserError(f"{save} was made with other weights, or in another dtype: load the same model for it")
         values = read_residents(save, residents, rule=optimizer.rule)
@@ -157,11 +170,6 @@ class Saves:
 
 
 _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
-
-
-def _changed(offloaded: OffloadedModel, change: Change) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, weight in offloaded.masters():
-        yield name, change(name, weight)
 
 
 def steps_done(offloaded: OffloadedModel, optimizer: OffloadedOptimizer | None) -> int:
@@ -220,12 +228,6 @@ def _newest(directory: Path) -> Path | None:
     return None
 
 
-def _refuse_other_groups(save: Path, saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-    if [group.get("params") for group in saved] != [group["params"] for group in now]:
-        told = ", ".join(str(len(group.get("params", ()))) for group in saved)
-        raise UserError(f"{save} was made with other groups of parameters (of {told} parameters): use the same groups")
-
-
 def _write_by_name(source: Source, destination: Path, *, dtype: str) -> None:
     """Write model.safetensors with the parameters' names, and the configuration if there is one."""
     entries = [TensorEntry(name, DTYPES[dtype], shape) for name, shape in source.shapes.items()]
@@ -241,3 +243,57 @@ def _write_by_name(source: Source, destination: Path, *, dtype: str) -> None:
             put_in_place(new, destination)
     except OSError as error:
         raise TrainerError(f"{destination}: {reason(error, destination.parent)}; nothing is left there") from error
+
+
+# -- merging adapters -------------------------------------------------------------------------------------------------
+
+
+def merging(model: nn.Module) -> Change | None:
+    """Return a function that merges the active adapters of `model` into a weight; None if it has no adapters.
+
+    The merge is done in the weight's dtype. Raises UserError for parameters that are neither offloaded nor part of an
+    adapter that can be merged.
+    """
+    layers: dict[str, list[LoraLayer]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    merged: set[nn.Parameter] = set()
+    found: list[LoraLayer] = []
+    if "peft" in sys.modules:  # without an import of PEFT there are no adapters
+        from peft.tuners.lora import LoraLayer
+
+        found = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in found:
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if isinstance(weight, OffloadedParameter) and not any(getattr(layer, "lora_bias", {}).values()):
+            layers.setdefault(weight.weight, []).append(layer)
+            dtypes[weight.weight] = weight.dtype
+            merged |= set(layer.parameters())
+    left = [
+        name
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, OffloadedParameter) and parameter not in merged
+    ]
+    if left:
+        raise UserError(
+            f"{len(left)} parameters cannot be merged into the model's weights ({left[0]}, ...): use merge=False to "
+            "write the weights without them, and their library's save_pretrained to write them"
+        )
+
+    @torch.no_grad()
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        for layer in layers.get(name, ()):
+            weight = _merged(layer, weight.to(dtypes[name]))
+        return weight
+
+    return change if layers else None
+
+
+def _merged(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
+    """Return `weight` after PEFT's merge, run on a copy of the layer whose base holds only that weight."""
+    place = next(p.device for p in layer.parameters() if not isinstance(p, OffloadedParameter))
+    base, one = copy.copy(layer.get_base_layer()), copy.copy(layer)
+    base._parameters = {"weight": nn.Parameter(weight.to(place), requires_grad=False)}
+    one._modules = {**layer._modules, "base_layer": base}
+    one.merged_adapters = []
+    one.merge()
+    return base.weight.detach().cpu()

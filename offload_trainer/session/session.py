@@ -9,9 +9,9 @@ session.save, resume, export          see `saving.py`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from math import isfinite
 from pathlib import Path
 from types import MethodType, TracebackType
@@ -24,6 +24,7 @@ from offload_trainer.errors import NonFiniteGradient, UserError
 from offload_trainer.offloading.autograd import not_compiled
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
+from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import (
     OffloadedParameter,
     forget_writes,
@@ -33,11 +34,9 @@ from offload_trainer.offloading.weights.parameter import (
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
-from offload_trainer.session.adapters import merging
 from offload_trainer.session.extra_params import Changes, changes_of, counted_in, norm_of_all, with_gradient
-from offload_trainer.session.lazy_state_dict import listed
 from offload_trainer.session.optimizer import OffloadedOptimizer
-from offload_trainer.session.saving import Saves, Stateful, steps_done
+from offload_trainer.session.saving import Saves, Stateful, merging, steps_done
 
 
 class Session:
@@ -399,3 +398,33 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def listed(
+    model: nn.Module,
+    read: Callable[[str], torch.Tensor],
+    *,
+    destination: Any = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> dict[str, Any]:
+    """Return a state_dict as `nn.Module.state_dict` does, with a LazyWeight for each offloaded weight.
+
+    `read` returns a weight's values by name and is called for every operation on it. The values of embeddings, the
+    output head and vectors can also be written by safetensors, because PEFT may save them together with adapters.
+    """
+    found = {} if destination is None else destination
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = [module for module in (*model.modules(), head) if isinstance(module, nn.Embedding) or module is head]
+    tables = {weight for one in modules if isinstance(weight := getattr(one, "weight", None), nn.Parameter)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, OffloadedParameter):
+            keeps = parameter.dim() < 2 or parameter in tables
+            found[prefix + name] = LazyWeight.of(parameter, partial(read, parameter.weight), keeps=keeps)
+        else:
+            found[prefix + name] = parameter if keep_vars else parameter.detach()
+    for owner, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                found[f"{prefix}{owner}.{leaf}" if owner else prefix + leaf] = buffer
+    return found

@@ -17,7 +17,7 @@ from offload_trainer.cache_dir import cache_directory
 from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig, with_current_names
 from offload_trainer.errors import UserError
 from offload_trainer.plan.planner import combination_mistakes
-from offload_trainer.session.kwargs import known_keys, session_words
+from offload_trainer.session.kwargs import KEYS, session_words
 from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
 
 
@@ -432,7 +432,7 @@ def test_a_renamed_key_is_refused_with_its_new_name(key: str, tmp_path: Path) ->
     file.write_text(f"{section}:\n  {name}: 1\n")
     for words in ([f"{key}=1"], [str(file)]):
         assert f"this key is now called {now}" in "\n".join(mistakes(*words))
-    if now.rpartition(".")[2] in known_keys():
+    if now.rpartition(".")[2] in KEYS:
         with pytest.raises(UserError, match=f"this keyword is now called {now.rpartition('.')[2]}"):
             session_words("gpt2", {name: 1})
 

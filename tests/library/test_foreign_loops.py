@@ -19,7 +19,8 @@ from torch.nn import functional
 import offload_trainer as ot
 from offload_trainer.config import TrainConfig
 from offload_trainer.hf import load as load_for_trainer
-from offload_trainer.session.kwargs import SessionKeys, known_keys
+from offload_trainer.session.kwargs import INSTEAD, KEYS, SessionKeys
+from offload_trainer.settings import all_keys
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
@@ -419,11 +420,18 @@ def plain(kind: Any) -> Any:
 
 
 def test_type_checkers_see_the_keys_of_the_configuration() -> None:
-    hints, keys = get_type_hints(SessionKeys), known_keys()
-    assert hints.keys() == keys.keys()
-    for key, kind in hints.items():
-        section, _, leaf = keys[key].partition(".")
+    for key, kind in get_type_hints(SessionKeys).items():
+        section, _, leaf = KEYS[key].partition(".")
         field = type(getattr(TrainConfig(), section)).model_fields[leaf]
         assert (plain(kind) == plain(field.annotation)) == (key not in LOOSER), key
     for function in (ot.load, ot.offload, load_for_trainer):
         assert "Unpack[SessionKeys]" in str(inspect.signature(function).parameters["keys"].annotation)
+
+
+def test_each_key_of_the_model_and_its_placement_is_a_keyword_or_refused_with_advice() -> None:
+    assert not KEYS.keys() & INSTEAD.keys()
+    leaves = [key.rpartition(".")[2] for key in all_keys()]
+    assert all(leaves.count(keyword) == 1 for keyword in KEYS if keyword != "rule")
+    for key in all_keys():
+        if key.startswith(("model.", "placement.", "tiered.")):
+            assert key in KEYS.values() or key.rpartition(".")[2] in INSTEAD, key

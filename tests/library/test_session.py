@@ -32,7 +32,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api, saving
-from offload_trainer.session.process_memory import ThisProcess
+from offload_trainer.session.api import ThisProcess
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 

@@ -39,7 +39,8 @@ TINY = [
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole populations, where a part is tried otherwise")
     parser.addoption("--all", action="store_true", help="tests marked slow too, and every case of the large matrices")
-    parser.addoption("--sample-seed", type=int, default=0, help="which cases of the large matrices run without --all")
+    text = "seed of random trials, and of the sample of the large matrices without --all"
+    parser.addoption("--seed", type=int, default=0, help=text)
 
 
 _SAMPLED = ("engine", "library", "model", "offload", "optim", "plan", "run")  # directories of tests that train
@@ -61,12 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.get_closest_marker("slow")}
     for (path, _), cases in by_test.items():
         if len(cases) > _LEAST and path.parent.name in _SAMPLED:
-            drawn = sorted(
-                cases, key=lambda item: zlib.crc32(f"{config.getoption('--sample-seed')} {item.nodeid}".encode())
-            )
+            drawn = sorted(cases, key=lambda item: zlib.crc32(f"{config.getoption('--seed')} {item.nodeid}".encode()))
             left_out.update(drawn[-(-len(cases) // _SAMPLE) :])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    """Return the seed of tests that try random cases; `make test-all` uses another one each day."""
+    return int(pytestconfig.getoption("--seed"))
 
 
 def pytest_collection_finish() -> None:

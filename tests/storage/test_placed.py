@@ -22,14 +22,14 @@ ENTRIES = [
 ]
 
 
-def test_sums_of_parts_make_the_sum_of_the_whole() -> None:
-    dice = random.Random(3)
+def test_sums_of_parts_make_the_sum_of_the_whole(seed: int) -> None:
+    dice = random.Random(seed)
     for size in (0, 1, 7, 255, 65536, 1 << 20):
         first, second = dice.randbytes(dice.randrange(1000)), dice.randbytes(size)
         assert combined(zlib.crc32(first), zlib.crc32(second), size) == zlib.crc32(first + second)
 
 
-def test_several_writers_make_the_file_of_one(tmp_path: Path) -> None:
+def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None:
     """Several writers make the same file as one, in any order and with any division."""
     torch.manual_seed(1)
     tensors = {entry.name: torch.randint(0, 200, entry.shape).to(entry.dtype) for entry in ENTRIES}
@@ -40,7 +40,7 @@ def test_several_writers_make_the_file_of_one(tmp_path: Path) -> None:
     header = PlacedWriter.make(tmp_path / "parts", ENTRIES)
     writers = [PlacedWriter(tmp_path / "parts", ENTRIES) for _ in range(3)]
     parts = [(e.name, start, min(61, e.numel - start)) for e in ENTRIES for start in range(0, e.numel, 61)]
-    random.Random(2).shuffle(parts)
+    random.Random(seed).shuffle(parts)
     for number, (name, start, count) in enumerate(parts):
         writers[number % 3].put(name, start, tensors[name].view(-1)[start : start + count])
     assert file_of([header, *(piece for writer in writers for piece in writer.close())]) == expected

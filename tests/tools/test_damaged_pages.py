@@ -14,8 +14,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "soak/damaged_pages.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blind", [False, True])
-def test_damaged_pages(blind: bool) -> None:
-    words = ["--damages", "50", "--seed", "7", "--kinds", "1", "--commands", "0" if blind else "3"]
+def test_damaged_pages(blind: bool, seed: int) -> None:
+    words = ["--damages", "50", "--seed", str(seed + 7), "--kinds", "1", "--commands", "0" if blind else "3"]
     done = subprocess.run(
         [sys.executable, SCRIPT, *words, *(["--blind"] if blind else [])],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Tests of a hundred randomly changed files of each kind, with a fixed seed.
+"""Tests of a hundred randomly changed files of each kind, made from the seed that `--seed` gives.
 
 soak/fuzz_files.py makes any number.
 """
@@ -37,10 +37,10 @@ def test_a_file_may_take_any_time_of_a_busy_machine(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_a_file_holds(
-    name: str, watch: Watch, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    name: str, watch: Watch, seed: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "")
-    came, wrong = fuzz(made(name, tmp_path_factory.mktemp(name)), each=100, seed=0, watch=watch)
+    came, wrong = fuzz(made(name, tmp_path_factory.mktemp(name)), each=100, seed=seed, watch=watch)
     assert wrong == []
     assert came["refused"] > 30
     assert came["taken"] > 0

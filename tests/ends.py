@@ -100,7 +100,7 @@ def load_libraries() -> None:
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     import offload_trainer.engine.tiered
-    import offload_trainer.export.final_export
+    import offload_trainer.export.directory
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
 
@@ -159,7 +159,7 @@ def arm(moment: Moment) -> None:
     """Install the trigger for the cell's phase."""
     from offload_trainer import checkpoint, trainer
     from offload_trainer.engine.tiered import TieredEngine
-    from offload_trainer.export import final_export
+    from offload_trainer.export import directory
     from offload_trainer.offloading.pages.named_state import TieredSnapshot
     from offload_trainer.optim import kernel_cache
     from offload_trainer.run import planning, process_setup
@@ -187,7 +187,7 @@ def arm(moment: Moment) -> None:
         case "evaluation":
             patch(TieredEngine, "eval_loss", moment)
         case "final export":
-            patch(final_export, "write_model", moment)
+            patch(directory, "write_model", moment)
 
 
 def words(cell: Cell, folder: Path, shared: Path) -> list[str]:

@@ -4,24 +4,42 @@
 
 One tensor is in memory at a time, or one group of tensors where transformers fuses tensors that are separate on the
 hub. The directory is written under a temporary name and renamed when it is complete.
+
+A run that makes no checkpoints leaves such a directory at its end:
+
+    RUN/export/        fp32, in transformers' layout
+    RUN/export.json    the step, the run and its identity; written before export/ gets its name
+
+A later start neither overwrites them nor trains a finished run again.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from offload_trainer.checkpoint import RunRecord
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export.sources import NamedTensor, Source, finite_weights
+from offload_trainer.export.model_card import model_card
+from offload_trainer.export.sources import (
+    FINAL_RECORD,
+    FinalExport,
+    NamedTensor,
+    Source,
+    final_export,
+    finite_weights,
+)
 from offload_trainer.model.checkpoint_mapping import Group, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import ShardIndex
+from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import read_back
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.storage.dtypes import DTYPES
@@ -57,15 +75,26 @@ def write_model(
     error no partial export is left.
     """
     destination = destination.resolve()
-    groups = _by_completion(saved_groups(list(source.shapes), source.model), list(source.shapes))
-    entries = _entries(source, groups, dtype=dtype)
+    place = {name: number for number, name in enumerate(source.shapes)}
+    groups = sorted(  # by when their last source tensor arrives
+        saved_groups(list(source.shapes), source.model), key=lambda group: max(place[name] for name in group.sources)
+    )
+    entries = [
+        TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
+        for group in groups
+        for kept in group.sources[:1]
+        for name, shape in group.shapes(source.shapes).items()
+    ]
     total = sum(entry.bytes for entry in entries)
     check_destination(destination, total + bytes_below(source.model), replace=replace)
     try:
         with replacing(destination, what=EXPORT) as temporary:
             copy_tree(source.model, temporary)
             (temporary / BUFFERS).unlink(missing_ok=True)
-            _set_dtype(temporary, DTYPES[dtype])
+            config = read_model_config(temporary)
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+            write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
             write_text(temporary / "README.md", source.card(dtype))
             weights = _converted(finite_weights(source), groups)
             _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
@@ -78,22 +107,6 @@ def write_model(
             f"{format_bytes(total)}"
         ) from error
     return Written(total, compared)
-
-
-def _entries(source: Source, groups: Sequence[Group], *, dtype: str) -> list[TensorEntry]:
-    """Return the entries of the files in order."""
-    return [
-        TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
-        for group in groups
-        for kept in group.sources[:1]
-        for name, shape in group.shapes(source.shapes).items()
-    ]
-
-
-def _by_completion(groups: Sequence[Group], order: Sequence[str]) -> list[Group]:
-    """Sort the groups by when their last source tensor arrives."""
-    place = {name: number for number, name in enumerate(order)}
-    return sorted(groups, key=lambda group: max(place[name] for name in group.sources))
 
 
 def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:
@@ -121,17 +134,17 @@ def check_destination(destination: Path, total: int, *, replace: bool = False) -
         raise UserError(f"{destination}: the export takes {format_bytes(total)} and {format_bytes(free)} are free")
 
 
-def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
-    config = read_model_config(directory)
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-
-
 def _write_shards(
     weights: Iterator[NamedTensor], directory: Path, *, entries: Sequence[TensorEntry], shard_bytes: int
 ) -> None:
-    shards = _shards(entries, shard_bytes)
+    shards: list[list[TensorEntry]] = [[]]
+    held = 0
+    for entry in entries:
+        if shards[-1] and held + entry.bytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += entry.bytes
     overflowing: list[str] = []
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -154,18 +167,6 @@ def _write_shards(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(entry.bytes for entry in entries)}, "weight_map": places}
         write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
-
-
-def _shards(entries: Sequence[TensorEntry], limit: int) -> list[list[TensorEntry]]:
-    shards: list[list[TensorEntry]] = [[]]
-    held = 0
-    for entry in entries:
-        if shards[-1] and held + entry.bytes > limit:
-            shards.append([])
-            held = 0
-        shards[-1].append(entry)
-        held += entry.bytes
-    return shards
 
 
 # -- reading back ----------------------------------------------------------------------------------------------------
@@ -204,3 +205,81 @@ def check_export(directory: Path, source: Source, *, groups: Sequence[Group], en
     if wrong:
         raise TrainerError(f"{directory} does not hold what was exported: {'; '.join(wrong)}")
     return compared
+
+
+# -- final weights of a run ------------------------------------------------------------------------------------------
+
+_SECTIONS = ("model", "data", "optim", "train")  # sections of the configuration on which the weights depend
+# keys of these sections on which the weights do not depend
+_ASIDE = {
+    *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
+    "train.epochs",  # the run records the resulting steps
+    *("train.sample_every", "train.sample_prompt", "train.sample_tokens"),
+}
+
+
+def write_final(
+    weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
+) -> Path:
+    """Write a live engine's master weights and return the directory.
+
+    They come in the order of `layout`, with the frozen ones last. Raises TrainerError if there is no room or the disk
+    refuses.
+    """
+    order = sorted(layout, key=lambda weight: not weight.trainable)
+    told = f"the run after step {step}"
+    live = Source(
+        shapes={weight.name: weight.shape for weight in order},
+        weights=lambda: weights,
+        read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
+        model=output / "model",
+        told=told,
+        card=lambda dtype: model_card(output, dtype=dtype, source=told, run=record.run, step=step),
+    )
+    place = output / "export"
+    replaces = place.stat().st_ino if place.exists() else None
+    kept = {"step": step, "identity": dict(record.identity), "run": dict(record.run), "replaces": replaces}
+    try:
+        write_text(output / FINAL_RECORD, json.dumps(kept, indent=1))
+        write_model(live.with_buffers(), place, dtype="fp32", replace=True)
+    except UserError as error:  # at this point a run has ended, so it is no longer a configuration error
+        raise TrainerError(str(error)) from error
+    return place
+
+
+def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, exports: bool) -> str | None:
+    """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
+
+    `begins_at` is the step that this start would resume from. `anew` is set for `save.resume=never`. `exports` is
+    whether this run would write final weights. Raises UserError if it would overwrite the weights of another run.
+    """
+    found, place = final_export(output), output / "export"
+    if found is None:
+        if exports and place.exists():
+            raise UserError(
+                f"{place} is where this run would leave its weights: move it away, or name another --output"
+            )
+        return None
+    if found.step <= begins_at:
+        return None
+    changed = _differences(found, record)
+    whole = found.step == record.run["config"]["train"]["steps"]
+    if whole and not changed and not anew:
+        return f"done before: {found.step} steps; the weights are in {place}. To train anew name another --output"
+    why = f"differs in {', '.join(changed[:5])}" if changed else f"ended after step {found.step}"
+    raise UserError(
+        f"{place} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
+        f"would overwrite it. Name another --output (and --model {place} to train those weights on), or move it away"
+    )
+
+
+def _differences(found: FinalExport, record: RunRecord) -> list[str]:
+    """Return the keys in which the configuration or identity of an earlier run differs."""
+    then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
+    keys = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
+    keys = [key for key in keys if key not in _ASIDE]
+    return keys + _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]

@@ -19,15 +19,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import EXPORT, check_destination
-from offload_trainer.export.gguf_check import check_file
-from offload_trainer.export.gguf_models import ARCHITECTURES, add_model, read_config
-from offload_trainer.export.gguf_tensors import Tensor, encoded, largest, layout, limit, pieces, rotary_factors
+from offload_trainer.export.gguf_models import (
+    ARCHITECTURES,
+    Tensor,
+    add_model,
+    encoded,
+    largest,
+    layout,
+    limit,
+    pieces,
+    read_config,
+    rotary_factors,
+)
 from offload_trainer.export.gguf_tokenizer import Config, add_tokenizer
 from offload_trainer.storage.atomic_io import put_in_place
 from offload_trainer.storage.owned_dirs import replacing
@@ -39,6 +48,7 @@ if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
 
 DTYPES = ("f32", "f16", "q8_0")
 _SAMPLE = 32  # number of weights that a check compares
+_NAMED = 10  # differences in a message
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,16 @@ def _write(
         if len(factors):
             writer.write_tensor_data(encoded(factors, next(places).kind))
         for expected in shapes:
-            overflowing += _write_next(writer, stream, places, expected=expected, config=config)
+            name, weight = next(stream)
+            assert name == expected, f"{expected} was to come, not {name}"
+            for _, piece in pieces(name, weight, config=config):
+                place = next(places)
+                assert tuple(piece.shape) == place.shape, f"{name}: {tuple(piece.shape)} for {place}"
+                most = largest(piece)
+                if not most < limit(place.kind):  # also true for NaN
+                    overflowing.append(f"{name} (largest {most:.4g})")
+                writer.write_tensor_data(encoded(piece, place.kind))
+            del weight, piece  # freed before the next one is read
         assert next(stream, None) is None, "more weights came than shapes"
     finally:
         with contextlib.suppress(OSError):  # report the first failure, not this one
@@ -156,28 +175,6 @@ def _write(
         )
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _write_next(
-    writer: gguf.GGUFWriter,
-    stream: Iterator[tuple[str, torch.Tensor]],
-    places: Iterator[Tensor],
-    *,
-    expected: str,
-    config: Config,
-) -> list[str]:
-    """Write the stream's next weight and return its overflows. On return the weight is freed, before the next one."""
-    name, weight = next(stream)
-    assert name == expected, f"{expected} was to come, not {name}"
-    overflowing = []
-    for _, piece in pieces(name, weight, config=config):
-        place = next(places)
-        assert tuple(piece.shape) == place.shape, f"{name}: {tuple(piece.shape)} for {place}"
-        most = largest(piece)
-        if not most < limit(place.kind):  # also true for NaN
-            overflowing.append(f"{name} (largest {most:.4g})")
-        writer.write_tensor_data(encoded(piece, place.kind))
-    return overflowing
 
 
 def _sampled(
@@ -198,3 +195,55 @@ def _sampled(
         if name in taken:
             for place, (_, piece) in zip(here, pieces(name, read(name), config=config), strict=True):
                 yield place.name, encoded(piece, place.kind)
+
+
+def check_file(
+    path: Path,
+    *,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType]],
+    sample: Iterable[tuple[str, np.ndarray]],
+) -> int:
+    """Compare the file's metadata, every tensor's shape and type, and the bytes of `sample`.
+
+    Return the number of compared tensors of `sample`, which yields (name, expected bytes).
+
+    Raises:
+        TrainerError: something differs; the message names it.
+    """
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, KeyError, IndexError) as error:
+        raise TrainerError(f"what was exported cannot be read back: {error}") from error
+    held = {tensor.name: tensor for tensor in reader.tensors}
+    told = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    wrong = [
+        f"{key} is {str(told.get(key))[:60]}"
+        for key in {**metadata, **told}
+        if key not in told or key not in metadata or not _equal(told[key], metadata[key])
+    ]
+    for name in {**tensors, **held}:
+        found = (tuple(map(int, reversed(held[name].shape))), held[name].tensor_type) if name in held else None
+        if found != tensors.get(name):
+            wrong.append(f"{name} is {found}, and should be {tensors.get(name)}")
+    compared = 0
+    for name, expected in sample if not wrong else ():
+        compared += 1
+        if held[name].data.tobytes() != expected.tobytes():
+            wrong.append(f"{name} holds other values")
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise TrainerError(f"the file does not hold what was exported: {'; '.join(wrong[:_NAMED])}{more}")
+    return compared
+
+
+def _equal(told: Any, meant: Any) -> bool:
+    """Compare two metadata values; floats are stored in 32 bits."""
+    import numpy as np
+
+    values = meant if isinstance(meant, list) else [meant]
+    if any(isinstance(value, float) for value in values):
+        return bool(np.array_equal(np.float32(told), np.float32(meant)))
+    return bool(told == meant)

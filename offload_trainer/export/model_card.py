@@ -110,15 +110,16 @@ def model_card(
     told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if config:
         model, optim = config["model"], config["optim"]
-        title = "Lion" if optim.get("name") == "lion" else "AdamW"
+        rule = "Lion" if optim.get("name") == "lion" else "AdamW"
+        changes = ", ".join(f"{key}={value}" for key, value in model["overrides"].items())
         start = "random weights" if run["random"] else "its weights"
         told += [
-            ("Model", f"{model['name']}, from {start}" + _changes(model["overrides"])),
+            ("Model", f"{model['name']}, from {start}" + (f" ({changes})" if changes else "")),
             ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['moment_dtype']}"),
             ("Text", ", ".join(Path(path).name for path in config["data"]["path"])),
             (
                 "Optimizer",
-                f"{title}, peak rate {optim['lr']:g}, betas {tuple(optim['betas'])}, weight decay "
+                f"{rule}, peak rate {optim['lr']:g}, betas {tuple(optim['betas'])}, weight decay "
                 f"{optim['weight_decay']:g}, clipping {optim['max_grad_norm']:g}, schedule {optim['schedule']}",
             ),
             ("Seed", config["train"]["seed"]),
@@ -150,7 +151,8 @@ def model_card(
     if packages:
         told.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
     lines = [f"| {name} | {_plain(value)} |" for name, value in told if value is not None]
-    return f"{_HEAD}\n# {_plain(_title(config))}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
+    title = Path(config["model"]["name"]).name if config else "Trained weights"
+    return f"{_HEAD}\n# {_plain(title)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
 
 
 def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
@@ -174,11 +176,3 @@ def final_card(record: Path, *, dtype: str) -> str:
 def _plain(text: object) -> str:
     """Return text for a Markdown table: markup and HTML escaped, on one line."""
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(shown(text).split()))
-
-
-def _title(config: Mapping[str, Any]) -> str:
-    return Path(config["model"]["name"]).name if config else "Trained weights"
-
-
-def _changes(overrides: Mapping[str, Any]) -> str:
-    return f" ({', '.join(f'{key}={value}' for key, value in overrides.items())})" if overrides else ""

@@ -137,7 +137,8 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             "it started, or has tiered.master_format=split, whose weights went with it; export its newest checkpoint"
         )
     left = final_export(path)
-    if left is not None and left.step > _newest_step(path):
+    newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
+    if left and all(read_state(checkpoint).step < left.step for checkpoint in newest):
         with _left_by(path, left) as source:
             yield source.with_buffers()
         return
@@ -205,12 +206,6 @@ def _told_of_page_files(run: Path) -> str:
             "without its weights, and these went with it"
         )
     return ""
-
-
-def _newest_step(run: Path) -> int:
-    """Return the step of the run's newest checkpoint, or -1 without one."""
-    found = complete_checkpoints(run / "checkpoints")
-    return read_state(found[-1]).step if found else -1
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from offload_trainer import trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_identity, check_resume, find_resume, read_state
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
-from offload_trainer.export.final_export import done_before, write_final
+from offload_trainer.export.directory import done_before, write_final
 from offload_trainer.model.loader import DTYPES
 from offload_trainer.plan.config_conflicts import mistakes_of_length
 from offload_trainer.plan.machine import MachineProfile

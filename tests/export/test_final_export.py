@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from offload_trainer.errors import UserError
-from offload_trainer.export import final_export as final_module
-from offload_trainer.export.final_export import done_before, write_final
+from offload_trainer.export import directory
+from offload_trainer.export.directory import done_before, write_final
 from offload_trainer.export.sources import final_export
 from offload_trainer.settings import load_config
 
@@ -31,16 +31,16 @@ def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
     def killed(source: Any, destination: Path, **_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(final_module, "write_model", written)
+    monkeypatch.setattr(directory, "write_model", written)
     write_final(iter(()), [], tmp_path, record=record, step=10)
     found = final_export(tmp_path)
     assert found is not None
     assert found.step == 10
-    monkeypatch.setattr(final_module, "write_model", killed)
+    monkeypatch.setattr(directory, "write_model", killed)
     with pytest.raises(KeyboardInterrupt):
         write_final(iter(()), [], tmp_path, record=record, step=20)
     assert final_export(tmp_path) is None
-    monkeypatch.setattr(final_module, "write_model", written)
+    monkeypatch.setattr(directory, "write_model", written)
     write_final(iter(()), [], tmp_path, record=record, step=20)
     found = final_export(tmp_path)
     assert found is not None
@@ -53,7 +53,7 @@ def test_a_finished_run_is_the_same_by_what_its_weights_depend_on(
     def record(*words: str) -> Any:
         return SimpleNamespace(identity={}, run={"config": load_config(list(words)).model_dump(mode="json")})
 
-    monkeypatch.setattr(final_module, "write_model", lambda source, destination, **_: destination.mkdir())
+    monkeypatch.setattr(directory, "write_model", lambda source, destination, **_: destination.mkdir())
     write_final(iter(()), [], tmp_path, record=record("--steps", "10"), step=10)
     same = record("--steps", "10", "optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "0.5", "--nvme", "/")
     told = done_before(tmp_path, same, begins_at=0, anew=False, exports=True)

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.errors import UserError
-from offload_trainer.export.gguf_pieces import FIRST_ONLY
+from offload_trainer.export.gguf_tokenizer import FIRST_ONLY
 
 TEXT = BUILTIN_CORPUS.read_text()[:100_000].replace("e ", "e   ")  # includes runs of spaces
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -298,7 +298,7 @@ ELSEWHERE = {
     "data/sources.py": "whether a user's text looks like JSON",
     "data/token_bytes.py": "what a tokenizer in memory says of itself",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
-    "export/final_export.py": "a record in memory, as it would be read back",
+    "export/directory.py": "a record in memory, as it would be read back",
     "hf.py": "whether the Trainer's own state was written to its end",
     "storage/tensorfile.py": "a header that the safetensors library has checked",
     "safe_files.py": "",

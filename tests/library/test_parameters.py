@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import offload_trainer as ot
@@ -173,6 +174,8 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "apart": lambda w: w.detach_(),
     "dlpack": lambda w: torch.from_dlpack(w.detach()).zero_(),
     "storage": lambda w: w.detach().storage().fill_(0),
+    "new parameter": nn.Parameter,
+    "new parameter of a view": lambda w: nn.Parameter(w.data),
 }
 
 
@@ -190,6 +193,41 @@ def test_writes_are_refused_and_change_nothing(offloaded: Offloaded) -> None:
     with pytest.raises(ValueError, match="read-only"):
         weight.detach().numpy()[0] = 9
     assert list(trained(model, session, square)) == list(trained(reference, None, square))
+
+
+class Halved(nn.Module):
+    """A parametrization with an inverse."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "its own": lambda module: parametrize.register_parametrization(module, "weight", Halved()),
+}
+
+
+@every_home
+def test_parametrizations_come_before_offloading(offloaded: Offloaded, home: str, tmp_path: Path) -> None:
+    """On an offloaded module they are refused with that advice; a module that has them trains as in plain torch."""
+    model, reference, session = offloaded
+    advice = r"blocks\.1\.0\.weight.*parametrizations .*before the model is offloaded"
+    for name, register in PARAMETRIZATIONS.items():
+        with pytest.raises(ot.UserError, match=advice):
+            pytest.fail(f"{name}: {register(model.blocks[1][0])}")
+    assert list(trained(model, session, square)) == list(trained(reference, None, square))
+    session.close()
+    model = net()
+    for block, register in zip(model.blocks, PARAMETRIZATIONS.values(), strict=False):
+        register(block[0])
+    reference = copy.deepcopy(model)
+    with ot.offload(model, nvme=tmp_path, say=lambda line: None, **HOMES[home]) as session:
+        assert list(trained(model, session, square)) == list(trained(reference, None, square))
 
 
 @every_home

@@ -22,10 +22,12 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -163,6 +165,10 @@ class OffloadedParameter(nn.Parameter):
     def _use_count(self) -> NoReturn:  # called only by torch.utils.swap_tensors, at its start
         _refuse_swapping(self)
 
+    def detach(self) -> Any:
+        _refuse_as_parameter(self, sys._getframe(1))
+        return super().detach()
+
     # torch does not call `__torch_function__` for these two.
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         _refuse_write("set_", self)
@@ -195,6 +201,10 @@ class ParameterView(torch.Tensor):
 
     def _use_count(self) -> NoReturn:
         _refuse_swapping(self.parameter)
+
+    def detach(self) -> Any:
+        _refuse_as_parameter(self.parameter, sys._getframe(1))
+        return super().detach()
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         _refuse_write("set_", self.parameter)
@@ -502,6 +512,20 @@ def _refuse_swapping(parameter: OffloadedParameter) -> NoReturn:
     )
 
 
+def _refuse_as_parameter(parameter: OffloadedParameter, caller: FrameType) -> None:
+    """Raise UserError if `caller`, which detaches a parameter or a view of it, is nn.Parameter's constructor.
+
+    torch's parametrizations, such as weight_norm, make new parameters in this way. The constructor would accept a view,
+    and refuse an offloaded parameter with advice for authors of tensor subclasses.
+    """
+    if caller.f_code is nn.Parameter.__new__.__code__:
+        raise UserError(
+            f"a new nn.Parameter would share the memory of {parameter.weight}, which holds its values only for a "
+            "moment: apply weight_norm and other parametrizations before the model is offloaded, or make the parameter "
+            "of a copy, parameter.detach().clone()"
+        )
+
+
 def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
     raise UserError(
         f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it "
@@ -539,7 +563,10 @@ def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _refuse_write(name: str, parameter: OffloadedParameter) -> NoReturn:
+    before = "change weights before the model is offloaded, or go on from a save with session.resume"
+    if name == "set_":  # torch's parametrizations call it for each weight that they are registered on
+        before = f"register parametrizations and {before}"
     raise UserError(
         f"{name} would write to {parameter.weight}, whose master is elsewhere, and the next step would undo it: "
-        "change weights before the model is offloaded, or go on from a save with session.resume"
+        f"{before}"
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,11 @@ class DeepSpeedEngine:
         self._placement = placement
         self._dtype = DTYPES[model.dtype]
         load_kernels(placement)
+        # Under zero.Init each module is partitioned when it is created.
+        context = deepspeed.zero.Init(config_dict_or_path=words) if placement.stage == 3 else nullcontext()
         module = source.build(
             dtype=self._dtype,
-            context=_zero_init(words, placement),
+            context=context,
             # Non-reentrant checkpointing gives wrong gradients with weights on NVMe: DeepSpeed reuses a weight's buffer
             # that the recomputation still needs (seen in 0.19.8).
             reentrant=placement.params == "nvme",
@@ -112,9 +114,19 @@ class DeepSpeedEngine:
         if partition_activations:
             away = bool(model.offload_activations) and torch.cuda.is_available()
             keep_inputs(module, self._parts.partitioned(away=away))
-        if load_weights:  # after initialize, because DeepSpeed would create masters from the rounded weights
-            self._begin(source.weights())
-        _restore_buffers(module.model, source.buffers())
+        trained = set(self._trained)
+        for name, value in source.weights() if load_weights else ():
+            # After initialize, because DeepSpeed would create masters from the rounded weights.
+            if name in trained:
+                self._write(name, "master", value.float())
+            else:
+                part = self._parts.of(name, value)
+                write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
+        for name, value in source.buffers().items():  # the 16-bit engine (and zero.Init) may have rounded them
+            owner, _, leaf = name.rpartition(".")
+            holder = module.model.get_submodule(owner)
+            assert leaf in holder._buffers, name
+            holder._buffers[leaf] = value.to(_device())
         self._module = module
         self._betas = optim.betas
         self._behind: dict[str, int] = {}  # steps that a weight had missed when it was loaded
@@ -122,26 +134,23 @@ class DeepSpeedEngine:
         for name in self._trained:
             self._parameters[name].register_hook(lambda _, name=name: self._arrived.add(name))
 
-    def _begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write the initial masters and frozen weights, one at a time."""
-        trained = set(self._trained)
-        for name, value in weights:
-            if name in trained:
-                self._write(name, "master", value.float())
-            else:
-                part = self._parts.of(name, value)
-                write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
+        import deepspeed
+
         self._engine.train()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         scale = float(self._optimizer.loss_scale)
         skipped_before = self._engine.skipped_steps
         losses = []
-        for batch, weight in zip(batches, self._weights([batch.counted for batch in batches]), strict=True):
+        # The weight of each micro-batch in the mean over the step's targets on all ranks, of which this rank's are
+        # used. Ranks that share rows have equal counts, so their weights are right as well.
+        counts = all_gather_json([batch.counted for batch in batches])
+        own = len(batches) * self._rank
+        weights = weights_in_step([n for each in counts for n in each])[own : own + len(batches)]
+        for batch, weight in zip(batches, weights, strict=True):
             with clock.phase("forward"):
                 loss = self._engine(*batch.arguments(_device(), training=True)) * weight
                 losses.append(loss.detach().float())
@@ -152,9 +161,10 @@ class DeepSpeedEngine:
                 self._engine.step()  # updates only after the last micro-batch
         skipped = self._engine.skipped_steps > skipped_before
         norm = None if skipped else float(self._engine.get_global_grad_norm())
-        return StepResult(
-            loss=self._mean(torch.stack(losses).mean()), grad_norm=norm, loss_scale=scale, skipped=skipped
-        )
+        mean = torch.stack(losses).mean()
+        if self._world > 1:
+            deepspeed.comm.all_reduce(mean)
+        return StepResult(loss=float(mean / self._world), grad_norm=norm, loss_scale=scale, skipped=skipped)
 
     def _refuse_without_gradient(self) -> None:
         """Raise TrainerError if a weight has no gradient in this micro-batch, before anything changes.
@@ -182,19 +192,6 @@ class DeepSpeedEngine:
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         self._engine.eval()
         return self._module.next_logits(tokens.to(_device())).float().cpu()
-
-    def _weights(self, counts: Sequence[int]) -> list[float]:
-        """Return the weight of each of this rank's micro-batches in the mean over the step's targets on all ranks."""
-        own = len(counts) * self._rank  # ranks that share rows have equal counts, so their weights are right as well
-        return weights_in_step([n for each in all_gather_json(list(counts)) for n in each])[own : own + len(counts)]
-
-    def _mean(self, value: torch.Tensor) -> float:
-        import deepspeed
-
-        if self._world > 1:
-            deepspeed.comm.all_reduce(value)
-            value = value / self._world
-        return float(value)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -236,7 +233,11 @@ class DeepSpeedEngine:
         if fixed:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
                 write_weight(name, self._parameters[name], self._parts.of(name, tensor))
-        self._restore_scaler(state)
+        scaler = self._optimizer.loss_scaler
+        if getattr(scaler, "dynamic", False) and state.loss_scale is not None:  # None: the earlier run was not in fp16
+            scaler.cur_scale = state.loss_scale
+            scaler.cur_iter = state.good_steps
+            scaler.last_overflow_iter = -1
 
     def _read(self, name: str, kind: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -268,11 +269,10 @@ class DeepSpeedEngine:
             safe_set_full_optimizer_state(parameter, value, kind)
         _await_swap_out(self._optimizer)
 
-    def _base_states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        return self._optimizer.optimizer.state
-
     def _optimizer_steps(self) -> int:
-        return max((int(state["step"]) for state in self._base_states().values() if "step" in state), default=0)
+        return max(
+            (int(state["step"]) for state in self._optimizer.optimizer.state.values() if "step" in state), default=0
+        )
 
     def _make_moments(self, steps: int) -> None:
         """Create zero moments at step `steps`, which DeepSpeed would only create in its first update.
@@ -301,16 +301,9 @@ class DeepSpeedEngine:
         ZeRO-1 and 2 do this only once, after the first update of the first parameter group, so the moments of the
         other groups could not be read (seen in 0.19.8).
         """
-        if self._placement.stage < 3 and self._base_states():
+        if self._placement.stage < 3 and self._optimizer.optimizer.state:
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _restore_scaler(self, state: EngineState) -> None:
-        scaler = self._optimizer.loss_scaler
-        if getattr(scaler, "dynamic", False) and state.loss_scale is not None:  # None: the earlier run was not in fp16
-            scaler.cur_scale = state.loss_scale
-            scaler.cur_iter = state.good_steps
-            scaler.last_overflow_iter = -1
 
     def close(self) -> None:
         self._engine.destroy()
@@ -320,15 +313,6 @@ def _device() -> torch.device:
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
-
-
-def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextManager[Any]:
-    """Return a context that partitions each module when it is created, for ZeRO-3; else an empty context."""
-    if placement.stage < 3:
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.Init(config_dict_or_path=words)
 
 
 def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torch.optim.Optimizer:
@@ -351,15 +335,6 @@ def _await_swap_out(zero: Any) -> None:
     swapper: Any = getattr(zero, "optimizer_swapper", None)
     if getattr(swapper, "swap_ops", {}).get("async_swap_out"):
         swapper._complete_swap_out("async_swap_out")
-
-
-def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Restore the buffers' values, because the 16-bit engine (and zero.Init) may have rounded them."""
-    for name, value in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        holder = model.get_submodule(owner)
-        assert leaf in holder._buffers, name
-        holder._buffers[leaf] = value.to(_device())
 
 
 def _replay_bias_correction(adam: Any, *, steps: int, betas: tuple[float, float]) -> None:

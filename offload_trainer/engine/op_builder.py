@@ -100,9 +100,13 @@ def _load(builder: Any) -> Any:
             f"DeepSpeed's kernel {builder.name} could not be built: {reason(error)}; name a directory for it with "
             "TORCH_EXTENSIONS_DIR"
         ) from error
-    with _a_turn(directory.with_name(f"{builder.name}.turn")) as alone:
-        for name in _BUILDS[builder.name] if alone else ():
-            remove_stale_lock(_build_directory(name))
+    with ExitStack() as stack:
+        try:  # exclude other builds of this program
+            stack.enter_context(turn(directory.with_name(f"{builder.name}.turn"), say=write_now, patience=_LONGEST))
+            for name in _BUILDS[builder.name]:
+                remove_stale_lock(_build_directory(name))
+        except NoLocks:
+            pass  # another build may be running
         try:
             return builder.load(verbose=False)
         except Exception as error:
@@ -110,18 +114,6 @@ def _load(builder: Any) -> Any:
                 f"DeepSpeed's kernel {builder.name} could not be built: {' '.join(str(error).split())[:500]}\n"
                 "It needs g++ and ninja, and async_io needs Debian's libaio-dev."
             ) from error
-
-
-@contextmanager
-def _a_turn(path: Path) -> Iterator[bool]:
-    """Exclude other builds of this program inside the context; yield False if the filesystem has no locks."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(turn(path, say=write_now, patience=_LONGEST))
-            alone = True
-        except NoLocks:
-            alone = False
-        yield alone
 
 
 def stale_locks() -> list[Path]:

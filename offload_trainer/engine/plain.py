@@ -52,8 +52,11 @@ class PlainEngine:
             for weight in source.shape.weights
             if weight.trainable
         }
-        if load_weights:
-            self._load_weights(source)
+        with torch.no_grad():
+            for name, value in source.weights() if load_weights else ():
+                self._weights[name].copy_(as_parameter(value, self._dtype))
+                if name in self._masters:
+                    self._masters[name].copy_(value)
         self._module.to(self._device)
         decayed, plain = decay_groups(source.shape.weights)
         self._adam = torch.optim.AdamW(
@@ -70,14 +73,6 @@ class PlainEngine:
         self._clip = optim.max_grad_norm
         self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
         self._scale = LossScale.of(optim, dtype=model.dtype)
-
-    @torch.no_grad()
-    def _load_weights(self, source: ModelSource) -> None:
-        """Load weights one at a time, as fp32 masters and rounded to the run's dtype."""
-        for name, value in source.weights():
-            self._weights[name].copy_(as_parameter(value, self._dtype))
-            if name in self._masters:
-                self._masters[name].copy_(value)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -150,7 +145,7 @@ class PlainEngine:
             yield name, held.detach().float().cpu()
 
     def snapshot(self) -> BlockingSnapshot:
-        steps = {name: self._steps_of(master) for name, master in self._masters.items()}
+        steps = {name: int(self._adam.state.get(master, {}).get("step", 0)) for name, master in self._masters.items()}
         most = max(steps.values(), default=0)
         state = EngineState(
             optimizer_steps=most,
@@ -168,10 +163,6 @@ class PlainEngine:
             read_fixed=lambda name: self._weights[name].detach(),
         )
         return BlockingSnapshot(state, files, writes=True)
-
-    def _steps_of(self, master: torch.Tensor) -> int:
-        state = self._adam.state.get(master)
-        return int(state["step"]) if state else 0
 
     def _read(self, name: str, kind: str) -> torch.Tensor:
         master = self._masters[name]

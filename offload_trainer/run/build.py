@@ -20,7 +20,6 @@ import torch
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.token_bytes import TokenBytes
-from offload_trainer.engine.cpu_heap import built, keep_heap
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.model.loader import DTYPES
@@ -35,6 +34,7 @@ from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
@@ -101,10 +101,10 @@ def build_job(
     dtype = setup.planned.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
         log.say(f"this CPU has no {dtype} units: matrix products are computed in fp32 and rounded once")
-    keep_heap(setup.planned.plan.engine, row=setup.planned.plan.seq_len)
+    set_malloc_threshold(setup.planned.plan.engine, row=setup.planned.plan.seq_len)
     engine = build(setup, swaps=swaps, load_weights=begins is None)
     stack.callback(engine.close)
-    built()
+    return_now()  # DeepSpeed's flat weights leave holes as large as the model
     log.say(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
     )

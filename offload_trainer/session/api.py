@@ -8,7 +8,7 @@ The plan is made as for the command line, printed, and refused with UserError if
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.build_tiered import EngineParts, opened
-from offload_trainer.engine.cpu_heap import built, keep_heap
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory
 from offload_trainer.model.loader import DTYPES, resolve_model, save_model_config
@@ -42,6 +41,7 @@ from offload_trainer.session.kwargs import SessionKeys, session_words, translate
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
 from offload_trainer.settings import load_config
+from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 
@@ -59,7 +59,7 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
 
     Raises UserError for invalid keys, an unusable model, or a plan that does not fit.
     """
-    words = session_words(str(name), _with_nvme(keys))
+    words = session_words(str(name), keys)
     with translate_errors():
         config = load_config(words)
         source = resolve_model(config.model, seed=config.train.seed)
@@ -69,7 +69,8 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
             model = source.build(dtype=parts.layout.dtype, context=parameters_without_memory()).model
             parameters = _with_memory(model, parts)
             for key, value in source.buffers().items():
-                _set_buffer(model, key, value.to(parts.device.place))
+                owner, _, leaf = key.rpartition(".")
+                model.get_submodule(owner)._buffers[leaf] = value.to(parts.device.place)
             folder = _folder(stack)
             save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
             weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
@@ -78,7 +79,7 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
             work = workload(config, source.shape)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
-            return _session(model, offloaded, plan, saves, stack)
+            return Session(model, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
 
 
 def offload(
@@ -97,10 +98,9 @@ def offload(
     Raises UserError for invalid keys, parameters of several dtypes without `dtype`, a compiled module, or a plan that
     does not fit.
     """
-    _refuse_parts(module)
+    _refuse_unusable(module)
     parameters = dict(module.named_parameters())
-    _refuse_without_values(module)
-    words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **_with_nvme(keys)})
+    words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **keys})
     shape = shape_of(module, blocks=blocks)
     with translate_errors():
         config = load_config(words)
@@ -120,19 +120,11 @@ def offload(
             weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
             saves = Saves(_record(config, plan, shape, folder, random=False), causal_lm=causal_lm)
             uses = {name: [parameter] for name, parameter in parameters.items()}
-            return _session(module, _offloaded(module, uses, weights, parts, config, stack), plan, saves, stack)
+            offloaded = _offloaded(module, uses, weights, parts, config, stack)
+            return Session(module, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
 
 
 # -- planning --------------------------------------------------------------------------------------------------------
-
-
-def _with_nvme(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with `nvme` as a list of strings, left out if it is empty."""
-    drives = keys.get("nvme", ())
-    drives = [drives] if isinstance(drives, str | Path) else drives
-    return (
-        {**keys, "nvme": [str(drive) for drive in drives]} if drives else {k: v for k, v in keys.items() if k != "nvme"}
-    )
 
 
 def _planned(
@@ -192,7 +184,7 @@ class ThisProcess:
 
 def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> EngineParts:
     """Lease directories on the drives and open device, drives and kernels; `stack` closes them."""
-    keep_heap("tiered")
+    set_malloc_threshold("tiered")
     drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
     leases = [stack.enter_context(DriveLease(drive, say=say)) for drive in drives]
     assert isinstance(plan.sizes, TierSizes)
@@ -218,22 +210,6 @@ def _folder(stack: ExitStack) -> Path:
     folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
     folder.mkdir()
     return folder
-
-
-def _refuse_parts(module: nn.Module) -> None:
-    """Raise UserError for submodules that would behave differently when offloaded: max_norm, torch.compile."""
-    for name, part in module.named_modules():
-        told = f"{name or 'the module'} ({type(part).__name__})"
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise UserError(
-                f"{told} has max_norm={part.max_norm}, so each forward writes to its weight, and an offloaded weight "
-                "does not keep such changes: set max_norm to None, or scale the rows in your own forward"
-            )
-        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
-            raise UserError(
-                f"{told} is compiled, but compiled code does not see weights being loaded and released: offload the "
-                "module that was passed to torch.compile. An offloaded model always runs eagerly"
-            )
 
 
 # -- the shape of a module in memory ---------------------------------------------------------------------------------
@@ -306,10 +282,6 @@ def _told(module: nn.Module, key: str) -> int | None:
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def _session(model: nn.Module, offloaded: OffloadedModel, plan: Plan, saves: Saves, stack: ExitStack) -> Session:
-    return Session(model, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
-
-
 def _offloaded(
     model: nn.Module,
     parameters: dict[str, list[nn.Parameter]],
@@ -330,7 +302,7 @@ def _offloaded(
     stack.callback(offloaded.close)
     offloaded.adds_up = parts.layout.gradient_dtype is torch.float32
     offloaded.put(weights)
-    built()
+    return_now()
     return offloaded
 
 
@@ -351,13 +323,20 @@ def _with_memory(model: nn.Module, parts: EngineParts) -> dict[str, list[nn.Para
     return {name: [made[old]] for old, name in names.items()}
 
 
-def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._buffers[leaf] = value
-
-
-def _refuse_without_values(module: nn.Module) -> None:
-    """Raise UserError for uninitialized lazy parameters and for tensors on the meta device."""
+def _refuse_unusable(module: nn.Module) -> None:
+    """Raise UserError for what cannot be offloaded: max_norm, torch.compile, and tensors without shape or values."""
+    for name, part in module.named_modules():
+        told = f"{name or 'the module'} ({type(part).__name__})"
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise UserError(
+                f"{told} has max_norm={part.max_norm}, so each forward writes to its weight, and an offloaded weight "
+                "does not keep such changes: set max_norm to None, or scale the rows in your own forward"
+            )
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            raise UserError(
+                f"{told} is compiled, but compiled code does not see weights being loaded and released: offload the "
+                "module that was passed to torch.compile. An offloaded model always runs eagerly"
+            )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(f"{name} has no shape before the first forward: call the module once before offloading it")

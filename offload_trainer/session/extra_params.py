@@ -9,7 +9,7 @@ in a separate directory, one file per kind of state:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,23 +101,19 @@ def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: f
             parameter.grad.mul_(scale)
         hyper = hyper_of_group(rule, group)
         if isinstance(hyper, Lion):
-            _lion(parameters, state, hyper)
+            for parameter in parameters:
+                assert parameter.grad is not None
+                kept = state[parameter]
+                if not kept:
+                    kept["step"], kept["exp_avg"] = torch.zeros(()), torch.zeros_like(parameter)
+                kept["step"] += 1
+                lion(parameter, kept["exp_avg"], parameter.grad, hyper)
         elif parameters:
             adamw = torch.optim.AdamW(
                 parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
             )
             adamw.state = state  # type: ignore[assignment]  # continue with the existing state
             adamw.step()
-
-
-def _lion(parameters: Iterable[nn.Parameter], state: State, hyper: Lion) -> None:
-    for parameter in parameters:
-        assert parameter.grad is not None
-        kept = state[parameter]
-        if not kept:
-            kept["step"], kept["exp_avg"] = torch.zeros(()), torch.zeros_like(parameter)
-        kept["step"] += 1
-        lion(parameter, kept["exp_avg"], parameter.grad, hyper)
 
 
 def steps_of(state: State) -> int:
@@ -167,15 +163,13 @@ def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], stat
     for name, parameter in residents.items():
         for kind, value in state.get(parameter, {}).items():
             kinds.setdefault(kind, {})[name] = value
-    (directory / RESIDENT).mkdir()
-    written = write_files(directory / RESIDENT, list(_files(kinds)), writes=True)
-    return {f"{RESIDENT}/{name}": about for name, about in written.items()}
-
-
-def _files(kinds: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[StateFile]:
+    files = []
     for kind, tensors in kinds.items():
         entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        yield StateFile(kind, entries, lambda name, tensors=tensors: tensors[name].detach().cpu())  # type: ignore[misc]
+        files.append(StateFile(kind, entries, lambda name, tensors=tensors: tensors[name].detach().cpu()))  # type: ignore[misc]
+    (directory / RESIDENT).mkdir()
+    written = write_files(directory / RESIDENT, files, writes=True)
+    return {f"{RESIDENT}/{name}": about for name, about in written.items()}
 
 
 def read_residents(

@@ -100,6 +100,10 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
     if "gradient_accumulation_steps" not in given:
         words.append("train.gradient_accumulation_steps=2")
     for key, value in given.items():
+        if key == "nvme":
+            value = [value] if isinstance(value, str | Path) else list(value or ())
+            if not value:
+                continue
         # json writes tuples as lists, and passes sets and paths to `default`.
         text = json.dumps(value, default=lambda one: list(one) if isinstance(one, set | frozenset) else str(one))
         words.append(f"{KEYS[key]}={value if isinstance(value, str) else text}")

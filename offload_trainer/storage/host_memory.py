@@ -1,4 +1,4 @@
-"""Host memory of exact size: page-aligned for direct I/O, in huge pages, and pinned where CUDA needs it.
+"""Host memory: buffers of exact size, page-aligned for direct I/O, in huge pages and pinned, and the heap of malloc.
 
 torch's pinned allocator rounds every block up to a power of two, which for tens of gigabytes wastes tens of gigabytes
 more. Each buffer here is one mapping of the bytes needed, rounded up to whole pages.
@@ -14,6 +14,7 @@ import weakref
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.plan.memory.malloc_threshold import LONG, mapped_from
 from offload_trainer.units import format_bytes
 
 PAGE = 4096  # bytes
@@ -21,15 +22,18 @@ PAGE = 4096  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's mallopt(3)
 
 
-def return_what_is_freed(*, above: int) -> None:
-    """Make this process return freed blocks of at least `above` bytes to the system immediately.
+def set_malloc_threshold(engine: str, *, row: int = 0) -> None:
+    """Make this process return freed blocks to the system immediately from a size on; call it before building `engine`.
 
-    Works with glibc only. Free memory at the end of the heap is returned from 32 MiB on.
+    The size is the plan's `mapped_from` for rows of `row` tokens (0: unknown). The tiered engine always uses it. Other
+    engines keep glibc's default, because short rows would take longer otherwise, except for long rows on a CPU. Works
+    with glibc only. Free memory at the end of the heap is returned from 32 MiB on.
     """
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
+    used = engine == "tiered" or (row >= LONG and not torch.cuda.is_available())
+    if used and hasattr(library, "mallopt"):
         library.mallopt(_TRIM_THRESHOLD, 32 << 20)
-        library.mallopt(_MMAP_THRESHOLD, above)
+        library.mallopt(_MMAP_THRESHOLD, mapped_from(row))
 
 
 def return_now() -> None:

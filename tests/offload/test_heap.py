@@ -34,10 +34,10 @@ def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: py
 
 
 LONG_ROW = """
-from offload_trainer.engine.cpu_heap import keep_heap
+from offload_trainer.storage.host_memory import set_malloc_threshold
 from offload_trainer.telemetry.meters import current_rss_bytes
 
-keep_heap("deepspeed", row=8192)
+set_malloc_threshold("deepspeed", row=8192)
 before, stay, values = current_rss_bytes(), [], []
 for number in range(1, 21):
     values.append(bytes([number]) * (4 << 20))

@@ -1,4 +1,4 @@
-"""Choose glibc's mmap threshold for runs that compute on the CPU; `engine/cpu_heap.py` applies it, plans count with it.
+"""Choose glibc's mmap threshold for runs that compute on the CPU. `storage/host_memory.py` applies it; plans use it.
 
 glibc maps allocations of `mapped_from` bytes and more separately and returns them to the system when they are freed.
 By default it raises that threshold up to 32 MiB as such blocks are freed, and smaller blocks leave a fragmented heap.

@@ -54,7 +54,8 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
         TrainerError: the compiler failed (the message has its output), or the cache cannot be used.
     """
     compiler = os.environ.get("CXX", "g++")
-    key = _key(compiler, *flags, _cpu(), *_texts(source))
+    # -march=native depends on the CPU's features, and several machines may share one home directory.
+    key = _key(compiler, *flags, f"{platform.machine()} {_line_of_features()}", *_texts(source))
     try:
         return kept(
             source.with_suffix(".so").name,
@@ -75,7 +76,7 @@ def place_ahead(source: Path, *, flags: tuple[str, ...], level: str) -> Path:
 
 def _built_ahead(source: Path, flags: tuple[str, ...]) -> Path | None:
     """Return the best prebuilt library in the cache that this processor can run, or None."""
-    here = _features()
+    here = frozenset(_line_of_features().partition(":")[2].split())
     for level, (_, needed) in LEVELS.items():
         file = cache_directory() / "kernels" / place_ahead(source, flags=flags, level=level)
         if platform.machine() == "x86_64" and needed <= here and file.exists():
@@ -179,17 +180,8 @@ def _make_private(directory: Path) -> None:
             raise TrainerError(f"anybody may change {place}, and kernels below it are not run; {_ELSEWHERE}")
 
 
-def _cpu() -> str:
-    """Return the CPU features that -march=native depends on: several machines may share one home directory."""
-    return f"{platform.machine()} {_line_of_features()}"
-
-
-def _features() -> frozenset[str]:
-    """Return the instruction sets that this processor has, as /proc/cpuinfo names them."""
-    return frozenset(_line_of_features().partition(":")[2].split())
-
-
 def _line_of_features() -> str:
+    """Return the line of /proc/cpuinfo with the CPU's instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,13 +1,13 @@
-"""Update rules (AdamW, Lion): the hyperparameters of one step, and the constants that compiled kernels take for them.
+"""Update rules (AdamW, Lion): the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
 
-A rule is described in four places: its state in `plan/tiered/state_formats.py` (`UpdateRule`), its hyperparameters and
-step constants here, its arithmetic in `TorchKernel` and in native/adam.cpp and adam.cu, and the numbers that those are
-compared with in `kernels.py`. native/adam.cpp and adam.cu declare the structures below with the same fields; change all
-three together.
+A rule consists of a class here, an `UpdateRule` with its state in `plan/tiered/state_formats.py`, a branch in
+native/adam.cpp and in adam.cu, and the numbers that the kernels are compared with (`kernels.py`). native/adam.cpp and
+adam.cu declare the structures below with the same fields; change all three together.
 
-Both rules update each element by itself, and a page may begin and end anywhere in a matrix. A rule on whole matrices
-(Muon) needs two things more: pages that are cut between matrices, which `UpdateRule` would ask of the page layout
-(`plan/tiered/layout.py`), and the shape of its matrix in each `ParamRange` (`kernel_api.py`).
+Both rules update each element by itself, and pages and the ranges of ranks may begin and end anywhere in a matrix. A
+rule on whole matrices (Muon) needs two things more: ranges and pages that are cut between matrices (`range_of_rank` and
+`pages_of` in `plan/tiered/layout.py`), which its `UpdateRule` would ask for, and the shape of the matrix in each
+`ParamRange`, which `offloading/update/step_params.py` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -23,6 +23,9 @@ from typing import Any, ClassVar
 import torch
 
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
+
+# One cache line of fp32. torch's vectorised loop processes 8 or 16 elements at a time, depending on the CPU.
+_LINE = 16
 
 # The values of `enum Type` in adam.cpp and adam.cu.
 TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}
@@ -74,6 +77,41 @@ class AdamW:
     eps: float
     decay: float  # each weight is multiplied by 1 - lr * decay
 
+    def update(self, master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, *, step: int) -> None:
+        """Apply step number `step` in place to fp32 tensors of equal length, by torch's fused AdamW.
+
+        If the length is not a multiple of 8 (16 with AVX-512), torch updates the last elements in a scalar loop that
+        rounds exp_avg_sq differently. They are padded here, so that results do not depend on where pages are cut.
+        """
+        tensors = [master, *moments, grad]
+        left = master.numel() % _LINE
+        whole = master.numel() - left
+        self._fused(*(tensor[:whole] for tensor in tensors), step=step)
+        if left:
+            padded = [torch.nn.functional.pad(tensor[whole:], (0, _LINE - left)) for tensor in tensors]
+            self._fused(*padded, step=step)
+            for tensor, result in zip(tensors, padded, strict=True):
+                tensor[whole:] = result[:left]
+
+    def _fused(
+        self, master: torch.Tensor, average: torch.Tensor, square: torch.Tensor, grad: torch.Tensor, *, step: int
+    ) -> None:
+        torch._fused_adamw_(
+            [master],
+            [grad],
+            [average],
+            [square],
+            [],
+            [torch.tensor(float(step))],
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=self.decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
     def constants(self, *, scale: float, step: int) -> Step:
         """Return the constants of step number `step` with gradients multiplied by `scale`; see `step_constants`."""
         beta1, beta2 = self.betas
@@ -112,6 +150,16 @@ class Lion:
     lr: float
     betas: tuple[float, float]
     decay: float
+
+    def update(self, master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, *, step: int) -> None:
+        """Apply a step in place to fp32 tensors of equal length; its number does not matter.
+
+        `add(alpha=)` and `lerp` are avoided, because they fuse operations on some CPUs.
+        """
+        (exp_avg,), (beta1, beta2) = moments, self.betas
+        way = exp_avg.mul(beta1).add_(grad.mul(1 - beta1)).sign_()  # the sign of NaN is 0
+        master.mul_(1 - self.lr * self.decay).sub_(way.mul_(self.lr))
+        exp_avg.mul_(beta2).add_(grad.mul(1 - beta2))
 
     def constants(self, *, scale: float, step: int) -> Step:
         """Return the constants of a step with gradients multiplied by `scale`, which do not depend on its number."""

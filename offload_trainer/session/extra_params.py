@@ -22,7 +22,6 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Lion, hyper_of_group
 from offload_trainer.optim.state_files import StateFile, write_files
-from offload_trainer.optim.torch_adam import lion
 from offload_trainer.plan.memory.common import Item
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import UpdateRule
@@ -107,7 +106,7 @@ def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: f
                 if not kept:
                     kept["step"], kept["exp_avg"] = torch.zeros(()), torch.zeros_like(parameter)
                 kept["step"] += 1
-                lion(parameter, kept["exp_avg"], parameter.grad, hyper)
+                hyper.update(parameter, [kept["exp_avg"]], parameter.grad, step=0)
         elif parameters:
             adamw = torch.optim.AdamW(
                 parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True

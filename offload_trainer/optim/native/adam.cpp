@@ -120,7 +120,7 @@ void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __
     }
 }
 
-// The same operations in the same order as `lion` in torch_adam.py, without FMA.
+// The same operations in the same order as `Lion.update` in rules.py, without FMA.
 void lion(const LionStep& s, float* __restrict master, float* __restrict exp_avg, const float* __restrict grad,
           int64_t count) {
     for (int64_t i = 0; i < count; i++) {

@@ -106,7 +106,7 @@ def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: f
                 if not kept:
                     kept["step"], kept["exp_avg"] = torch.zeros(()), torch.zeros_like(parameter)
                 kept["step"] += 1
-                hyper.update(parameter, [kept["exp_avg"]], parameter.grad, step=0)
+                hyper.update(parameter, [kept["exp_avg"]], parameter.grad, step=0)  # any step gives the same
         elif parameters:
             adamw = torch.optim.AdamW(
                 parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True

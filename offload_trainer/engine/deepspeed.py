@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.tp_shards import parts_of
-from offload_trainer.engine.zero_params import full_shape, gathered, write_weight
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
@@ -110,7 +109,7 @@ class DeepSpeedEngine:
             config=words,
         )
         self._parts = parts_of(source.shape, count=tensor)
-        self._parts.check({name: full_shape(parameter) for name, parameter in self._parameters.items()})
+        self._parts.check({name: _full_shape(parameter) for name, parameter in self._parameters.items()})
         if partition_activations:
             away = bool(model.offload_activations) and torch.cuda.is_available()
             keep_inputs(module, self._parts.partitioned(away=away))
@@ -121,7 +120,7 @@ class DeepSpeedEngine:
                 self._write(name, "master", value.float())
             else:
                 part = self._parts.of(name, value)
-                write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
+                _write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
         for name, value in source.buffers().items():  # the 16-bit engine (and zero.Init) may have rounded them
             owner, _, leaf = name.rpartition(".")
             holder = module.model.get_submodule(owner)
@@ -232,7 +231,7 @@ class DeepSpeedEngine:
         fixed = {name: self._parts.shape(name) for name in self._fixed}
         if fixed:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
-                write_weight(name, self._parameters[name], self._parts.of(name, tensor))
+                _write_weight(name, self._parameters[name], self._parts.of(name, tensor))
         scaler = self._optimizer.loss_scaler
         if getattr(scaler, "dynamic", False) and state.loss_scale is not None:  # None: the earlier run was not in fp16
             scaler.cur_scale = state.loss_scale
@@ -249,11 +248,11 @@ class DeepSpeedEngine:
             return torch.zeros(self._parts.shape(name))
         else:
             tensor = safe_get_full_optimizer_state(parameter, kind)
-        part = tensor.detach().float().reshape(full_shape(parameter))
+        part = tensor.detach().float().reshape(_full_shape(parameter))
         return self._parts.whole(name, part).cpu()
 
     def _read_fixed(self, name: str) -> torch.Tensor:
-        with gathered(self._parameters[name]) as whole:
+        with _gathered(self._parameters[name]) as whole:
             return self._parts.whole(name, whole.detach()).to("cpu", copy=True)
 
     def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
@@ -264,7 +263,7 @@ class DeepSpeedEngine:
         value = part.to(_device())
         if kind == "master":
             safe_set_full_fp32_param(parameter, value)
-            write_weight(name, parameter, as_parameter(part, self._dtype))
+            _write_weight(name, parameter, as_parameter(part, self._dtype))
         else:
             safe_set_full_optimizer_state(parameter, value, kind)
         _await_swap_out(self._optimizer)
@@ -346,3 +345,42 @@ def _replay_bias_correction(adam: Any, *, steps: int, betas: tuple[float, float]
     scratch = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *scratch)
+
+
+# -- weights that ZeRO-3 may have partitioned -------------------------------------------------------------------------
+
+
+def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of the whole weight, gathered or not."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextmanager
+def _gathered(parameter: nn.Parameter, *, modify: bool = False) -> Iterator[torch.Tensor]:
+    """Gather the whole weight on every rank. With `modify`, all ranks keep what rank 0 writes inside the context."""
+    if not hasattr(parameter, "ds_id"):  # not managed by ZeRO-3
+        yield parameter.data
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if modify else None):
+        yield parameter.data
+
+
+def _write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Set a weight on all ranks, and read it back to check it.
+
+    `value` has the whole shape and the weight's dtype, and is the same on every rank.
+
+    Raises:
+        TrainerError: the weight reads back differently; the message has the number of elements.
+    """
+    assert tuple(value.shape) == _full_shape(parameter), f"{name}: {tuple(value.shape)} for {_full_shape(parameter)}"
+    with _gathered(parameter, modify=True) as whole:
+        whole.copy_(value)
+    with _gathered(parameter) as whole:
+        if not torch.equal(whole.to(value.device), value):
+            wrong = int((whole.to(value.device) != value).sum())
+            raise TrainerError(
+                f"{name}: {wrong} of {value.numel()} elements read back differently after they were written"
+            )

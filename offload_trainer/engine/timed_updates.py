@@ -53,7 +53,12 @@ def make_buffers(elements: int, *, page: int | None = None, format: StateFormat 
     whole = [format.page_bytes(size) for size in sizes]
     memory = iter(host_buffer(sum(whole)).split(whole))
     narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
-    values = _ordinary(format)
+    random = torch.Generator().manual_seed(0)
+    master, first, gradient = 0.02 * torch.randn(3, _PATTERN, generator=random)
+    values = empty_fields(format, _PATTERN)
+    values["master"].copy_(master)
+    for moment in format.rule.moments:
+        stored_moment(moment, values).write(first if moment.signed else first.square())
     pages = []
     for size, grad, out in zip(sizes, *narrow, strict=True):
         data, start, fields = next(memory), 0, {}
@@ -61,20 +66,9 @@ def make_buffers(elements: int, *, page: int | None = None, format: StateFormat 
             fields[name] = data[start:][: field.bytes(size)].view(DTYPES[field.dtype])
             _repeat(values[name], fields[name])
             start += field.padded(size)
-        _repeat(values["grad"], grad)
+        _repeat(gradient.bfloat16(), grad)
         pages.append(Buffers(fields, grad, out))
     return pages
-
-
-def _ordinary(format: StateFormat) -> dict[str, torch.Tensor]:
-    """Return typical values of a page's fields and gradient, in their stored dtypes."""
-    random = torch.Generator().manual_seed(0)
-    master, first, grad = 0.02 * torch.randn(3, _PATTERN, generator=random)
-    found = empty_fields(format, _PATTERN)
-    found["master"].copy_(master)
-    for moment in format.rule.moments:
-        stored_moment(moment, found).write(first if moment.signed else first.square())
-    return {**found, "grad": grad.bfloat16()}
 
 
 def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
@@ -130,26 +124,26 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         else:
             for moments in MOMENT_FORMATS:
                 format = state_format("adamw", moments)
-                found.append((update_key("cuda", moments), partial(_on_gpu, there, format=format)))
+                found.append((update_key("cuda", moments), partial(_with_buffers, there, format=format, cuda=True)))
     return found
 
 
-def _on_gpu(kernel: Kernel, elements: int, page: int, *, format: StateFormat) -> Step:
-    pages = [
+def _with_buffers(kernel: Kernel, elements: int, page: int, *, format: StateFormat, cuda: bool = False) -> Step:
+    """Return a step of `kernel` on new buffers; with `cuda`, on buffers of the GPU, and it waits for the GPU."""
+    pages = make_buffers(elements, page=page, format=format)
+    if not cuda:
+        return kernel_update(kernel, pages, format=format)
+    there = [
         Buffers({name: field.cuda() for name, field in one.fields.items()}, one.grad.cuda(), one.out.cuda())
-        for one in make_buffers(elements, page=page, format=format)
+        for one in pages
     ]
-    update = kernel_update(kernel, pages, format=format)
+    update = kernel_update(kernel, there, format=format)
 
-    def carried_out(step: int) -> None:
+    def and_wait(step: int) -> None:
         update(step)
         torch.cuda.synchronize()
 
-    return carried_out
-
-
-def _with_buffers(kernel: Kernel, elements: int, page: int, *, format: StateFormat) -> Step:
-    return kernel_update(kernel, make_buffers(elements, page=page, format=format), format=format)
+    return and_wait
 
 
 def stock_update(b: Buffers, *, gradient: bool = True) -> Step:

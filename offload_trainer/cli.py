@@ -98,7 +98,7 @@ def _train(words: list[str]) -> None:
         _print_plan(words, as_json=False)
         return
     with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
-        from offload_trainer.plan.planner import engine_of
+        from offload_trainer.plan.engines import engine_of
         from offload_trainer.run.process_setup import prepare_process, start_ranks
 
         start_ranks(given, count=config.placement.gpus, engine=engine_of(config).name)
@@ -254,7 +254,7 @@ def _doctor(words: list[str]) -> None:
     given = os.environ.get("OMP_NUM_THREADS")
     prepare_process(config)
     _quiet()
-    from offload_trainer.plan.planner import engine_of
+    from offload_trainer.plan.engines import engine_of
     from offload_trainer.run.commands.doctor import examine, report
 
     with redirect_stdout(sys.stderr):  # libraries print there

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.plan.planner import combination_mistakes
+from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
 from offload_trainer.synonyms import nearest, plain, term_of, value_of
 from offload_trainer.units import is_utf8, shown

@@ -13,7 +13,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 
 from offload_trainer.engine.op_builder import load_kernels
-from offload_trainer.plan.deepspeed.zero_buffers import Placement
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.storage.owned_dirs import scratch
 
 

@@ -35,7 +35,7 @@ from offload_trainer.model.loader import block_names
 from offload_trainer.model.probes import submodules
 from offload_trainer.model.probes.tiny_model import twin_model
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.plan.tiered import layout, submodule_units, traffic
+from offload_trainer.plan.tiered import footprint, layout
 from offload_trainer.telemetry.meters import PhaseClock
 
 SECONDS = 240  # time limit of one architecture
@@ -81,7 +81,7 @@ class _Count:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        start, begin, fetched = WeightPrefetcher._start, WeightPrefetcher.begin, traffic.fetched
+        start, begin, fetched = WeightPrefetcher._start, WeightPrefetcher.begin, footprint.fetched
 
         def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
             if self.steps:
@@ -102,7 +102,7 @@ class _Count:
         with (
             mock.patch.object(WeightPrefetcher, "_start", started),
             mock.patch.object(WeightPrefetcher, "begin", begun),
-            mock.patch.object(traffic, "fetched", noted),
+            mock.patch.object(footprint, "fetched", noted),
         ):
             yield
 
@@ -173,8 +173,8 @@ def examine(name: str, folder: Path) -> Result:
         for moved, small in SMALL.items():
             with (
                 mock.patch.object(layout, "SMALL", VECTORS),
-                mock.patch.object(submodule_units, "SMALL", small),
-                mock.patch.object(submodule_units, "_WORTH", 1.0),  # experts are most weights of tiny models
+                mock.patch.object(layout, "_STAYS", small),
+                mock.patch.object(layout, "_WORTH", 1.0),  # experts are most weights of tiny models
             ):
                 ways = _ways(folder, how)
                 if ways and whole is None:

@@ -20,9 +20,9 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.plan.deepspeed.zero_buffers import Placement
 from offload_trainer.plan.tiered.layout import DEVICE, Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, homes_in
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.storage.transfer import (
     AioTransfers,

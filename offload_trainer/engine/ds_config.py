@@ -9,8 +9,9 @@ import re
 from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, OptimSection
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 
 

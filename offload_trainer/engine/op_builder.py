@@ -18,7 +18,7 @@ from typing import Any
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
-from offload_trainer.plan.deepspeed.zero_buffers import Placement
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.locks import NoLocks, turn
 from offload_trainer.storage.owned_dirs import reason

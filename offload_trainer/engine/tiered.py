@@ -31,9 +31,9 @@ from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.update.speculative import MispredictionWatch
 from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.optim.state_files import EngineState
-from offload_trainer.plan.deepspeed.zero_buffers import Placement
-from offload_trainer.plan.memory.activation_offload import inputs_of
+from offload_trainer.plan.memory import inputs_of
 from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, all_to_all, group_of
 from offload_trainer.telemetry.meters import PhaseClock

@@ -17,7 +17,7 @@ import psutil
 from offload_trainer.errors import UserError
 from offload_trainer.packages import OPTIONAL, is_installed
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
-from offload_trainer.plan.memory.common import CUDA_CONTEXT
+from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.storage.scratch_dir import root_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs", "beegfs")

@@ -19,8 +19,8 @@ from pydantic import with_config
 
 from offload_trainer.cache_dir import cache_directory
 from offload_trainer.errors import UserError
-from offload_trainer.plan.calibration import correction
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
+from offload_trainer.plan.step_time import correction
 from offload_trainer.safe_files import LENIENT, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text

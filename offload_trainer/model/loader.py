@@ -55,7 +55,7 @@ from offload_trainer.model.tp_plan import splits
 from offload_trainer.model.ulysses import refuse_pieces
 from offload_trainer.plan.defaults import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.access_order import with_order
+from offload_trainer.plan.tiered.weight_streaming import with_order
 from offload_trainer.safe_files import one_line
 from offload_trainer.storage.dtypes import DTYPES
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from offload_trainer.plan.memory.activations import Activations, Growth, Part, pruned
-from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight, pruned
 
 
 def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
-from offload_trainer.plan.memory.activation_offload import BlockInputs
+from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.tiered.update_staging import routes_of
 from offload_trainer.storage.host_memory import return_now
 

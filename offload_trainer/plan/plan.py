@@ -10,13 +10,21 @@ from shlex import quote
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes
-from offload_trainer.plan.memory.common import Item
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
+from offload_trainer.plan.step_time import DEVICE_COPIES, PHASES, Forecast, Traffic, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.update_schedules import UpdateSchedule
-from offload_trainer.plan.time.step_time import PHASES, Forecast, tokens_that_hide_the_update
-from offload_trainer.plan.time.traffic import Traffic
+from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME, Item, Placement
 from offload_trainer.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True)
+class UpdateSchedule:
+    """The forecast of one update schedule."""
+
+    words: str  # the command-line setting
+    seconds: float | None  # seconds per step; None if unknown
+    tokens: int | None  # tokens per step from which on the update is at most a tenth of the step
+    why_not: str = ""  # why it is not possible, or ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Plan:
     world: int  # ranks of all nodes
     nodes: int
     items: tuple[Item, ...]
-    tiers: dict[str, dict[str, int]]  # "gpu", "ram" or a directory -> {"need": bytes, "have": bytes}
+    tiers: dict[str, dict[str, int]]  # by name: {"need": bytes, "have": bytes}
     traffic: tuple[Traffic, ...]
     links: tuple[Traffic, ...]  # between ranks; for the network and the GPUs "read" means received
     forecast: Forecast
@@ -151,7 +159,7 @@ class Plan:
         """Return a line for each tier, followed by one for each of its items, with all bytes in one column."""
         lines = []
         for tier, room in self.tiers.items():
-            if tier == "gpu" and not any(room.values()):
+            if tier == GPU_NAME and not any(room.values()):
                 continue
             lines.append(_entry(tier, format_bytes(room["need"]), self._verdict(tier)))
             lines += [
@@ -165,7 +173,7 @@ class Plan:
         """Return the available bytes of a tier, and whether they are enough."""
         room, one = self.tiers[tier], self._shared(tier)
         if room["need"] <= room["have"]:
-            unused = not room["need"] and tier not in ("gpu", "ram")
+            unused = not room["need"] and tier not in (GPU_NAME, RAM_NAME)
             return f"of {format_bytes(room['have'])}" + (": not used by this plan" if unused else "")
         if one is None:
             return f"of {format_bytes(room['have'])}   DOES NOT FIT"
@@ -175,7 +183,7 @@ class Plan:
     def _describe_untimed(self) -> list[str]:
         """Return which rates are missing, the command that measures them, and what `auto` would then choose between."""
         untimed = dict.fromkeys(bound.what for bound in self.forecast.bounds if bound.seconds is None)
-        drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != "device")
+        drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != DEVICE_COPIES)
         command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
         lines = [f"  seconds a step: unknown, this machine was not timed for: {'; '.join(untimed)}"]
         others = [way.words for way in self.ways if way.words != self.way]

@@ -7,11 +7,70 @@ needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from operator import add, sub
 from typing import Literal
 
-from offload_trainer.plan.memory.activations import Activations, Growth, Part
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes as a polynomial of the rows of a micro-batch, the tokens of a row, and the tokens of a piece."""
+
+    fixed: float = 0.0  # gradients of weights, until the engine takes them
+    row: float = 0.0  # per row
+    position: float = 0.0  # per token of a row, for any number of rows
+    token: float = 0.0
+    square: float = 0.0  # per pair of tokens, for any number of rows: masks
+    pair: float = 0.0  # per pair of tokens in each row: attention matrices
+    piece: float = 0.0  # per token of a piece, if part of a block runs on pieces of the micro-batch
+
+    def at(self, rows: int, length: int, *, gradients: bool = True, piece: int = 0) -> int:
+        """Return the bytes for `rows` of `length` tokens; `gradients=False` leaves out the fixed part."""
+        ones = self.fixed * gradients + self.row * rows + self.piece * min(piece, rows * length)
+        return int(ones + length * (self.position + self.token * rows + length * (self.square + self.pair * rows)))
+
+    def values(self) -> tuple[float, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: Growth) -> Growth:
+        return Growth(*map(add, self.values(), other.values()))
+
+    def __sub__(self, other: Growth) -> Growth:
+        return Growth(*map(sub, self.values(), other.values()))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, the norm after the blocks, or the head. Moments count memory in addition to what earlier parts keep."""
+
+    kept: Growth  # memory kept from its forward until its backward
+    forward: tuple[Growth, ...]  # moments of its forward that can be the peak
+    backward: tuple[Growth, ...]  # moments of its backward, including what its forward kept and its output's gradient
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The moments of all parts of a model in the run's dtype, during training."""
+
+    before: Growth  # allocated before the first block: its input, rotary tables, masks
+    kinds: tuple[Part, ...]  # distinct kinds of blocks
+    blocks: tuple[int, ...]  # the kind of each block
+    hidden: Growth  # hidden states between blocks
+    norm: Part
+    head: Part  # one chunk of the loss: a row with that many tokens
+    embedding: tuple[Growth, ...]  # moments of the embedding's backward, in total
+
+
+def pruned(moments: Sequence[Growth]) -> tuple[Growth, ...]:
+    """Return the moments that no other moment dominates for every number of rows and tokens."""
+    kept: list[Growth] = []
+    for moment in sorted(set(moments), key=Growth.values, reverse=True):
+        values = moment.values()
+        if not any(all(a >= b for a, b in zip(other.values(), values, strict=True)) for other in kept):
+            kept.append(moment)
+    return tuple(kept)
+
 
 # How tensor parallelism splits a weight. "column": by output features; "row": by input features; "summed": the weight
 # is replicated and each rank computes part of its gradient; "": replicated, or unknown.
@@ -27,7 +86,9 @@ class Weight:
     trainable: bool = True
     unit: str = ""  # name of the block that contains it, or of its module outside the blocks
     block: bool = False  # the unit is one of the repeated blocks
-    part: str = ""  # the submodule of a block that it is fetched with (plan/tiered/submodule_units.py); "": the unit
+    part: str = (
+        ""  # the submodule of a block that it is fetched with (`divided` in plan/tiered/layout.py); "": the unit
+    )
     uses: int = 1  # number of modules that use it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
@@ -87,7 +148,7 @@ class ModelShape:
     tiled_on_cpu: Activations | None = None
     apart: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
     needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `apart` names
-    order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/access_order.py`)
+    order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/weight_streaming.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
     whole_logits: bool = False  # the loss needs the logits of a whole micro-batch
     packed: bool = False  # a mask separates the documents of a row

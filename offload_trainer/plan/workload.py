@@ -10,6 +10,7 @@ from typing import Literal
 
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.plan.tiers import TierKind
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Workload:
     seq_len: int  # tokens in a row
     world: int  # ranks of all nodes
     checkpointing: bool
-    offload_activations: bool | Literal["cpu", "nvme"]  # tier of checkpointed block inputs; False: device
+    offload_activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: device
     loss_chunk: int  # tokens whose logits are in memory at a time
     sums: Literal["fp32", "model"]  # dtype in which gradients of several micro-batches are accumulated
     state: StateFormat  # optimizer rule and format of its moments
@@ -71,9 +72,9 @@ class Workload:
         return self.micro_batch * self.accumulate * self.data * self.seq_len
 
     @property
-    def inputs_away(self) -> bool | Literal["cpu", "nvme"]:
+    def inputs_away(self) -> TierKind | Literal[False]:
         """Return the tier that checkpointed block inputs are offloaded to; False if they stay or there are none."""
-        return self.checkpointing and self.offload_activations
+        return self.offload_activations if self.checkpointing else False
 
     @property
     def keepers(self) -> int:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import combination_mistakes, resolve_and_plan
+from offload_trainer.plan.planner import resolve_and_plan
+from offload_trainer.plan.step_time import tokens_that_hide_the_update
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.time.step_time import tokens_that_hide_the_update
 from offload_trainer.run.planning import Planned
 from offload_trainer.units import format_bytes, format_count, format_seconds
 

@@ -25,7 +25,7 @@ from offload_trainer.engine.protocol import Engine
 from offload_trainer.model.loader import DTYPES
 from offload_trainer.model.sample import sample_text
 from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
-from offload_trainer.plan.memory.common import checkpoint_bytes
+from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes

@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.max_seq_len import any_placement_fits, with_fewer_buffers
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import engine_of
+from offload_trainer.plan.planner import any_placement_fits, with_fewer_buffers
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered.layout import is_divided, undivided
 from offload_trainer.plan.tiered.spec import Layouts
-from offload_trainer.plan.tiered.submodule_units import is_divided, undivided
 
 
 def lacks_room(plan: Plan, machine: MachineProfile) -> bool:

@@ -12,12 +12,11 @@ from typing import Any
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.plan.batch_sizes import micro_batches
-from offload_trainer.plan.defaults import row_length
+from offload_trainer.plan.defaults import micro_batches, row_length
+from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
-from offload_trainer.plan.max_seq_len import longest_row
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import engine_of, resolve_and_plan
+from offload_trainer.plan.planner import longest_row, resolve_and_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.run.memory_fallbacks import MemoryFallbacks, lacks_room, may_tile
 from offload_trainer.run.process_setup import ranks_of_environment

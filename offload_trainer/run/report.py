@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.calibration import steady_ratios
+from offload_trainer.plan.step_time import steady_ratios
 from offload_trainer.run.advice import advice
 from offload_trainer.run.build import Setup
 from offload_trainer.storage.atomic_io import bytes_below

@@ -28,10 +28,9 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import done_before, write_final
 from offload_trainer.model.loader import DTYPES
-from offload_trainer.plan.config_conflicts import mistakes_of_length
+from offload_trainer.plan.engines import engine_of, mistakes_of_length
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import engine_of
 from offload_trainer.ranks import broadcast_json, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of

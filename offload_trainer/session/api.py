@@ -27,13 +27,12 @@ from offload_trainer.model.init_weights import meta_model, parameters_without_me
 from offload_trainer.model.loader import DTYPES, resolve_model, save_model_config
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.max_seq_len import with_fewer_buffers
-from offload_trainer.plan.memory.activation_offload import inputs_of
-from offload_trainer.plan.memory.common import PROCESS, Item, cuda_process
+from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import resolve_and_plan, workload
+from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, workload
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiers import Item
 from offload_trainer.run.directory import environment
 from offload_trainer.run.memory_fallbacks import lacks_room
 from offload_trainer.run.planning import machine_here
@@ -165,7 +164,7 @@ class ThisProcess:
     def now(cls, machine: MachineProfile, *, moves: int) -> ThisProcess:
         """Measure this process. `moves`: bytes of the model, which are freed while its weights are placed."""
         found = psutil.Process().memory_info()
-        usual = PROCESS + cuda_process("gpu" if machine.gpu else "ram")
+        usual = PROCESS + cuda_process(has_gpu=bool(machine.gpu))
         own = found.rss - found.shared - moves  # mapped files are reclaimable
         return cls(counted=max(0, min(own, usual)), beside=max(0, found.rss - moves - usual), moves=moves)
 

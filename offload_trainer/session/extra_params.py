@@ -22,9 +22,9 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Lion, hyper_of_group
 from offload_trainer.optim.state_files import StateFile, write_files
-from offload_trainer.plan.memory.common import Item
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import UpdateRule
+from offload_trainer.plan.tiers import Item
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 from offload_trainer.units import format_bytes
 

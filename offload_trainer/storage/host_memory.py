@@ -14,7 +14,7 @@ import weakref
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.memory.malloc_threshold import LONG, mapped_from
+from offload_trainer.plan.memory import LONG, mapped_from
 from offload_trainer.units import format_bytes
 
 PAGE = 4096  # bytes

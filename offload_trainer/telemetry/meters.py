@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload_trainer.plan.time.step_time import PHASES as OF_STEP
+from offload_trainer.plan.step_time import PHASES as OF_STEP
 from offload_trainer.storage.atomic_io import bytes_below
 
 PHASES = ("data", *OF_STEP)

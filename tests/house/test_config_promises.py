@@ -27,8 +27,9 @@ from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
+from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.run import process_setup
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.run.train import train_run

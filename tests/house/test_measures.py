@@ -20,13 +20,13 @@ MANY_PARAMETERS: dict[str, str] = {
     "model.sample.sample_text": "the keys of a sample",
     "offloading.gradients.collector.Gradients.__init__": "homes, and the sizes of all buffers on the way there",
     "offloading.update.updater.Updater.__init__": "the stores of three things, two kernels and their device",
-    "plan.memory.activations.peak_of": "counts, and all that changes which moment is the largest",
+    "plan.memory.peak_of": "counts, and all that changes which moment is the largest",
 }
 # Modules that may use the whole configuration: those that read it, plan with it, and start from it.
 WHOLE = {
     "settings",
     "plan.planner",
-    "plan.max_seq_len",
+    "plan.engines",
     "run.process_setup",  # sets up a process from four sections
     "run.commands.plan",
     "run.planning",

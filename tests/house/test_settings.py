@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from offload_trainer.cache_dir import cache_directory
 from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig, with_current_names
 from offload_trainer.errors import UserError
-from offload_trainer.plan.planner import combination_mistakes
+from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.session.kwargs import KEYS, session_words
 from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
 

@@ -14,8 +14,8 @@ from architectures import ARCHITECTURES, reference
 from offload_trainer.model.loader import block_names
 from offload_trainer.model.meta.activations import count_activations
 from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
-from offload_trainer.plan.tiered.access_order import as_gradients_come, orders, with_order
 from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import parts_of_all

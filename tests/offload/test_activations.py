@@ -22,7 +22,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.activations.offload import Activations, _Buffer
 from offload_trainer.offloading.device.base import CpuDevice, ReturnCopy
-from offload_trainer.plan.memory.activation_offload import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
+from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of, done

@@ -17,10 +17,11 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX, exchange_of
 from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.tiered.footprint import taken_by_parts, tiered_traffic
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, homes_in
-from offload_trainer.plan.tiered.traffic import taken_by_parts, tiered_traffic
-from offload_trainer.plan.tiered.weight_transfer import TransferBytes
+from offload_trainer.plan.tiered.weight_streaming import TransferBytes
+from offload_trainer.plan.tiers import tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.settings import load_config
 
@@ -57,7 +58,8 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
         for node, of_node in enumerate(homes)
     ]
     assert moved[0].links == plan.links
-    traffic = [tiered_traffic(work, units, of_node, sizes, drives=[str(drive)]) for of_node in homes]
+    tiers = tiers_of(machine)
+    traffic = [tiered_traffic(work, units, of_node, sizes, tiers=tiers) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
     drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
     assert case.moved == [STEPS * sum(one.read for one in drives), STEPS * sum(one.written for one in drives)]

@@ -26,7 +26,7 @@ from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.weight_all_gather import PendingGather, WeightAllGather
 from offload_trainer.plan.tiered.layout import ALIGN
-from offload_trainer.plan.tiered.weight_transfer import even_part
+from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.storage.host_memory import host_buffer
 
 WORLD, MEET = 3, -1

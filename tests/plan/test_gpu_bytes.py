@@ -19,9 +19,9 @@ from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.meta import allocation_trace
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.probes.positionwise import with_tiles
-from offload_trainer.plan.memory.activations import Activations, Growth, Part, peak_of, pruned
+from offload_trainer.plan.memory import peak_of
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, pruned
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import compare_gpu_bytes

@@ -18,10 +18,18 @@ from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.optim import nvrtc
-from offload_trainer.plan.gpu_support import card_mistakes, runs
-from offload_trainer.plan.machine import MachineProfile, Rate, Rates, profile_from_json, read_machine
-from offload_trainer.plan.memory.common import CUDA_CONTEXT
-from offload_trainer.plan.planner import engine_of, make_plan, resolve_and_plan
+from offload_trainer.plan.engines import engine_of
+from offload_trainer.plan.machine import (
+    MachineProfile,
+    Rate,
+    Rates,
+    card_mistakes,
+    profile_from_json,
+    read_machine,
+    runs,
+)
+from offload_trainer.plan.memory import CUDA_CONTEXT
+from offload_trainer.plan.planner import make_plan, resolve_and_plan
 from offload_trainer.run import process_setup
 from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config

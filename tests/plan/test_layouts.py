@@ -14,7 +14,7 @@ from test_time import timed
 
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered import norm_shards, spec, weight_buffers
+from offload_trainer.plan.tiered import norm_shards, spec, weight_streaming
 from offload_trainer.plan.tiered.layout import (
     ALIGN,
     ELSEWHERE,
@@ -29,7 +29,7 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.norm_shards import given, piece_width
 from offload_trainer.plan.tiered.norm_shards import norm_parts as parts_of
 from offload_trainer.plan.tiered.update_staging import route_of, routes_of
-from offload_trainer.plan.tiered.weight_buffers import fetches
+from offload_trainer.plan.tiered.weight_streaming import fetches
 
 
 def uneven() -> ModelShape:
@@ -160,13 +160,13 @@ def test_an_order_that_comes_again_is_walked_until_it_repeats_itself(seed: int) 
 
 def test_a_step_of_many_micro_batches_is_counted_without_walking_each(monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[object] = []
-    once = weight_buffers._Walk.once
+    once = weight_streaming._Walk.once
 
-    def walk(self: weight_buffers._Walk) -> list[tuple[int, int]]:
+    def walk(self: weight_streaming._Walk) -> list[tuple[int, int]]:
         walked.append(self)
         return once(self)
 
-    monkeypatch.setattr(weight_buffers._Walk, "once", walk)
+    monkeypatch.setattr(weight_streaming._Walk, "once", walk)
     blocks = [Unit(index, str(index), True, (), trained=0, elements=ALIGN) for index in range(20)]
     order = [*range(20), *reversed(range(20))]
     found = fetches(blocks, order, blocks=3, times=1000)

@@ -18,9 +18,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes.positionwise import with_tiles
 from offload_trainer.plan.machine import Rate, layer_key, read_machine
-from offload_trainer.plan.max_seq_len import longest, longest_row
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import longest, longest_row, make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
 from offload_trainer.run.commands.plan import plan_elsewhere

@@ -9,22 +9,23 @@ import pytest
 from plans import SHAPES, machine, wish
 from test_time import timed
 
-from offload_trainer.plan.calibration import steady_ratios
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.tiered.layout import units_of
-from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.time.overlap import (
+from offload_trainer.plan.step_time import (
     BackwardOverlap,
-    Part,
+    Bound,
+    Forecast,
+    UnitShare,
     ahead_of,
     hidden_seconds,
     left_after,
     parts_left,
     parts_of,
+    steady_ratios,
 )
-from offload_trainer.plan.time.step_time import Bound, Forecast
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.units import format_seconds
 
 
@@ -32,7 +33,7 @@ def forecast(update: float, forward: float, *bounds: Bound) -> Forecast:
     return Forecast({"data": 0.0, "forward": forward, "backward": 1.0, "update": update}, bounds)
 
 
-def simulated(update: float, forward: float, parts: list[Part]) -> float:
+def simulated(update: float, forward: float, parts: list[UnitShare]) -> float:
     """Return the seconds until update and forward are done, simulated unit by unit."""
     home = done = 0.0
     for part in parts:
@@ -49,13 +50,13 @@ def simulated(update: float, forward: float, parts: list[Part]) -> float:
 def test_hidden_is_what_a_walk_through_the_units_gives(
     update: float, forward: float, shares: list[tuple[float, float]]
 ) -> None:
-    parts = [Part(*share) for share in shares]
+    parts = [UnitShare(*share) for share in shares]
     hidden = hidden_seconds(forecast(update, forward), parts, micro_batches=1, gpu=False)
     assert update + forward - hidden == pytest.approx(simulated(update, forward, parts))
 
 
 def test_only_the_first_micro_batch_hides_and_what_both_ask_of_one_thing_does_not() -> None:
-    parts = [Part(0.001, 0.001)] * 1000
+    parts = [UnitShare(0.001, 0.001)] * 1000
     assert hidden_seconds(forecast(2.0, 4.0), parts, micro_batches=1, gpu=False) == pytest.approx(2.0, rel=0.01)
     assert hidden_seconds(forecast(2.0, 4.0), parts, micro_batches=4, gpu=False) == pytest.approx(1.0, rel=0.01)
     shared = [Bound("update", 1.5, "", "drive", "sda"), Bound("forward", 3.0, "", "drive", "sda")]

@@ -13,7 +13,7 @@ from plans import GB, SHAPES, machine, wish
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
+from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
 from offload_trainer.plan.deepspeed.zero_gathers import gathers
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.parallel.cost import priced, stock_rates
@@ -32,6 +32,7 @@ from offload_trainer.plan.parallel.tensor_degree import tensor_of
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 
 SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads

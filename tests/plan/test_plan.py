@@ -21,7 +21,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
+from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
 from offload_trainer.plan.machine import MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
@@ -38,7 +38,8 @@ from offload_trainer.plan.tiered.layout import (
     units_of,
 )
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.weight_transfer import NCCL_BYTES
+from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES
+from offload_trainer.plan.tiers import Placement
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes
 

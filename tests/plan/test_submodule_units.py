@@ -14,9 +14,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import Rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.layout import Unit, units_of
+from offload_trainer.plan.tiered.layout import Unit, divided, is_divided, undivided, units_of
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.submodule_units import divided, is_divided, undivided
 from offload_trainer.run.commands import plan as plan_command
 from offload_trainer.run.commands.plan import compare_modes, plan_cluster, plan_elsewhere
 from offload_trainer.settings import load_config

@@ -10,11 +10,16 @@ import pytest
 from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.calibration import correction, steady_ratios
 from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates, layer_key
 from offload_trainer.plan.planner import make_plan, resolve_and_plan
+from offload_trainer.plan.step_time import (
+    UPDATE_START,
+    Forecast,
+    correction,
+    steady_ratios,
+    tokens_that_hide_the_update,
+)
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.time.step_time import UPDATE_START, Forecast, tokens_that_hide_the_update
 
 
 def rate(value: float) -> Rate:

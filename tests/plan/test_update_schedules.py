@@ -12,8 +12,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, REMAINDER
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.update_schedules import FORWARD, FULL, OFF, REMAINDER
 from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]

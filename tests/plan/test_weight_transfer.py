@@ -15,7 +15,7 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
 from offload_trainer.plan.tiered.norm_shards import given, norm_parts, piece_width
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.weight_transfer import TransferBytes, at_once, seconds_of, taken, uses_all_gather
+from offload_trainer.plan.tiered.weight_streaming import TransferBytes, at_once, seconds_of, taken, uses_all_gather
 from offload_trainer.units import format_seconds
 
 MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3e10}

@@ -12,8 +12,8 @@ from conftest import ask
 
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError
+from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, read_machine
-from offload_trainer.plan.planner import engine_of
 from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
 

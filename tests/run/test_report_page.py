@@ -18,7 +18,7 @@ from test_telemetry import a_step
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan
-from offload_trainer.plan.time.step_time import tokens_that_hide_the_update
+from offload_trainer.plan.step_time import tokens_that_hide_the_update
 from offload_trainer.run.advice import FASTER, SMALLER, advice
 from offload_trainer.run.planning import Planned
 from offload_trainer.run.report import wear

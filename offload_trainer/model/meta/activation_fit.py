@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from offload_trainer.model.meta.allocation_trace import AllocationTrace
-from offload_trainer.plan.memory.activations import Growth
+from offload_trainer.plan.shape import Growth
 
 ROWS = 2  # rows of the smallest pass; with a single row, sums and repetitions over rows would not show
 _NUMBERS = 64  # bytes; smaller tensors are single numbers and do not count

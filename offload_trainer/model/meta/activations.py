@@ -3,7 +3,7 @@
     record allocations and releases in order, including dropout    (model/meta/allocation_trace.py)
     repeat with twice the rows and twice the tokens                -> growth of each allocation
     cut where blocks begin and where gradients arrive              -> memory over time in each part
-    (plan/memory/activations.py)
+    (plan/shape.py)
 
 Meta tensors have no memory, so a count costs only operator dispatch: three passes over three blocks of each kind.
 Experts are counted as transformers groups them, one row for each token and chosen expert, regardless of the routing.
@@ -29,8 +29,7 @@ from offload_trainer.model.meta.access_trace import AccessTrace
 from offload_trainer.model.meta.activation_fit import ROWS, levels_of
 from offload_trainer.model.meta.allocation_trace import AllocationTrace, Gradient, Kernels, Operations, TooLong
 from offload_trainer.model.meta.tile_stub import BACKWARD, FORWARD, TileStub
-from offload_trainer.plan.memory.activations import Activations, Growth, Part, pruned
-from offload_trainer.plan.shape import Order
+from offload_trainer.plan.shape import Activations, Growth, Order, Part, pruned
 
 # attributes that differ between otherwise equal blocks
 _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")

@@ -30,7 +30,7 @@ from offload_trainer.model.loader import ModelSource, block_names, checkpoint_bl
 from offload_trainer.model.probes.tiny_model import twin_model
 from offload_trainer.offloading.activations.recompute_hooks import keep_weights
 from offload_trainer.plan.shape import Needs
-from offload_trainer.plan.tiered.submodule_units import divided
+from offload_trainer.plan.tiered.layout import divided
 
 _Kind = tuple[type, str, type]  # class of the block, name of the module in it, class of the module
 _Made = tuple[str, type, frozenset[str]]

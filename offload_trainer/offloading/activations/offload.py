@@ -24,7 +24,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.activations.recompute_hooks import keep_inputs
 from offload_trainer.offloading.device.base import Device, ReturnCopy
 from offload_trainer.offloading.pages.store import offsets
-from offload_trainer.plan.memory.activation_offload import INPUTS_UNDER_WAY, BlockInputs
+from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
 

@@ -16,7 +16,7 @@ import torch
 from offload_trainer.offloading.device.base import copy_alone
 from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.plan.tiered.weight_transfer import even_part
+from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.storage.transfer import Future, Workers, ending
 
 Told = Callable[[BaseException | None], None]

@@ -8,7 +8,7 @@
 While a weight is offloaded, its parameter has the right shape over a single NaN, so that code that uses it without a
 hook produces NaN. A weight that autograd saves points into a ring buffer whose content changes. It is saved as unit
 and offset instead, and fetched again in the backward. Buffers are never freed: the least recently used unit is evicted
-(`plan/tiered/weight_buffers.py`).
+(`plan/tiered/weight_streaming.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offload_trainer.offloading.device.base import Device, DeviceCopy
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Unit
-from offload_trainer.plan.tiered.weight_buffers import Rings
+from offload_trainer.plan.tiered.weight_streaming import Rings
 
 _END = -1  # marks the end of a pass in place of a following unit
 

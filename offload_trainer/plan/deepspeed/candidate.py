@@ -13,14 +13,22 @@ from functools import cached_property
 
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.plan.deepspeed.memory import StockBytes
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes, drive_stretch, zero_sizes
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, drive_stretch, zero_sizes
 from offload_trainer.plan.deepspeed.zero_gathers import gathers
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory.common import Item
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, zero_bounds
 from offload_trainer.plan.parallel.modes import Collective, Mode, flows, link_seconds, weights_held
-from offload_trainer.plan.time.step_time import PHASES, UPDATE_START, Bound, Forecast, forecast, update_rate
-from offload_trainer.plan.time.traffic import Traffic
+from offload_trainer.plan.step_time import (
+    DEVICE_COPIES,
+    PHASES,
+    UPDATE_START,
+    Bound,
+    Forecast,
+    Traffic,
+    forecast,
+    update_rate,
+)
+from offload_trainer.plan.tiers import Item, Placement, TierKind, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_count
 
@@ -75,11 +83,11 @@ class DeepSpeedCandidate:
 
     @property
     def uses_drives(self) -> bool:
-        return "nvme" in (self.placement.params, self.placement.optimizer)
+        return TierKind.DRIVES in (self.placement.params, self.placement.optimizer)
 
     @property
     def cannot_save(self) -> str | None:
-        if self.placement.optimizer == "nvme":
+        if self.placement.optimizer == TierKind.DRIVES:
             return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
         if self.moments == "8bit":
             return "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
@@ -125,8 +133,7 @@ class DeepSpeedCandidate:
             held=self._held,
             held_trained=self._held_trained,
             trained=self._trained,
-            device=self.machine.device,
-            drive=self._drive or "nvme",
+            tiers=tiers_of(self.machine),
         ).items()
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -141,14 +148,14 @@ class DeepSpeedCandidate:
         own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
         micro_out = 1 if self.placement.stage == 1 else micro
         found = []
-        if self.placement.optimizer != "gpu":
-            found.append(Traffic("device", "backward", 0, e * own_trained * micro_out))
-            found.append(Traffic("device", "update", e * own_trained, 0))
-        if self.placement.optimizer == "nvme" and drive:
+        if self.placement.optimizer != TierKind.GPU:
+            found.append(Traffic(DEVICE_COPIES, "backward", 0, e * own_trained * micro_out))
+            found.append(Traffic(DEVICE_COPIES, "update", e * own_trained, 0))
+        if self.placement.optimizer == TierKind.DRIVES and drive:
             found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
-        if self.placement.params != "gpu":
-            found += [Traffic("device", phase, e * own * micro, 0) for phase in ("forward", "backward")]
-        if self.placement.params == "nvme" and drive:
+        if self.placement.params != TierKind.GPU:
+            found += [Traffic(DEVICE_COPIES, phase, e * own * micro, 0) for phase in ("forward", "backward")]
+        if self.placement.params == TierKind.DRIVES and drive:
             found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
             found.append(Traffic(drive, "update", 0, e * total))
         return found
@@ -169,7 +176,7 @@ class DeepSpeedCandidate:
         return [*self._update(), *zero_bounds(list(hidden), self.machine)]  # `on_top` has the other collectives
 
     def _update(self) -> list[Bound]:
-        if self.machine.gpu is not None and self.placement.optimizer == "gpu":
+        if self.machine.gpu is not None and self.placement.optimizer == TierKind.GPU:
             return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
         count, rate = self._trained, stock_update_rate(self.work, self.machine)
         seconds = None if rate is None else count / rate + UPDATE_START
@@ -218,7 +225,7 @@ class DeepSpeedCandidate:
         return notes
 
     def tunable(self) -> list[tuple[str, ...]]:
-        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == "nvme" else ())]
+        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
 
 
 def _as_traffic(moved: Sequence[Collective], *, here: int) -> Iterator[Traffic]:

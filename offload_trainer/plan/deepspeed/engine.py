@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed.candidate import DeepSpeedCandidate
-from offload_trainer.plan.deepspeed.zero_buffers import Placement
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.modes import Mode, refusal
+from offload_trainer.plan.tiers import Placement, TierKind, kind_asked
 from offload_trainer.plan.workload import Workload
 
 # From the fastest to the one that needs the least memory.
 _PLACEMENTS = (
-    Placement("gpu", "gpu"),
-    Placement("gpu", "cpu"),
-    Placement("cpu", "cpu"),
-    Placement("gpu", "nvme"),
-    Placement("cpu", "nvme"),
-    Placement("nvme", "nvme"),
+    Placement(TierKind.GPU, TierKind.GPU),
+    Placement(TierKind.GPU, TierKind.RAM),
+    Placement(TierKind.RAM, TierKind.RAM),
+    Placement(TierKind.GPU, TierKind.DRIVES),
+    Placement(TierKind.RAM, TierKind.DRIVES),
+    Placement(TierKind.DRIVES, TierKind.DRIVES),
 )
 
 
@@ -43,25 +43,26 @@ class DeepSpeed:
     def mistakes(self) -> list[str]:
         """Return the mistakes in the configuration, one sentence each."""
         place, mistakes = self.place, []
+        params, optimizer = kind_asked(place.params), kind_asked(place.optimizer)
         if len(place.nvme) > 1:
             mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
-        if self.moments == "8bit" and place.optimizer in ("cpu", "nvme"):
+        if self.moments == "8bit" and optimizer in (TierKind.RAM, TierKind.DRIVES):
             mistakes.append(
                 f"optim.moment_dtype=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' "
                 "8-bit AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
             )
-        if place.params == "nvme" and self.section.prefetch_bucket_size not in ("auto", 0):
+        if params == TierKind.DRIVES and self.section.prefetch_bucket_size not in ("auto", 0):
             # Seen with DeepSpeed 0.19.8, which prefetches a weight twice (`zero_sizes`).
             mistakes.append(
                 "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
                 "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
             )
-        if self.tensor > 1 and (place.params not in ("auto", "gpu") or place.optimizer == "nvme"):
+        away = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
+        if self.tensor > 1 and away:
             mistakes.append(
                 f"parallel.tensor={self.tensor} divides the weights over GPUs and keeps the state there or in RAM: use "
                 "--params gpu, and --optimizer gpu or cpu"
             )
-        away = place.params not in ("auto", "gpu") or place.optimizer == "nvme"
         if self.tensor == 1 and self.section.zero_stage in (1, 2) and away:
             mistakes.append(
                 f"deepspeed.zero_stage={self.section.zero_stage} keeps whole weights on each GPU, and the state there "
@@ -85,7 +86,7 @@ class DeepSpeed:
                 "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
                 "tiered"
             )
-        if self._sums_need_ram(work) and (self.place.optimizer == "gpu" or self.moments == "8bit"):
+        if self._sums_need_ram(work) and (kind_asked(self.place.optimizer) == TierKind.GPU or self.moments == "8bit"):
             wish = "deepspeed.zero_stage=1" if self.tensor == 1 else f"parallel.tensor={self.tensor}"
             raise UserError(
                 f"{wish} --optimizer gpu with fp32 sums of several bf16 micro-batches: DeepSpeed uses another "
@@ -130,24 +131,23 @@ class DeepSpeed:
         if self._zero is not None:
             found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
         if not found or self._sums_need_ram(work):
-            found = [Placement("gpu", "cpu", zero=self._zero)]
+            found = [Placement(TierKind.GPU, TierKind.RAM, zero=self._zero)]
         return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
 
     def _placements(self, machine: MachineProfile) -> list[Placement]:
-        params, optimizer = self.place.params, self.place.optimizer
+        params, optimizer = kind_asked(self.place.params), kind_asked(self.place.optimizer)
         if self.moments == "8bit":
-            optimizer = "gpu"
-        if params != "auto" and optimizer != "auto":
+            optimizer = TierKind.GPU
+        if params and optimizer:
             return [Placement(params, optimizer)]
         found = [
             one
             for one in _PLACEMENTS
-            if params in ("auto", one.params)
-            and optimizer in ("auto", one.optimizer)
-            and (self.place.nvme or "nvme" not in (one.params, one.optimizer))
-            # Without a GPU "gpu" means host memory, and DeepSpeed's path for an optimizer there is slower than "cpu".
-            and (machine.gpu is not None or one.optimizer != "gpu" or optimizer == "gpu")
+            if params in (None, one.params)
+            and optimizer in (None, one.optimizer)
+            and (self.place.nvme or TierKind.DRIVES not in (one.params, one.optimizer))
+            # Without a GPU that means host memory, and DeepSpeed's path for an optimizer there is slower than for RAM.
+            and (machine.gpu is not None or one.optimizer != TierKind.GPU or optimizer == TierKind.GPU)
         ]
         # A requested combination that is not in the list, such as weights off the GPU and the optimizer on it, is used.
-        fallback = Placement("gpu" if params == "auto" else params, "cpu" if optimizer == "auto" else optimizer)
-        return found or [fallback]
+        return found or [Placement(params or TierKind.GPU, optimizer or TierKind.RAM)]

@@ -29,17 +29,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes, decay_groups
-from offload_trainer.plan.memory.common import Item, activation_items, process_items
-from offload_trainer.plan.memory.malloc_threshold import LONG, mapped_from
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, decay_groups
+from offload_trainer.plan.memory import LONG, activation_items, mapped_from, process_items
 from offload_trainer.plan.parallel.modes import Mode, divided, part_held
+from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, Tiers
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
 # Resident memory of a process while it trains, without tensors and matmul buffers; DeepSpeed imports more of itself at
 # the start. Measured on 2 cores of an AMD EPYC with torch 2.13 for CPUs, shared library pages included.
 PROCESS = 450_000_000
-# Freed memory that the CPU's heap keeps (malloc_threshold.py), measured and not derived. With short rows glibc decides,
+# Freed memory that the CPU's heap keeps (`mapped_from`), measured and not derived. With short rows glibc decides,
 # and it is a multiple of the weight gradients' bytes that depends on the ZeRO stage; with long rows it is a constant.
 _HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
@@ -61,15 +61,14 @@ class StockBytes:
     held: int
     held_trained: int
     trained: int
-    device: str  # the tier that computes
-    drive: str
+    tiers: Tiers
 
     def items(self) -> list[Item]:
         """Return a node's memory at its peak."""
         model = activation_items(
-            self._of_rank, device=self.device, gradients=self.placement.stage > 1, waiting=self._waiting
+            self._of_rank, tiers=self.tiers, gradients=self.placement.stage > 1, waiting=self._waiting
         )
-        there = [item for item in model if item.tier == self.device and item.name in _ACTIVATIONS]
+        there = [item for item in model if item.tier == self.tiers.device.name and item.name in _ACTIVATIONS]
         return [
             *self._process(),
             *(self._gathered_weights() if self.placement.stage == 3 else self._whole_weights()),
@@ -115,87 +114,91 @@ class StockBytes:
         """Return the number of weight elements that ZeRO-3 has gathered at a time."""
         return min(self.work.shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)
 
-    def _tier(self, home: str) -> str:
-        return {"gpu": self.device, "cpu": "ram", "nvme": self.drive}[home]
+    def _tier(self, kind: TierKind) -> Tier:
+        if kind == TierKind.DRIVES:
+            return self.tiers.drives[0] if self.tiers.drives else Tier(kind, 0)
+        return self.tiers.device if kind == TierKind.GPU else self.tiers.ram
 
     # -- held all the time --------------------------------------------------------------------------------------------
 
     def _process(self) -> list[Item]:
         here, row = self.work.here, self.work.seq_len
-        items = process_items(self.device, here=here, own=PROCESS, what="torch, transformers and DeepSpeed")
-        if self.device == "ram" and row >= LONG:
+        items = process_items(self.tiers, here=here, own=PROCESS, what="torch, transformers and DeepSpeed")
+        if not self.tiers.has_gpu and row >= LONG:
             why = f"measured: heap fragments of allocations below {format_bytes(mapped_from(row))}, in each process"
-            items.append(Item("ram", "heap", _HOLES_OF_LONG_ROWS * here, why))
-        elif self.device == "ram":
+            items.append(self.tiers.ram.item("heap", _HOLES_OF_LONG_ROWS * here, why))
+        elif not self.tiers.has_gpu:
             each = _HOLES[self.placement.stage]
             holes = int(each * self.work.item_bytes * self.held_trained) * here
             why = f"measured: heap fragments, {each} times the temporary gradients; peaks were up to 13 % higher"
-            items.append(Item("ram", "heap", holes, why))
+            items.append(self.tiers.ram.item("heap", holes, why))
         return items
 
     def _whole_weights(self) -> list[Item]:
         e, work = self.work.item_bytes, self.work
         how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} parameters on each rank"
-        return [Item(self.device, "weights", e * self.held * work.here, f"{e} B a parameter, {how}")]
+        return [self.tiers.device.item("weights", e * self.held * work.here, f"{e} B a parameter, {how}")]
 
     def _gathered_weights(self) -> list[Item]:
         shape, here, e, sizes = self.work.shape, self.work.here, self.work.item_bytes, self.sizes
         home, divided_up = self._tier(self.placement.params), e * -(-shape.parameters // self.work.nodes)
         why = "gathered at the same time: max_live_parameters and a prefetch bucket"
         items = [
-            Item(home, "weights", divided_up, f"{e} B a parameter, sharded over the ranks"),
-            Item(self.device, "weights in use", e * self._gathered * here, why),
+            home.item("weights", divided_up, f"{e} B a parameter, sharded over the ranks"),
+            self.tiers.device.item("weights in use", e * self._gathered * here, why),
         ]
-        if self.placement.params == "nvme":
+        if self.placement.params == TierKind.DRIVES:
             buffers, why = (
                 e * sizes.weight_buffers * sizes.weight_buffer_elements,
                 f"{sizes.weight_buffers} buffers for the",
             )
-            items.append(Item("ram", "weight swap buffers", buffers * here, f"{why} largest weight"))
-            items.append(Item("ram", "weight write buffer", e * sizes.largest_sub_group * here, "one sub-group"))
+            items.append(self.tiers.ram.item("weight swap buffers", buffers * here, f"{why} largest weight"))
+            write = e * sizes.largest_sub_group * here
+            items.append(self.tiers.ram.item("weight write buffer", write, "one sub-group"))
         return items
 
     def _gradients(self) -> list[Item]:
-        e, here, device, several = self.work.item_bytes, self.work.here, self.device, self.work.accumulate > 1
+        e, here, device, several = self.work.item_bytes, self.work.here, self.tiers.device, self.work.accumulate > 1
         of_bucket = self._sums if self.placement.stage == 1 else e
-        count = 2 if device == "gpu" and self.placement.stage < 3 else 1
+        count = 2 if self.tiers.has_gpu and self.placement.stage < 3 else 1
         buckets = count * of_bucket * self._bucket * here
-        items = [Item(device, "gradient buckets", buckets, f"{count} of {self._bucket:,} elements")]
+        items = [device.item("gradient buckets", buckets, f"{count} of {self._bucket:,} elements")]
         if self.placement.stage == 3:
-            tier = device if self.placement.optimizer == "gpu" else "ram"
+            tier = device if self.placement.optimizer == TierKind.GPU else self.tiers.ram
             why = f"{self._sums} B a parameter, sharded over the ranks"
-            return [*items, Item(tier, "gradients", self._sums * self.trained, why)]
+            return [*items, tier.item("gradients", self._sums * self.trained, why)]
         if self.placement.stage == 1:
             each = self._sums * self.held_trained * here
-            items.append(Item(device, "gradients", each, "whole on each rank"))
-        elif self.placement.optimizer == "gpu":
-            items.append(Item(device, "gradients", e * self.trained, f"{e} B a parameter, until the update"))
+            items.append(device.item("gradients", each, "whole on each rank"))
+        elif self.placement.optimizer == TierKind.GPU:
+            items.append(device.item("gradients", e * self.trained, f"{e} B a parameter, until the update"))
         if several and self.placement.stage == 2 and self._sums > e:
             why = "of the micro-batches' gradients, in fp32, sharded over the ranks"
-            return [*items, Item(device, "sums", 4 * self.trained, why)]
-        if several and self.placement.optimizer == "cpu":
-            items.append(Item("ram", "sums", e * self.trained, "of the micro-batches' gradients"))
+            return [*items, device.item("sums", 4 * self.trained, why)]
+        if several and self.placement.optimizer == TierKind.RAM:
+            items.append(self.tiers.ram.item("sums", e * self.trained, "of the micro-batches' gradients"))
         return items
 
     def _state(self) -> list[Item]:
         e, trained, here, sizes = self.work.item_bytes, self.trained, self.work.here, self.sizes
         home = self._tier(self.placement.optimizer)
-        items = [Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")]
-        if self.placement.optimizer == "nvme":
+        items = [home.item("masters and moments", 12 * trained, "fp32 master, first and second moment")]
+        if self.placement.optimizer == TierKind.DRIVES:
             buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
             why = f"{sizes.optimizer_buffers} buffers for the largest sub-group"
+            first = "from the first update, which creates them, to the second"
             return [
                 *items,
-                Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state"),
-                Item("ram", "optimizer swap buffers", buffers, why),
-                Item("ram", "first moments", 8 * trained, "from the first update, which creates them, to the second"),
+                home.item("gradients, fp32", 4 * trained, "DeepSpeed swaps them together with the state"),
+                self.tiers.ram.item("optimizer swap buffers", buffers, why),
+                self.tiers.ram.item("first moments", 8 * trained, first),
             ]
-        items.append(Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32"))
-        if self.placement.optimizer == "cpu" and self.placement.stage < 3:
+        items.append(home.item("gradients, fp32", 4 * trained, "the update reads them in fp32"))
+        if self.placement.optimizer == TierKind.RAM and self.placement.stage < 3:
             through = e * max(self._parts, default=0) * here
-            items.append(Item("ram", "new weights", e * trained, "output of the update"))
-            items.append(Item("ram", "gradients in transfer", through, "the largest weight's"))
-            items.append(Item(self.device, "gradients in transfer", through, "the largest weight's"))
+            items.append(self.tiers.ram.item("new weights", e * trained, "output of the update"))
+            items.append(self.tiers.ram.item("gradients in transfer", through, "the largest weight's"))
+            items.append(self.tiers.device.item("gradients in transfer", through, "the largest weight's"))
         return items
 
     # -- the largest moment -------------------------------------------------------------------------------------------
@@ -211,11 +214,10 @@ class StockBytes:
         full = self._full_buckets() + (0 if self._ends_with_largest else kept)
         whole = e * (self.work.shape.parameters - self.held) * here if self.work.tensor > 1 else 0
         if whole > max(model, full):
-            return [
-                Item(self.device, "whole model", whole - model, "until AutoTP has split it; in addition to activations")
-            ]
+            why = "until AutoTP has split it; in addition to activations"
+            return [self.tiers.device.item("whole model", whole - model, why)]
         why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
-        return [Item(self.device, "gradients reduced", max(0, full - model), why)]
+        return [self.tiers.device.item("gradients reduced", max(0, full - model), why)]
 
     def _full_buckets(self) -> int:
         """Return the bytes of a full bucket's moment, summed over the ranks of the node that needs the most."""
@@ -230,7 +232,7 @@ class StockBytes:
         if self.placement.stage < 3:
             sent = 2 * e * min(bucket, -(-self.held_trained // alike)) if alike > 1 else 0
             return max(norm, sent)
-        if self.placement.optimizer == "nvme":
+        if self.placement.optimizer == TierKind.DRIVES:
             norm = max(norm, 4 * -(-bucket // alike))
         return e * bucket * min(2, alike) + norm + e * largest
 

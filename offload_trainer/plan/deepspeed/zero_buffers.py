@@ -12,30 +12,12 @@ from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.plan.shape import ModelShape, Weight
-
-Tier = Literal["gpu", "cpu", "nvme"]
+from offload_trainer.plan.tiers import Placement, TierKind
 
 _SUB_GROUP = 20_000_000
 _BUCKET = 50_000_000
 _SWAPPABLE_BYTES = 1 << 20  # DeepSpeed leaves smaller weights in memory
 _PERSISTENT = 100_000  # weights of up to this many elements are never partitioned away
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The tiers of the 16-bit weights and of the optimizer state (fp32 masters and moments)."""
-
-    params: Tier
-    optimizer: Tier
-    zero: int | None = None  # the requested stage
-
-    @property
-    def stage(self) -> int:
-        """Return the ZeRO stage: as requested, else 2 with weights on the device and state in memory, else 3."""
-        return self.zero or (2 if self.params == "gpu" and self.optimizer != "nvme" else 3)
-
-    def __str__(self) -> str:
-        return f"params {self.params}, optimizer {self.optimizer}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +47,7 @@ def zero_sizes(
     sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
     bucket = _given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1)))
     block = max(largest, _block(shape))
-    ahead = 0 if placement.params == "nvme" else min(_BUCKET, _block(shape))
+    ahead = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, _block(shape))
     prefetch = _given(section.prefetch_bucket_size, ahead)
     live = _given(section.max_live_parameters, 2 * block)
     return ZeroSizes(

@@ -12,7 +12,7 @@ element of the gradient sums. Of a unit, T elements are trained; S of them are u
     norms       g (parts of pieces) each way     pieces of a weight's norm that a shard boundary cuts
                                                  (`norm_shards.py`): between ranks of a node, and over the network
     gpus        e (T - R) into each GPU          new weights that are placed on the device
-                (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_transfer.py`), each time
+                (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_streaming.py`), each time
     meets       a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
                                                  units whose sums are on drives, for their norms, and five per step:
                                                  targets, losses, sums, norm, step
@@ -29,11 +29,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.step_time import Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, TierMap, Unit, range_of_rank
 from offload_trainer.plan.tiered.norm_shards import given
-from offload_trainer.plan.tiered.weight_transfer import TransferBytes
-from offload_trainer.plan.time.step_time import Bound
-from offload_trainer.plan.time.traffic import Traffic
+from offload_trainer.plan.tiered.weight_streaming import TransferBytes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 

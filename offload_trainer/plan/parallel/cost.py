@@ -11,14 +11,14 @@ from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.plan.deepspeed.candidate import stock_update_rate
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
+from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
 from offload_trainer.plan.deepspeed.zero_gathers import ZeroGathers, gathers
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory.activations import peak_of
-from offload_trainer.plan.memory.common import ALLOCATOR, CUDA_CONTEXT, gpu_reserve, process_items
+from offload_trainer.plan.memory import ALLOCATOR, CUDA_CONTEXT, gpu_reserve, peak_of, process_items
 from offload_trainer.plan.parallel.modes import Collective, Mode, divided, flows, link_seconds, weights_held
 from offload_trainer.plan.shape import estimated
-from offload_trainer.plan.time.step_time import forecast
+from offload_trainer.plan.step_time import forecast
+from offload_trainer.plan.tiers import Placement, TierKind, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
@@ -114,7 +114,7 @@ def stock_rates(work: Workload, machine: MachineProfile) -> StepRates:
     products = forecast(work, machine, (), (), engine="deepspeed").seconds
     blocks, head = work.shape.block_flops(seq_len=work.seq_len), work.shape.head_flops()
     on_gpu = machine.rates.update.get("cuda")
-    divided_weights = Placement("gpu", "gpu", zero=3)
+    divided_weights = Placement(TierKind.GPU, TierKind.GPU, zero=3)
     sizes = zero_sizes(work.shape, DeepSpeedSection(), divided_weights, world=work.world, item_bytes=work.item_bytes)
     return StepRates(
         forward=products["forward"],
@@ -162,7 +162,7 @@ def _one(
     memory = _memory(mode, work, held, state=home == "gpu", device=machine.device)
     if machine.gpu is not None:
         memory["reserve"] = gpu_reserve(machine)
-    process = sum(item.bytes for item in process_items(machine.device, here=work.here))
+    process = sum(item.bytes for item in process_items(tiers_of(machine), here=work.here))
     ram = process + (round((_STATE + 4) * share) * work.here if home == "cpu" else 0)
     room = machine.gpu_bytes if machine.gpu is not None else machine.ram_bytes // work.here
     known = ModeCost(

@@ -36,8 +36,7 @@ from typing import Literal
 
 from offload_trainer.plan.deepspeed.zero_gathers import ZeroGathers
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory.activations import Activations, Growth, Part
-from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight
 from offload_trainer.plan.workload import Workload
 
 _PASSES = ("forward", "backward")

@@ -15,7 +15,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.cost import ModeCost, StepRates, priced, stock_rates
 from offload_trainer.plan.parallel.modes import modes, refusal
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.tiered.sequence_parallel import all_to_alls
+from offload_trainer.plan.tiered.engine import all_to_alls
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 

@@ -7,46 +7,61 @@ much of the optimizer state on the GPU as fits, then as much in RAM as fits, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.config_conflicts import mistakes_of_shares
-from offload_trainer.plan.deepspeed.zero_buffers import Placement, Tier
 from offload_trainer.plan.machine import MachineProfile, update_key
-from offload_trainer.plan.memory.common import Item
-from offload_trainer.plan.parallel.comm_cost import CommCost, exchange_of, hidden_waits, waits
-from offload_trainer.plan.tiered.layout import TierMap, Unit
-from offload_trainer.plan.tiered.memory import tiered_items
-from offload_trainer.plan.tiered.sequence_parallel import (
-    sequence_links,
-    sequence_note,
-    sequence_parallel_mistake,
-    sequence_waits,
-)
-from offload_trainer.plan.tiered.spec import GradientHome, Layouts, TierSizes, tier_sizes
-from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.state_split import shares_in_words, shares_that_fit
-from offload_trainer.plan.tiered.submodule_units import module_fetch_mistake, module_fetch_note
-from offload_trainer.plan.tiered.traffic import bytes_of_additions, taken_by_parts, tiered_traffic
-from offload_trainer.plan.tiered.weight_transfer import Take, TransferBytes, bounds_by_parts, describe_weight_transfer
-from offload_trainer.plan.time.overlap import (
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
+from offload_trainer.plan.parallel.modes import Collective, Mode, flows, link_seconds, refusal
+from offload_trainer.plan.step_time import (
+    PHASES,
+    UPDATE_START,
+    Bound,
+    Forecast,
+    Traffic,
     ahead_of,
     hidden_seconds,
+    in_turn,
     left_after,
     parts_left,
     parts_of,
     share_on_drives,
     share_that_is_last,
+    update_rate,
 )
-from offload_trainer.plan.time.step_time import PHASES, UPDATE_START, Bound, Forecast, in_turn, update_rate
-from offload_trainer.plan.time.traffic import Traffic
+from offload_trainer.plan.tiered.footprint import bytes_of_additions, taken_by_parts, tiered_items, tiered_traffic
+from offload_trainer.plan.tiered.layout import (
+    TierMap,
+    Unit,
+    is_divided,
+)
+from offload_trainer.plan.tiered.spec import (
+    Layouts,
+    TierSizes,
+    shares_in_words,
+    shares_that_fit,
+    tier_sizes,
+)
+from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
+from offload_trainer.plan.tiered.weight_streaming import (
+    Take,
+    TransferBytes,
+    bounds_by_parts,
+    describe_weight_transfer,
+)
+from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_count, format_seconds
+from offload_trainer.units import format_bytes, format_count, format_seconds
 
 WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
+
+# The update schedules. tiered.overlap: without overlap, with the next forward, and with the backward as well, which
+# needs two copies of the state. Split masters: fewer bytes per parameter, one copy, `OFF` or `FORWARD` only.
+OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
+REMAINDER = "tiered.master_format=split"
 
 
 @dataclass(frozen=True)
@@ -64,15 +79,35 @@ class Tiered:
         """Return the mistakes in the configuration, one sentence each."""
         place = self.place
         mistakes = self._not_with_ranks(place.gpus)
-        if place.gradients == "nvme" and not place.nvme:
+        if kind_asked(place.gradients) == TierKind.DRIVES and not place.nvme:
             mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
-        if self.inputs == "nvme" and not place.nvme:
+        if self.inputs == TierKind.DRIVES and not place.nvme:
             mistakes.append("model.offload_activations=nvme needs a drive: add --nvme DIR")
-        mistakes += mistakes_of_shares(place)
+        mistakes += self._not_with_shares()
         speeds = self.section.drive_speeds
         if speeds and len(speeds) != len(place.nvme):
             mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
         return mistakes
+
+    def _not_with_shares(self) -> list[str]:
+        """Return the mistake if --gpu-fraction and --ram-fraction do not add up or contradict --optimizer."""
+        place = self.place
+        shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+        given = {flag: share for flag, share in shares.items() if share != "auto"}
+        words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
+        left = round(1 - sum(given.values()), 9)
+        if left < 0:
+            return [f"{words} add up to {1 - left:g} of the state: lower one of them"]
+        only = {TierKind.GPU: "--gpu-fraction", TierKind.RAM: "--ram-fraction"}.get(
+            kind_asked(place.optimizer) or TierKind.DRIVES
+        )
+        if only and any(share != (flag == only) for flag, share in given.items()):
+            where = "on the GPU" if only == "--gpu-fraction" else "in RAM"
+            return [f"{words} with --optimizer {place.optimizer}, which puts all of it {where}: leave one out"]
+        if place.ram_fraction != "auto" and left and not place.nvme:
+            other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
+            return [f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}"]
+        return []
 
     def _not_with_ranks(self, world: int) -> list[str]:
         """Return the settings that several ranks do not support, one sentence each."""
@@ -80,9 +115,12 @@ class Tiered:
         if world == 1:
             return []
         wishes = {
-            "--optimizer gpu": (place.optimizer == "gpu", "the state must be in RAM or on drives"),
+            "--optimizer gpu": (kind_asked(place.optimizer) == TierKind.GPU, "the state must be in RAM or on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state must be in RAM or on drives"),
-            "placement.gradients=gpu": (place.gradients == "gpu", "gradient sums must be in RAM or on drives"),
+            "placement.gradients=gpu": (
+                kind_asked(place.gradients) == TierKind.GPU,
+                "gradient sums must be in RAM or on drives",
+            ),
         }
         return [
             f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"
@@ -98,7 +136,7 @@ class Tiered:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
         if impossible := self.impossible(work):
             raise UserError("; ".join(impossible))
-        on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
+        on_gpu = self.place.gpu_fraction not in ("auto", 0) or kind_asked(self.place.optimizer) == TierKind.GPU
         if on_gpu and machine.no_state_on_gpu:
             raise UserError(f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}; use --gpu-fraction 0")
 
@@ -108,8 +146,31 @@ class Tiered:
             *self._not_with_ranks(work.world),
             *self._not_remainders(work),
             *self._not_in_a_session(work),
-            *sequence_parallel_mistake(work),
-            *module_fetch_mistake(work, self.section.fetch_granularity),
+            *self._not_in_pieces(work),
+            *self._not_by_module(work),
+        ]
+
+    def _not_in_pieces(self, work: Workload) -> list[str]:
+        """Return why the rows of this step cannot be divided over ranks, at most one sentence."""
+        if work.sequence == 1:
+            return []
+        wish, shape = f"parallel.sequence={work.sequence}", work.shape
+        if work.world % work.sequence:
+            return [f"{wish} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
+        if shape.packed:
+            return [f"{wish} with data.packing=on: attention masks between documents need whole rows; leave one out"]
+        if not shape.heads:
+            return [f"{wish}: the model's number of attention heads is not known; leave it out"]
+        why = refusal(_sequence_mode(work), shape, rows=work.data, seq_len=work.seq_len)
+        return [f"{wish}: {why}"] if why else []
+
+    def _not_by_module(self, work: Workload) -> list[str]:
+        """Return the mistake of `tiered.fetch_granularity=module` if no block can be divided, else an empty list."""
+        if self.section.fetch_granularity != "module" or is_divided(work.shape):
+            return []
+        return [
+            "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
+            "modules need their weights one after the other and are much smaller than the block; leave it out"
         ]
 
     def _not_in_a_session(self, work: Workload) -> list[str]:
@@ -144,7 +205,30 @@ class Tiered:
         wrong = [reason for reason, here in reasons.items() if here]
         return [f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out"] if wrong else []
 
+    def with_setting(self, words: str) -> Tiered:
+        """Return the engine with another setting, such as `FORWARD`."""
+        key, value = words.removeprefix("tiered.").split("=")
+        return replace(self, section=self.section.model_copy(update={key: value}))
+
+    def open_schedules(self, work: Workload) -> Iterator[tuple[str, str]]:
+        """Yield (setting, why it is impossible or "") of the update schedules that need a plan of their own.
+
+        These are the ones that the configuration leaves to `auto`. Results do not depend on the schedule.
+        """
+
+        def why_not(words: str) -> str:
+            reasons = self.with_setting(words).impossible(work)
+            return "; ".join(reason.removesuffix("; leave it out") for reason in reasons)
+
+        section = self.section
+        if section.master_format == "auto" and section.overlap != "backward" and section.state_copies != 2:
+            yield REMAINDER, why_not(REMAINDER)
+        if section.overlap == "auto" and section.state_copies != 1 and section.master_format != "split":
+            alone = f"{FULL} with {work.world} ranks: auto chooses it only for one rank" if work.world > 1 else ""
+            yield FULL, why_not(FULL) or alone
+
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
+        """Return the candidates, from the fastest to the one that needs the least memory."""
         if work.world > 1 and self.place.gpu_fraction == "auto":
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
         layouts = self.layouts if self.layouts is not None else Layouts(work.shape)
@@ -153,11 +237,11 @@ class Tiered:
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
             asked = (self.section.weight_transfer, self.section.overlap == "auto")
             one = TieredCandidate(work, machine, placement, sizes, layouts, *asked)
-            if placement.optimizer != "gpu":
+            if placement.optimizer != TierKind.GPU:
                 one = self._with_shares(one)
             if one.sizes.gpu_fraction == 1:
-                everything = replace(one.sizes, gradients="gpu")
-                one = replace(one, placement=replace(placement, optimizer="gpu"), sizes=everything)
+                everything = replace(one.sizes, gradients=TierKind.GPU)
+                one = replace(one, placement=replace(placement, optimizer=TierKind.GPU), sizes=everything)
             if one not in found:  # "everything on the GPU" occurs twice if it fits
                 found.append(one)
         return found
@@ -168,35 +252,39 @@ class Tiered:
         def sized(sizes: TierSizes) -> TieredCandidate:
             return tried.setdefault(sizes, replace(one, sizes=sizes))
 
-        def needs(sizes: TierSizes) -> dict[str, int]:
+        tiers = tiers_of(one.machine)
+
+        def needs(sizes: TierSizes) -> Mapping[TierKind, int]:
             items = sized(sizes).items()
-            return {tier: sum(item.bytes for item in items if item.tier == tier) for tier in ("gpu", "ram")}
+            return {TierKind.GPU: sum_of(items, tiers.gpu), TierKind.RAM: sum_of(items, tiers.ram)}
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
         return sized(shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
 
-    def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
+    def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
         """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.
 
         With several micro-batches, sums on the GPU are the fastest, since gradients are accumulated there.
         """
-        place = self.place
-        params: list[Tier] = ["gpu", "nvme"]  # without a GPU the device's memory is RAM already
-        if place.params != "auto":
-            params = [place.params]
+        place, gpu, ram, drives = self.place, TierKind.GPU, TierKind.RAM, TierKind.DRIVES
+        params = [gpu, drives]  # without a GPU the device's memory is RAM already
+        if asked := kind_asked(place.params):
+            params = [asked]
         elif machine.gpu is not None:
-            params = ["gpu", "cpu", "nvme"]
+            params = [gpu, ram, drives]
         open_shares = (place.optimizer, place.gpu_fraction, place.ram_fraction) == ("auto",) * 3
-        found: list[tuple[Placement, GradientHome]] = []
-        if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == "gpu" and open_shares:
-            found.append((Placement("gpu", "gpu"), "gpu"))
+        found: list[tuple[Placement, TierKind]] = []
+        if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == gpu and open_shares:
+            found.append((Placement(gpu, gpu), gpu))
         for home in params:
-            placement = Placement(home, "cpu" if place.optimizer == "auto" else place.optimizer)
-            homes: list[GradientHome] = ["cpu", "nvme"] if home == "nvme" else ["cpu"]
+            placement = Placement(home, kind_asked(place.optimizer) or ram)
+            homes = [ram, drives] if home == drives else [ram]
             if machine.gpu is not None and work.accumulate > 1 and work.world == 1:
-                homes.insert(0, "gpu")
-            found += [(placement, one) for one in ([place.gradients] if place.gradients != "auto" else homes)]
-        return [one for one in found if place.nvme or "nvme" not in (one[0].params, one[1])]
+                homes.insert(0, gpu)
+            if asked := kind_asked(place.gradients):
+                homes = [asked]
+            found += [(placement, one) for one in homes]
+        return [one for one in found if place.nvme or drives not in (one[0].params, one[1])]
 
 
 @dataclass(frozen=True)
@@ -223,40 +311,32 @@ class TieredCandidate:
 
     @property
     def homes(self) -> str:
+        """Return the placement of weights and optimizer state in words; without a GPU the device's memory is RAM."""
         sizes, on_gpu, in_ram = self.sizes, self.sizes.gpu_fraction, self.sizes.ram_fraction
-        shown = sizes.gradients != "cpu" and on_gpu < 1
+        shown = sizes.gradients != TierKind.RAM and on_gpu < 1
         gradients = f", gradients {sizes.gradients}" if shown else ""
         if self.machine.gpu is None:
             on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
-        state = shares_in_words({"gpu": on_gpu, "RAM": in_ram, "nvme": round(1 - on_gpu - in_ram, 9)})
+        state = shares_in_words({TierKind.GPU: on_gpu, "RAM": in_ram, TierKind.DRIVES: round(1 - on_gpu - in_ram, 9)})
         inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
         return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}")
 
     @property
     def uses_drives(self) -> bool:
+        """Return whether anything is placed on a drive."""
         stored = round(1 - self.sizes.gpu_fraction - self.sizes.ram_fraction, 9) > 0
-        return stored or "nvme" in (self.placement.params, self.sizes.gradients, self.work.inputs_away)
-
-    @property
-    def _drives(self) -> list[str]:
-        return [drive.directory for drive in self.machine.drives]
+        return stored or TierKind.DRIVES in (self.placement.params, self.sizes.gradients, self.work.inputs_away)
 
     def items(self) -> list[Item]:
+        """Return the bytes at the peak by tier, without checkpoints."""
         return list(self._items)
 
     @cached_property
     def _items(self) -> list[Item]:
-        return tiered_items(
-            self.work,
-            self.units,
-            self._laid_out,
-            self.sizes,
-            device=self.machine.device,
-            drives=self._drives,
-        )
+        return tiered_items(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
 
     def traffic(self) -> list[Traffic]:
-        return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, drives=self._drives)
+        return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
 
     @cached_property
     def _exchange(self) -> CommCost:
@@ -268,11 +348,22 @@ class TieredCandidate:
         return taken_by_parts(self.work, self.units, self._laid_out, self.sizes)
 
     def links(self) -> tuple[Traffic, ...]:
-        return *self._exchange.links, *sequence_links(self.work)
+        """Return the bytes that ranks exchange: into and out of each GPU, and those of a node over the network."""
+        found = list(self._exchange.links)
+        for one in all_to_alls(self.work):
+            found.append(Traffic(GPUS, one.phase, round(one.bytes), round(one.bytes)))
+            if through := round(one.network(self.work.here)):
+                found.append(Traffic(NETWORK, one.phase, through, through))
+        return tuple(found)
 
     @property
     def _waits(self) -> list[Bound]:
-        return [*waits(self._exchange, self.work, self.machine), *sequence_waits(self.work, self.machine)]
+        """Return the waits between ranks that no computation overlaps."""
+        found = list(waits(self._exchange, self.work, self.machine))
+        for one in all_to_alls(self.work) if self.machine.gpu is not None else ():  # on a CPU no rate is known
+            what = f"{one.count} all-to-alls, {format_bytes(one.bytes)} in total for each GPU"
+            found.append(Bound(one.phase, link_seconds(one, self.machine, here=self.work.here), what, "gpus"))
+        return found
 
     def bounds(self) -> list[Bound]:
         """Return the bounds of the optimizer on GPU and CPU, of transfers between ranks, and of adding gradients.
@@ -283,7 +374,7 @@ class TieredCandidate:
         bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
         bounds += bounds_by_parts(self._by_parts, self.machine, ranks=self.work.here)
         bounds += [wait for wait in self._waits if wait.seconds is None]
-        if self.placement.params != "gpu" and self.sizes.unit_buffers == 1:
+        if self.placement.params != TierKind.GPU and self.sizes.unit_buffers == 1:
             bounds += in_turn(self.work, self.machine, self.traffic())
         if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
             # If the CPU computes the model, adding alternates with computing, as measurements show: no separate bound.
@@ -315,6 +406,7 @@ class TieredCandidate:
         return bounds
 
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
+        """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
         if not (self.sizes.overlap or self.may_overlap):
             return self.sizes, found
         behind = self.behind(found)
@@ -357,9 +449,11 @@ class TieredCandidate:
         return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=max(0.0, whole - hidden))
 
     def stretch(self) -> float:
+        """Return the factor by which the update's drive time exceeds simultaneous reading and writing of its bytes."""
         return 1.0
 
     def on_top(self) -> Mapping[str, float]:
+        """Return the seconds that each phase takes in addition to the slowest of its bounds."""
         waited = dict.fromkeys(PHASES, 0.0)
         for wait in self._waits:
             waited[wait.phase] += wait.seconds or 0.0
@@ -377,7 +471,13 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
                 )
-        notes += [*module_fetch_note(self.units), *([sequence_note(self.work)] if self.work.sequence > 1 else [])]
+        notes += self._note_of_parts()
+        if self.work.sequence > 1:
+            notes.append(
+                f"parallel.sequence={self.work.sequence}: each GPU processes {self.work.length} of the "
+                f"{self.work.seq_len} tokens of a row; {self.work.data} data-parallel group(s) of {self.work.sequence} "
+                "ranks"
+            )
         notes += self._note_of_take()
         for phase in PHASES:
             held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
@@ -386,10 +486,26 @@ class TieredCandidate:
                 notes.append(f"in the {phase}, ranks additionally wait {', '.join(parts)}")
         return notes
 
+    def _note_of_parts(self) -> list[str]:
+        """Return the plan's note about divided blocks, if there are any."""
+        parts = [unit for unit in self.units if unit.is_part]
+        if not parts:
+            return []
+        largest = max(parts, key=lambda unit: unit.elements)
+        block = sum(unit.elements for unit in self.units if unit.within == largest.within)
+        return [
+            "tiered.fetch_granularity=module: weights of blocks are fetched in parts; the largest, "
+            f"{largest.name}, has {format_count(largest.elements)} of its block's {format_count(block)} parameters"
+        ]
+
     def _note_of_take(self) -> list[str]:
         """Return a note on how weights in RAM reach the devices of a node, or why the setting has no effect."""
         ranks, largest = self.work.here, max(unit.elements for unit in self.units)
-        if self.placement.params == "cpu" and ranks > 1 and (self.machine.gpu is not None or self.sizes.by_parts):
+        if (
+            self.placement.params == TierKind.RAM
+            and ranks > 1
+            and (self.machine.gpu is not None or self.sizes.by_parts)
+        ):
             size, by_parts = self.work.item_bytes, self.sizes.by_parts
             return [
                 describe_weight_transfer(
@@ -404,6 +520,7 @@ class TieredCandidate:
         return []
 
     def tunable(self) -> list[tuple[str, ...]]:
+        """Return groups of settings for `tune` to try; none of them changes a result or a placement."""
         groups: list[tuple[str, ...]] = []
         if self.uses_drives:
             groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *self._backends()))
@@ -411,7 +528,7 @@ class TieredCandidate:
             groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
             if self._fewer_bytes:
                 groups.append(("tiered.master_format=split",))
-        if self.placement.params != "gpu":
+        if self.placement.params != TierKind.GPU:
             groups.append(("tiered.weight_buffers=2", "tiered.weight_buffers=4"))
         return groups
 
@@ -423,10 +540,23 @@ class TieredCandidate:
         """
         sizes, work = self.sizes, self.work
         can = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
-        return can and sizes.gpu_fraction + sizes.ram_fraction < 1 and self.placement.params != "nvme"
+        return can and sizes.gpu_fraction + sizes.ram_fraction < 1 and self.placement.params != TierKind.DRIVES
 
     def _backends(self) -> list[str]:
         """Return the setting for DeepSpeed's async_io if `bench` found it faster than threads on a drive."""
         other = "tiered.io=async_io"
         rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
         return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []
+
+
+def all_to_alls(work: Workload) -> list[Collective]:
+    """Return the all-to-alls of a step on each rank; empty without sequence parallelism.
+
+    Queries, keys, values and results of attention pass through them (`model/ulysses.py`). Buffers during the
+    all-to-alls are smaller than what an MLP needs (tests/plan/test_gpu_bytes.py).
+    """
+    return [one for one in flows(_sequence_mode(work), work, held=0, trained=0.0) if one.kind == "all-to-all"]
+
+
+def _sequence_mode(work: Workload) -> Mode:
+    return Mode(data=work.data, sequence=work.sequence)

@@ -2,7 +2,7 @@
 
     ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
 
-A unit is one of the model's repeated blocks, a part of one (`plan/tiered/submodule_units.py`), or a module outside the
+A unit is one of the model's repeated blocks, a part of one (`divided`), or a module outside the
 blocks. Its weights are concatenated, trainable ones first and matrices before vectors, so an element of the optimizer
 state has the same offset in its unit as its weight. A page is a range of one unit's trainable part. Every transfer
 starts and ends at a multiple of 4096 elements, which is a multiple of a drive's sector for every element size. With
@@ -13,18 +13,17 @@ allocates with them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, TierKind
 
 ALIGN = 4096  # elements
 BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization)
 _WEIGHT_ALIGN = BLOCK_8BIT  # elements; each scale then belongs to one weight, and matrix products read aligned rows
 SMALL = 1 << 20  # elements; a unit outside the blocks that is smaller than this stays on the device
-
-RAM, DEVICE, ELSEWHERE = -1, -2, -3  # tiers; drives are 0, 1, ...; ELSEWHERE means that another node has the page
 
 
 def aligned(elements: int, to: int = ALIGN) -> int:
@@ -300,20 +299,20 @@ def homes_of(
     units: Sequence[Unit],
     pages: Sequence[Page],
     *,
-    params: str,
-    gradients: str,
+    params: TierKind,
+    gradients: TierKind,
     speeds: Sequence[float],
     ranks: int = 1,
 ) -> TierMap:
     """Return the tiers of pages, weights and gradients.
 
-    `params` and `gradients` ("gpu", "cpu" or "nvme") apply to all units that are not small. `pages` come from
+    `params` and `gradients` apply to all units that are not small. `pages` come from
     `pages_of`. Gradient sums of small units are on the device if all sums are, and in RAM otherwise. Gradient sums of
     units whose state is entirely on the device stay there.
     """
     moved = [unit for unit in units if not unit.small]
     drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
-    place = {"gpu": DEVICE, "cpu": RAM}
+    place = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}
     updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
 
     def gradient(unit: Unit) -> int:
@@ -354,3 +353,100 @@ def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int,
         held[drive] += unit.elements
         drives.append(drive)
     return tuple(drives)
+
+
+# -- blocks divided into submodules that are fetched separately (tiered.fetch_granularity=module)
+#
+#     model.layers.0   ──> model.layers.0.self_attn, .mlp.gate_proj, .mlp.up_proj, .mlp.down_proj   one after the other
+#                      ──> the remainder of model.layers.0: norms, routers, vectors                 stays on the device
+#
+# A part is a submodule with everything inside it. The largest module that cannot be divided further sets the maximum
+# size of a part. `shape.apart` names the modules that may be divided; `model/probes/submodules.py` finds them.
+
+_STAYS = SMALL  # elements of a divided block that may stay on the device
+_WORTH = 0.9  # divide only if the largest part has at most this share of the largest block
+_LITTLE = 16  # a module that is smaller than the largest part by this factor stays on the device
+
+
+@dataclass
+class _Module:
+    """A block, or a module inside one, with its weights."""
+
+    name: str
+    own: list[Weight] = field(default_factory=list)
+    inside: dict[str, _Module] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        return sum(weight.numel for weight in self.weights())
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.own
+        for module in self.inside.values():
+            yield from module.weights()
+
+
+def divided(shape: ModelShape) -> ModelShape:
+    """Return the shape with blocks divided into the smallest possible parts, or unchanged if that gains too little.
+
+    Modules that run on pieces of a row (`shape.tiles`) are not divided, because each piece would fetch all parts again.
+    """
+    blocks, apart = _blocks(shape.weights), set(shape.apart) - set(shape.tiles)
+    least = [part for block in blocks for part in _parts(block, apart, most=0)]
+    most = max((part.elements for part in least), default=0)
+    if most > _WORTH * max((block.elements for block in blocks), default=0):
+        return shape
+    part_of: dict[str, str] = {}
+    for block in blocks:
+        parts = _parts(block, apart, most=most)
+        if parts == [block]:
+            continue
+        part_of |= {weight.name: block.name for weight in block.weights()}
+        for part in _moved(parts, most=most):
+            part_of |= {weight.name: part.name for weight in part.weights()}
+    weights = tuple(replace(weight, part=part_of.get(weight.name, "")) for weight in shape.weights)
+    return replace(shape, weights=weights)
+
+
+def undivided(shape: ModelShape) -> ModelShape:
+    """Return the shape with every block as a single part."""
+    weights = tuple(replace(weight, part="") for weight in shape.weights)
+    return replace(shape, weights=weights, apart=(), needs=())
+
+
+def is_divided(shape: ModelShape) -> bool:
+    """Return whether any block is divided."""
+    return any(weight.part for weight in shape.weights)
+
+
+def _blocks(weights: Sequence[Weight]) -> list[_Module]:
+    blocks: dict[str, _Module] = {}
+    for weight in weights:
+        if not weight.block:
+            continue
+        module = blocks.setdefault(weight.unit, _Module(weight.unit))
+        owner = weight.name.rpartition(".")[0]
+        for name in owner.removeprefix(weight.unit).split(".")[1:]:
+            module = module.inside.setdefault(name, _Module(f"{module.name}.{name}"))
+        module.own.append(weight)
+    return list(blocks.values())
+
+
+def _parts(module: _Module, apart: set[str], *, most: int) -> list[_Module]:
+    """Divide `module` into parts of at most `most` elements, except for modules that cannot be divided."""
+    own = sum(weight.numel for weight in module.own)
+    if module.elements <= most or module.name not in apart or own > _STAYS:
+        return [module]
+    return [part for inner in module.inside.values() for part in _parts(inner, apart, most=most)]
+
+
+def _moved(parts: Sequence[_Module], *, most: int) -> list[_Module]:
+    """Return the parts that are fetched. The smallest ones stay on the device as long as their total is small too."""
+    ordered = sorted(parts, key=lambda part: part.elements)
+    staying, held = 0, 0
+    for part in ordered:
+        held += part.elements
+        if part.elements > most // _LITTLE or held > _STAYS:
+            break
+        staying += 1
+    return ordered[staying:]

@@ -5,14 +5,14 @@ The engine allocates with these functions, and the planner counts with them. Pur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from offload_trainer.config import PlacementSection, TieredSection
-from offload_trainer.plan.deepspeed.zero_buffers import Placement
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import gpu_reserve
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import (
     RAM,
@@ -26,7 +26,8 @@ from offload_trainer.plan.tiered.layout import (
     units_of,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.plan.tiered.weight_transfer import uses_all_gather
+from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
+from offload_trainer.plan.tiers import Placement, TierKind
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -38,8 +39,6 @@ SAVE_BUFFERS = 2  # pages on drives that are being copied into a checkpoint at a
 _RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU's copies are synchronous
 _KEPT = 8  # page layouts that are cached for the other candidates of a plan
 
-GradientHome = Literal["gpu", "cpu", "nvme"]
-
 
 @dataclass(frozen=True)
 class TierSizes:
@@ -47,8 +46,8 @@ class TierSizes:
 
     gpu_fraction: float  # share of the optimizer state on the device
     ram_fraction: float  # share in RAM; the rest is on drives
-    gradients: GradientHome  # tier of the gradient sums that are not updated on the device
-    activations: bool | Literal["cpu", "nvme"]  # tier of checkpointed block inputs; False: the device
+    gradients: TierKind  # tier of the gradient sums that are not updated on the device
+    activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: the device
     rule: str  # optim.name
     states: str  # optim.moment_dtype
     page: int  # elements
@@ -88,14 +87,14 @@ def tier_sizes(
     *,
     wish: PlacementSection,
     tiered: TieredSection,
-    gradients: GradientHome,
+    gradients: TierKind,
 ) -> TierSizes:
     """Return the configured sizes. A share of `auto` becomes all or nothing here, according to `placement.optimizer`.
 
     Unless they are set, I/O threads, request size and drive speeds are those that the machine's benchmark found.
     """
-    on_gpu = wish.gpu_fraction if wish.gpu_fraction != "auto" else 1.0 if placement.optimizer == "gpu" else 0.0
-    in_ram = 0.0 if placement.optimizer == "nvme" else 1.0 - on_gpu
+    on_gpu = wish.gpu_fraction if wish.gpu_fraction != "auto" else 1.0 if placement.optimizer == TierKind.GPU else 0.0
+    in_ram = 0.0 if placement.optimizer == TierKind.DRIVES else 1.0 - on_gpu
     timed = [drive.rates for drive in machine.drives if drive.rates is not None]
     io = {"tiered.io_threads": tiered.io_threads, "tiered.io_block_bytes": tiered.io_block_bytes}
     if timed:
@@ -125,7 +124,7 @@ def tier_sizes(
         remainders=tiered.master_format == "split",
         ranks=work.world,
         nodes=work.nodes,
-        by_parts=placement.params == "cpu" and uses_all_gather(tiered.weight_transfer, machine, ranks=work.here),
+        by_parts=placement.params == TierKind.RAM and uses_all_gather(tiered.weight_transfer, machine, ranks=work.here),
     )
 
 
@@ -188,3 +187,70 @@ def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: in
     through = [unit for unit, home in zip(units, homes, strict=True) if home >= 0 or (several and home == RAM)]
     size = item_bytes * sum(unit.trained for unit in through)
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
+
+
+# -- shares of `auto`: as much of the optimizer state on the GPU as fits, then in RAM, then on drives
+
+_LARGE = 64 * 10**9  # bytes of RAM
+_GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
+Needs = Callable[[TierSizes], Mapping[TierKind, int]]  # returns the bytes needed on the GPU and in RAM
+
+
+def shares_that_fit(
+    wish: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, needs: Needs
+) -> TierSizes:
+    """Return `sizes` with the shares of `auto` computed; `trained` is the number of elements that have state."""
+    if wish.optimizer != "auto":
+        return sizes
+    if wish.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
+        room = machine.gpu_bytes - gpu_reserve(machine)
+        sizes = _fill_gpu(wish, sizes, room, trained=trained, needs=needs)
+    if wish.ram_fraction == "auto" and wish.nvme:
+        sizes = _fill_ram(sizes, machine.ram_bytes, trained=trained, needs=needs)
+    return sizes
+
+
+def left_free(ram: int) -> int:
+    """Return the bytes of RAM that stay free if the rest of the state is on drives: 5 %, and 2 % of what exceeds 64 GB.
+
+    This covers the plan's error, which comes from the process and its libraries. The state's bytes are exact, except
+    for the kernel's page tables (0.2 %).
+    """
+    return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
+
+
+def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
+    """Return the sizes with the largest GPU share that needs at most `have` bytes.
+
+    The share is a multiple of 1/1000, or all that the RAM share leaves.
+    """
+    in_ram = 0.0 if wish.ram_fraction == "auto" else wish.ram_fraction
+    share, each = round(1 - in_ram, 9), trained * sizes.format.bytes_each
+
+    def shared(share: float) -> TierSizes:
+        left = round(1 - share, 9) if wish.ram_fraction == "auto" else in_ram
+        return replace(sizes, gpu_fraction=share, ram_fraction=left)
+
+    while share > 0:
+        over = needs(shared(share))[TierKind.GPU] - have
+        if over <= 0:
+            return shared(share)
+        # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
+        share = max(0.0, int(1000 * (share - over / (each + _GRADIENT * trained))) / 1000)
+    return sizes
+
+
+def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
+    """Return `sizes` if its RAM share fits, otherwise with the largest multiple of 1/1000 that leaves a margin."""
+    if needs(sizes)[TierKind.RAM] <= have:
+        return sizes
+    # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
+    spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))[TierKind.RAM]
+    share = max(0, spare) / (sizes.format.bytes_each * trained)
+    return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
+
+
+def shares_in_words(shares: dict[str, float]) -> str:
+    """Return shares that sum to 1 as text, such as "40.0% gpu, else RAM"."""
+    *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
+    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"rest {last}" if parts else last])

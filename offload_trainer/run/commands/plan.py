@@ -13,13 +13,11 @@ from typing import Any
 from offload_trainer.config import ModelSection, ParallelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.defaults import row_length
-from offload_trainer.plan.gpu_support import refuse_card, with_dtype_of_card
-from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.max_seq_len import any_placement_fits
+from offload_trainer.plan.defaults import row_length, with_dtype_of_card
+from offload_trainer.plan.machine import MachineProfile, refuse_card
 from offload_trainer.plan.parallel.table import Comparison, compare
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.planner import any_placement_fits, make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.workload import item_bytes

@@ -20,9 +20,8 @@ from statistics import median
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.calibration import steady_ratios
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.time.step_time import PHASES
+from offload_trainer.plan.step_time import PHASES, steady_ratios
 from offload_trainer.safe_files import parsed
 from offload_trainer.settings import load_config
 from offload_trainer.storage.owned_dirs import scratch

@@ -1,0 +1,259 @@
+"""The engines that a configuration chooses between, and checks of settings that contradict each other or the engine.
+
+`Tiered`, `DeepSpeed` and `Plain` each check their settings and list the placements that these allow. Checks return
+error messages, one sentence each, with what to change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offload_trainer.config import (
+    DeepSpeedSection,
+    ModelSection,
+    OptimSection,
+    ParallelSection,
+    PlacementSection,
+    TieredSection,
+    TrainConfig,
+)
+from offload_trainer.plan.deepspeed.candidate import DeepSpeedCandidate
+from offload_trainer.plan.deepspeed.engine import DeepSpeed
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import activation_items, process_items
+from offload_trainer.plan.parallel.tensor_degree import tensor_of
+from offload_trainer.plan.step_time import (
+    UPDATE_START,
+    Bound,
+    Forecast,
+    Traffic,
+    update_rate,
+)
+from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
+from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_count
+
+# torch's optimizer, plus one more pass for norm, clipping and rounding, runs at this share of the kernel's rate.
+_SPEED = 0.36
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The plain engine's settings, and the candidates that they allow."""
+
+    place: PlacementSection
+
+    name = "plain"
+
+    def mistakes(self) -> list[str]:
+        """Return the mistakes in the configuration, one sentence each."""
+        mistakes = [
+            f"{flag} {home} with --engine plain: plain torch keeps everything on one device"
+            for flag, home in (("--params", self.place.params), ("--optimizer", self.place.optimizer))
+            if kind_asked(home) not in (None, TierKind.GPU)
+        ]
+        if self.place.gpus > 1:
+            mistakes.append(f"--gpus {self.place.gpus} with --engine plain: plain torch trains on one device")
+        return mistakes
+
+    def packages(self) -> list[tuple[str, str]]:
+        """Return (setting, package) for each package that the settings need and that is not always installed."""
+        return []
+
+    def refuse(self, work: Workload, machine: MachineProfile) -> None:
+        """Accept every machine."""
+
+    def candidates(self, work: Workload, machine: MachineProfile) -> list[PlainCandidate]:
+        return [PlainCandidate(work, machine)]
+
+
+@dataclass(frozen=True)
+class PlainCandidate:
+    """The only placement of the plain engine: everything on the device."""
+
+    work: Workload
+    machine: MachineProfile
+
+    placement, sizes = Placement(TierKind.GPU, TierKind.GPU), None
+    title, uses_drives, cannot_save = "plain torch", False, None
+
+    @property
+    def homes(self) -> str:
+        return self.machine.in_words(str(self.placement))
+
+    def items(self) -> list[Item]:
+        shape, e, tiers = self.work.shape, self.work.item_bytes, tiers_of(self.machine)
+        device = tiers.device.item
+        return [
+            *process_items(tiers),
+            device("weights", e * shape.parameters, f"{e} B a parameter"),
+            device("gradients", (e + 4) * shape.trainable, f"{e} B a parameter, plus 4 B for fp32 sums"),
+            device("masters and moments", 12 * shape.trainable, "fp32 master, first and second moment"),
+            *activation_items(self.work, tiers=tiers),
+        ]
+
+    def traffic(self) -> list[Traffic]:
+        return []
+
+    def links(self) -> list[Traffic]:
+        return []
+
+    def bounds(self) -> list[Bound]:
+        if self.machine.gpu is not None:
+            return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
+        count, rate = self.work.shape.trainable, update_rate(self.work, self.machine)
+        seconds = None if rate is None else count / (_SPEED * rate) + UPDATE_START
+        return [Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")]
+
+    def stretch(self) -> float:
+        return 1.0
+
+    def on_top(self) -> Mapping[str, float]:
+        return {}
+
+    def settled(self, found: Forecast) -> tuple[None, Forecast]:
+        return self.sizes, found
+
+    def notes(self) -> list[str]:
+        return []
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        return []
+
+
+Engine = Tiered | DeepSpeed | Plain
+Candidate = TieredCandidate | DeepSpeedCandidate | PlainCandidate  # one placement of an engine, with its costs
+
+
+def engine_of(config: TrainConfig) -> Engine:
+    """Return the configured engine with its settings; `auto` means the tiered engine."""
+    place, name = config.placement, config.placement.engine
+    if name in ("auto", "tiered"):
+        return Tiered(place, config.tiered, config.model.offload_activations)
+    if name == "deepspeed":
+        return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, tensor_of(config.parallel))
+    return Plain(place)
+
+
+def combination_mistakes(config: TrainConfig) -> list[str]:
+    """Return errors in combinations of settings, one sentence each, with what to change."""
+    mistakes = []
+    place, optim = config.placement, config.optim
+    for flag, home in (("--params", place.params), ("--optimizer", place.optimizer)):
+        if kind_asked(home) == TierKind.DRIVES and not place.nvme:
+            mistakes.append(f"{flag} nvme needs a drive: add --nvme DIR")
+    engine = engine_of(config)
+    mistakes += engine.mistakes() + settings_of_others(engine, config)
+    if config.model.activation_checkpointing == "off" and config.model.offload_activations:
+        mistakes.append(
+            f"model.offload_activations={config.model.offload_activations} needs checkpointed activations: use "
+            "model.activation_checkpointing=on"
+        )
+    if optim.schedule != "wsd" and optim.decay_steps != "auto":
+        mistakes.append(f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}")
+    if config.train.epochs == "auto":
+        mistakes += mistakes_of_length(optim, steps=config.train.steps)
+    elif "steps" in config.train.model_fields_set:
+        mistakes.append(f"train.epochs={config.train.epochs:g} determines the steps: leave train.steps (--steps) out")
+    if (
+        config.train.tokens_per_step != "auto"
+        and {"micro_batch_size", "gradient_accumulation_steps"} & config.train.model_fields_set
+    ):
+        mistakes.append(
+            "train.tokens_per_step chooses micro_batch_size and gradient_accumulation_steps: leave those two out"
+        )
+    if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
+        mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
+    mistakes += mistakes_of_division(
+        config.parallel, engine=engine.name, checkpointing=config.model.activation_checkpointing
+    )
+    return mistakes + mistakes_of_rule(optim)
+
+
+def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
+    """Return errors for settings that only another engine supports and this one would ignore."""
+    mistakes = []
+    if not isinstance(engine, Tiered):
+        moments = ("fp32", "8bit") if isinstance(engine, DeepSpeed) else ("fp32",)
+        mistakes += only_here(config.placement, config.model, config.optim, engine=engine.name, moments=moments)
+    for name, section, default in (
+        ("tiered", config.tiered, TieredSection()),
+        ("deepspeed", config.deepspeed, DeepSpeedSection()),
+    ):
+        if engine.name != name and section != default:
+            words = f"{name}.* keys with --engine {engine.name}, which does not read them"
+            mistakes.append(f"{words}: add --engine {name}")
+    return mistakes
+
+
+def only_here(
+    place: PlacementSection, model: ModelSection, optim: OptimSection, *, engine: str, moments: tuple[str, ...]
+) -> list[str]:
+    """Return settings that only the tiered engine supports and `engine` would ignore; `moments` are its formats."""
+    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+    mistakes = [
+        f"{flag} {share:g} with the {engine} engine: it stores all of the optimizer state in one place; only --engine "
+        "tiered divides it"
+        for flag, share in shares.items()
+        if share != "auto"
+    ]
+    if place.gradients != "auto":
+        mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
+    if kind_asked(model.offload_activations) == TierKind.DRIVES:
+        mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
+    if engine == "deepspeed" and model.mlp_chunk not in ("auto", "off"):
+        mistakes.append(f"model.mlp_chunk={model.mlp_chunk} belongs to --engine tiered, not to deepspeed: leave it out")
+    if optim.moment_dtype not in moments:
+        mistakes.append(f"optim.moment_dtype={optim.moment_dtype} belongs to --engine tiered, not to {engine}")
+    if optim.name != "adamw":
+        mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
+    if optim.kernel != "auto":
+        mistakes.append(f"optim.kernel={optim.kernel} belongs to --engine tiered, not to {engine}")
+    return mistakes
+
+
+def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointing: str) -> list[str]:
+    """Return `parallel.*` settings that `engine` does not support, or that have no effect."""
+    mistakes = []
+    if parallel.tensor != 1 and engine != "deepspeed":
+        mistakes.append(
+            f"parallel.tensor={parallel.tensor} needs DeepSpeed: add --engine deepspeed; the tiered engine divides "
+            "only rows and state"
+        )
+    if parallel.sequence > 1 and engine != "tiered":
+        mistakes.append(f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine}")
+    if parallel.partition_activations and parallel.tensor == 1:
+        mistakes.append(
+            "parallel.partition_activations=true divides activations that tensor-parallel ranks all store: add "
+            "--engine deepspeed parallel.tensor=N; other ranks store only the activations of their own rows"
+        )
+    if parallel.partition_activations and checkpointing == "off":
+        mistakes.append(
+            "parallel.partition_activations=true needs checkpointed activations: use model.activation_checkpointing=on"
+        )
+    return mistakes
+
+
+def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
+    """Return an error if the warmup is longer than the run of `steps` steps."""
+    if optim.warmup_steps == "auto" or optim.warmup_steps <= steps:
+        return []
+    return [f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}"]
+
+
+def mistakes_of_rule(optim: OptimSection) -> list[str]:
+    """Return errors in the optimizer, its moment format and its hyperparameters."""
+    mistakes = []
+    if optim.name == "lion" and optim.moment_dtype == "8bit":
+        mistakes.append(
+            "optim.moment_dtype=8bit with optim.name=lion: its moment changes by a hundredth a step, which rounding to "
+            "the nearest of 256 numbers would undo; use bf16"
+        )
+    if optim.name == "lion" and optim.eps != OptimSection().eps:
+        mistakes.append(f"optim.eps={optim.eps:g} with optim.name=lion, which has no eps: leave it out")
+    if max(optim.betas) >= 1:
+        mistakes.append(f"optim.betas={list(optim.betas)}: both must be below 1")
+    return mistakes

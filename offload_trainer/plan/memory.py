@@ -1,0 +1,338 @@
+"""Memory that every engine needs, item by item: process, CUDA context, activations, block inputs, checkpoints.
+
+The peak of activations is taken over the moments that `ModelShape` counts for each part of the model:
+
+    embedding | block 0 | block 1 | ... | norm | head, chunk by chunk      then backwards
+
+Each moment adds to what earlier parts keep. Adding up each part's maximum would count tensors that never exist at the
+same time. docs/benchmarks/predictions.md compares these numbers with measurements. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.parallel.modes import Mode, kept_elements
+from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, estimated
+from offload_trainer.plan.tiered.layout import aligned
+from offload_trainer.plan.tiers import Item, TierKind, Tiers, tiers_of
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+CUDA_CONTEXT = 500_000_000  # GPU memory that the driver takes per process; a machine's free bytes include it
+# The part of each GPU that no plan fills: cuBLAS workspaces, kernels that are loaded on first launch, rounding.
+_RESERVE, _LEAST_RESERVE = 0.01, 500_000_000
+ALLOCATOR = 0.05  # fragmentation and rounding, as a share of temporary GPU memory; assumed, not measured
+PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and the allocator's overhead
+LIBRARIES = 105_000_000  # the part of PROCESS that is file pages, which all processes of a machine share
+PRODUCTS = 32_000_000  # oneDNN's and the allocator's memory after products of all shapes ran (20 MB AVX2, 40 AMX)
+CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process; estimated, not measured
+
+
+def gpu_reserve(machine: MachineProfile) -> int:
+    """Return the bytes of each GPU that stay free: 1 %, at least 500 MB; 0 without a GPU."""
+    return max(_LEAST_RESERVE, int(_RESERVE * machine.gpu_bytes)) if machine.gpu is not None else 0
+
+
+def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
+    """Return the item for the GPU memory that stays free, for `here` ranks on the machine."""
+    if machine.gpu is None:
+        return []
+    why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces and lazily loaded kernels"
+    return [tiers_of(machine).gpu.item("reserve", gpu_reserve(machine) * here, why)]
+
+
+def cuda_process(*, has_gpu: bool) -> int:
+    """Return the bytes of RAM that a process needs in addition if a GPU computes."""
+    return CUDA_PROCESS if has_gpu else 0
+
+
+def process_items(
+    tiers: Tiers, *, here: int = 1, own: int = PROCESS, what: str = "torch and transformers"
+) -> list[Item]:
+    """Return the RAM of `here` processes on a machine; `own` is the bytes of a single one, shared pages included."""
+    each = own - LIBRARIES + cuda_process(has_gpu=tiers.has_gpu)
+    return [
+        tiers.ram.item("process", each * here, f"interpreter, {what}, in each process"),
+        tiers.ram.item("libraries", LIBRARIES, "code of torch and other libraries, shared by all processes"),
+    ]
+
+
+def activation_items(
+    work: Workload, *, tiers: Tiers, kept: Sequence[Item] = (), gradients: bool = False, waiting: int = 0
+) -> list[Item]:
+    """Return the activations at the peak of a micro-batch, and the libraries' memory.
+
+    Args:
+        work: the step.
+        tiers: the machine's tiers.
+        kept: items for the blocks' inputs, if the engine offloads them.
+        gradients: count weight gradients from their computation until the engine takes them.
+        waiting: bytes of a tied head's gradient; see `peak_of`.
+    """
+    shape, rows, world, device = work.shape, work.micro_batch, work.here, tiers.device.item
+    whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
+    counted = tiled if work.mlp_chunk else whole
+    offloaded = bool(kept) or bool(work.inputs_away and tiers.has_gpu)
+    of_rank = counted or estimated(shape, work.item_bytes)
+    if work.sequence > 1:
+        more = work.item_bytes * kept_elements(Mode(sequence=work.sequence), shape)
+        of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
+    peak = peak_of(
+        of_rank,
+        rows=rows,
+        length=work.length,
+        chunk=work.loss_chunk,
+        checkpointing=work.checkpointing,
+        inputs_here=not offloaded,
+        keepers=work.keepers,
+        gradients=gradients,
+        waiting=waiting,
+        piece=work.mlp_chunk,
+    )
+    how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
+    items = list(kept)
+    if offloaded:
+        inputs = -(-shape.layers * rows * work.length * shape.hidden * work.item_bytes // work.keepers)
+        if not kept:
+            items.append(tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing"))
+        items.append(device("activations", peak.bytes * world, f"at their peak, {how}"))
+    else:
+        name = "block inputs" if work.checkpointing else "saved activations"
+        parts = f"; 1 / {work.keepers} of each on each rank" if work.keepers > 1 else ""
+        items.append(device(name, peak.kept * world, f"saved for the backward{parts}"))
+        items.append(device("activations", peak.rest * world, f"all other activations, at their peak, {how}"))
+    if tiers.has_gpu:
+        items.append(device("CUDA context", CUDA_CONTEXT * world, "of the driver, in each process"))
+        why = f"{ALLOCATOR:.0%} of the activations, for fragmentation; assumed"
+        items.append(device("allocator", int(ALLOCATOR * peak.bytes) * world, why))
+    else:
+        why = "compiled code and buffers for matrix products, in each process"
+        items.append(device("matmul kernels", PRODUCTS * world, why))
+    return items
+
+
+def saved_items(work: Workload, *, output: str) -> list[Item]:
+    """Return the item for checkpoints on the output's drive, or for the export if the run makes no checkpoints.
+
+    One checkpoint more than are kept is counted, since an old one is deleted only after the new one is complete.
+    """
+    if work.checkpoints is None:
+        return []
+    if work.checkpoints == 0:
+        return [Item(output, "export", 4 * work.shape.parameters, "the weights in fp32, written at the end")]
+    size, keep = checkpoint_bytes(work), work.checkpoints
+    why = f"{keep} kept and the one being written, {format_bytes(size)} each: fp32 master weights and moments"
+    return [Item(output, "checkpoints", (keep + 1) * size, why)]
+
+
+def checkpoint_bytes(work: Workload) -> int:
+    """Return the bytes of a checkpoint: masters and moments as stored, frozen weights in the run's dtype."""
+    frozen = work.shape.parameters - work.shape.trainable
+    return int(work.state.bytes_each * work.shape.trainable) + work.item_bytes * frozen
+
+
+# -- the block inputs that activation checkpointing keeps, in RAM or on drives. The engine allocates with these numbers
+# (`offloading/activations/offload.py`).
+
+INPUT_BUFFERS = 4  # host buffers that inputs pass through on their way to drives and back
+INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """The inputs of `count` blocks, `size` bytes each; `size` is a multiple of 4096."""
+
+    count: int
+    size: int
+
+    @property
+    def buffers(self) -> int:
+        """Return the number of host buffers in front of the drives."""
+        return min(INPUT_BUFFERS, self.count)
+
+    def homes(self, drives: int) -> list[int]:
+        """Return the drive index of each input; empty without drives."""
+        return [number % drives for number in range(self.count)] if drives else []
+
+    @property
+    def read_back(self) -> range:
+        """Return the inputs that the backward reads from a drive. The last ones are still in host buffers."""
+        return range(self.count - self.buffers)
+
+
+def kept_inputs(shape: ModelShape, *, rows: int, seq_len: int, item_bytes: int) -> BlockInputs:
+    """Return the inputs of a micro-batch of `rows` x `seq_len` tokens, with `item_bytes` per element."""
+    return BlockInputs(shape.layers, aligned(item_bytes * rows * seq_len * shape.hidden))
+
+
+def inputs_of(work: Workload) -> BlockInputs:
+    return kept_inputs(work.shape, rows=work.micro_batch, seq_len=work.length, item_bytes=work.item_bytes)
+
+
+def input_items(work: Workload, *, tiers: Tiers) -> list[Item]:
+    """Return plan items for the block inputs that `model.offload_activations` moves; empty if it moves none."""
+    if not work.inputs_away:
+        return []
+    inputs, name = inputs_of(work), "block inputs"
+    items = [tiers.device.item(name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} in transfer")]
+    if work.inputs_away == TierKind.RAM:
+        return [*items, tiers.ram.item(name, inputs.count * inputs.size, "saved by gradient checkpointing")]
+    why = f"{inputs.buffers} in transfer to or from drives"
+    items.append(tiers.ram.item(name, inputs.buffers * inputs.size, why))
+    homes = inputs.homes(len(tiers.drives))
+    for number, drive in enumerate(tiers.drives):
+        items.append(drive.item(name, homes.count(number) * inputs.size, "saved by gradient checkpointing"))
+    return items
+
+
+LONG = 8192  # tokens in a row from which on the lower threshold applies
+_LARGE, _LARGE_OF_LONG_ROWS = 10 << 20, 1 << 20
+
+
+def mapped_from(row: int) -> int:
+    """Return glibc's mmap threshold in bytes for rows of `row` tokens; `storage/host_memory.py` sets it on CPUs.
+
+    glibc maps allocations of this size and more separately and returns them to the system when they are freed. By
+    default it raises the threshold up to 32 MiB as such blocks are freed, and smaller blocks leave a fragmented heap.
+    Autograd's tensors are in that range. Below the threshold their memory is reused, because fresh pages cost more time
+    than the arithmetic on them. For long rows the arithmetic (attention alone) outweighs fresh pages from 1 MiB on.
+    """
+    return _LARGE_OF_LONG_ROWS if row >= LONG else _LARGE
+
+
+# -- the peak of activations ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment with the most memory: what blocks keep, everything else, and a description."""
+
+    kept: int  # inputs (with checkpointing) or activations of the preceding blocks
+    rest: int
+    when: str
+
+    @property
+    def bytes(self) -> int:
+        return self.kept + self.rest
+
+
+def peak_of(
+    counted: Activations,
+    *,
+    rows: int,
+    length: int,
+    chunk: int,
+    checkpointing: bool,
+    inputs_here: bool = True,
+    keepers: int = 1,
+    gradients: bool = True,
+    waiting: int = 0,
+    piece: int = 0,
+) -> Peak:
+    """Return the peak of a micro-batch on the device, in bytes and without weights.
+
+    Args:
+        counted: the model's moments.
+        rows: rows of the micro-batch.
+        length: tokens in a row.
+        chunk: tokens of one chunk of the loss.
+        checkpointing: blocks are checkpointed.
+        inputs_here: inputs of checkpointed blocks stay on the device.
+        keepers: ranks that each block input is divided over.
+        gradients: count weight gradients from their computation until the engine takes them.
+        waiting: bytes of a tied head's gradient, which waits for the embedding's.
+        piece: tokens of a piece, if `counted` describes blocks that run on pieces.
+    """
+
+    def most(moments: Iterable[Growth]) -> int:
+        return max((moment.at(rows, length, gradients=gradients, piece=piece) for moment in moments), default=0)
+
+    def now(growth: Growth) -> int:
+        return growth.at(rows, length)
+
+    hidden = now(counted.hidden)
+    parts = [counted.kinds[kind] for kind in counted.blocks]
+    beside = now(counted.before) - hidden
+    # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
+    if checkpointing:
+        below = _inputs(hidden, blocks=len(parts), keepers=keepers) if inputs_here else [hidden] * (len(parts) + 1)
+    else:
+        below = [hidden]
+        for part in parts:
+            below.append(below[-1] + now(part.kept))
+    peaks: list[Peak] = []
+    forwards = {kind: most(counted.kinds[kind].forward) for kind in set(counted.blocks)}
+    backwards = {kind: most(counted.kinds[kind].backward) for kind in set(counted.blocks)}
+    for number, kind in enumerate(counted.blocks):
+        forward, backward = forwards[kind], backwards[kind] + waiting
+        if checkpointing:  # the recomputed forward coexists with the gradient of the block's output
+            backward = max(backward, forward + hidden + waiting)
+        when = f"in the {'backward' if backward > forward else 'forward'} of block {number}"
+        peaks.append(Peak(below[number], beside + max(forward, backward), when))
+    top = below[-1]
+    norm = counted.norm
+    rest = max(most(norm.forward), most(norm.backward) + waiting)
+    peaks.append(Peak(top, beside + rest, "in the final norm"))
+    head = _head(counted, rows=rows, length=length, chunk=chunk, gradients=gradients)
+    peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
+    peaks.append(Peak(0, most(counted.embedding) + waiting, "in the embedding's backward"))
+    return max(peaks, key=lambda peak: peak.bytes)
+
+
+def _inputs(hidden: int, *, blocks: int, keepers: int) -> list[int]:
+    """Return the bytes of block inputs at each block, and after the last one; only the current input is undivided."""
+    if keepers == 1:
+        return [hidden * (number + 1) for number in range(blocks + 1)]
+    return [hidden + -(-hidden // keepers) * min(number + 1, blocks) for number in range(blocks + 1)]
+
+
+def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients: bool) -> int:
+    """Return the head's peak: one forward and backward, or one chunk at a time.
+
+    During the backward of the last chunk, the hidden states' gradients of all other chunks and the sum of the head's
+    gradient are in memory. Autograd adds to that sum out of place at least once. Afterwards the chunks are
+    concatenated.
+    """
+    tokens = rows * length
+    several = tokens > chunk
+    head = counted.head
+
+    def at(moment: Growth) -> int:
+        return moment.at(1, min(tokens, chunk), gradients=gradients)
+
+    largest = max(map(at, (*head.forward, *head.backward)))
+    if not several:
+        return largest
+    summed = int(max(moment.fixed for moment in head.backward)) if gradients else 0
+    hidden = counted.hidden.at(rows, length)
+    last = hidden * (tokens - chunk) // tokens + summed + largest
+    return max(last, hidden + 3 * summed, 2 * hidden)
+
+
+def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
+    """Return the moments of one of `ranks` sequence-parallel ranks, for rows as long as its piece.
+
+    Attention is fused, so terms of token pairs are masks, which cover whole rows and exist once. `more` is the bytes
+    per token that attention keeps in addition until its block's backward.
+    """
+
+    def changed(one: Growth) -> Growth:
+        square = (one.square + one.pair) * ranks**2
+        return replace(one, position=0.0, token=one.token + one.position, square=square, pair=0.0)
+
+    def part(one: Part, beside: Growth) -> Part:
+        forward, backward = (tuple(changed(moment) + beside for moment in each) for each in (one.forward, one.backward))
+        return Part(changed(one.kept) + beside, forward, backward)
+
+    return Activations(
+        before=changed(counted.before),
+        kinds=tuple(part(kind, Growth(token=more)) for kind in counted.kinds),
+        blocks=counted.blocks,
+        hidden=counted.hidden,
+        norm=part(counted.norm, Growth()),
+        head=part(counted.head, Growth()),
+        embedding=tuple(map(changed, counted.embedding)),
+    )

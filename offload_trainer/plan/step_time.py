@@ -1,0 +1,522 @@
+"""Predict the seconds of each phase of a step from the machine's measured rates. Pure arithmetic.
+
+    forward, backward   the slowest of: computation, weight copies to the device, drives, adding gradients in RAM
+    update              the slowest of: AdamW on the CPU and on the GPU, drives, weight copies to the device
+
+Everything within a phase overlaps. Phases run one after the other, unless the update overlaps the backward or the next
+forward (the last section). A phase for which a rate is missing is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+
+from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, layer_key, update_key
+from offload_trainer.plan.tiered.layout import Page, Unit
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes, format_count
+
+DEVICE_COPIES = "device"  # the place of copies between host memory and a device
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes moved in one phase of one step. `place` is a drive's directory, or `DEVICE_COPIES`."""
+
+    place: str
+    phase: str
+    read: int  # towards the device
+    written: int
+
+
+PHASES = ("forward", "backward", "update")
+UPDATE_START = 0.005  # seconds that Python spends on iterating over pages and ranges
+_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # relative update speed, if only fp32 was measured
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound on a phase's time: one resource that the phase waits for."""
+
+    phase: str
+    seconds: float | None  # None: no rate was measured
+    what: str
+    kind: str  # compute, turns, adamw, adamw_gpu, device, drive, memory, network, gpus or meeting
+    place: str = ""  # the disk, if `kind` is "drive"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted seconds of each phase (None: unknown), and the bounds that they follow from."""
+
+    seconds: dict[str, float | None]
+    bounds: tuple[Bound, ...]
+    behind: bool = False  # the update overlaps the next forward
+    ahead: bool = False  # the update of pages on drives also overlaps the backward
+    hidden: float = 0.0  # seconds of the update that overlap hides
+    could_hide: float = 0.0  # seconds that overlapping the next forward would hide, if it is off
+    if_clipped: float = 0.0  # extra seconds of a step whose speculative update has to be redone
+
+    @property
+    def step(self) -> float | None:
+        """Return the seconds of a whole step, or None if a phase is unknown."""
+        known = [seconds for seconds in self.seconds.values() if seconds is not None]
+        return sum(known) - self.hidden if len(known) == len(self.seconds) else None
+
+    @property
+    def otherwise(self) -> Forecast:
+        """Return this forecast with the overlap of update and next forward toggled."""
+        assert not self.ahead
+        return replace(self, behind=not self.behind, hidden=self.could_hide, could_hide=self.hidden)
+
+    @property
+    def in_line(self) -> dict[str, float | None]:
+        """Return the seconds of each phase without overlap; of an overlapped update, only the exposed part."""
+        update = self.seconds.get("update")
+        if not self.behind or update is None:
+            return self.seconds
+        return {**self.seconds, "update": 0.0, "wait": update - self.hidden}
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Return the phases that do not overlap with others, so that a measurement can correct their prediction."""
+        return () if self.ahead else ("backward",) if self.behind else PHASES
+
+    def limits(self, phase: str) -> str:
+        """Return a description of the phase's slowest bound."""
+        longest = self._longest(phase)
+        return longest.what if longest else "not timed"
+
+    def kind(self, phase: str) -> str:
+        """Return the kind of the phase's slowest bound, or "" if nothing was measured."""
+        longest = self._longest(phase)
+        return longest.kind if longest else ""
+
+    def _longest(self, phase: str) -> Bound | None:
+        known = [bound for bound in self.bounds if bound.phase == phase and bound.seconds is not None]
+        return max(known, key=lambda bound: bound.seconds or 0.0, default=None)
+
+
+def correction_key(engine: str, phase: str, kind: str, *, ranks: int) -> str:
+    """Return the key under which a ratio of measured to predicted seconds is stored."""
+    return f"{engine}.{phase}.{kind}{f'.{ranks} ranks' if ranks > 1 else ''}"
+
+
+def forecast(
+    work: Workload,
+    machine: MachineProfile,
+    traffic: Sequence[Traffic],
+    bounds: Sequence[Bound],
+    *,
+    engine: str,
+    stretch: float = 1.0,
+    on_top: Mapping[str, float] | None = None,
+) -> Forecast:
+    """Predict the seconds of a step.
+
+    Args:
+        work: the step's counts.
+        machine: the rates; corrections from earlier runs are applied.
+        traffic: bytes moved in each phase.
+        bounds: the engine's bounds in addition to computation and traffic.
+        engine: name under which corrections are stored.
+        stretch: factor by which the update's drive time exceeds simultaneous reading and writing of its bytes.
+        on_top: seconds that a phase takes in addition to its slowest bound.
+    """
+    every = [*_computing(work, machine), *bounds]
+    for phase in PHASES:
+        longer = stretch if phase == "update" else 1.0
+        every += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
+    found = Forecast({"data": 0.0}, tuple(every))
+    for phase in PHASES:
+        known = _longest([bound for bound in every if bound.phase == phase])
+        if known is not None:
+            key = correction_key(engine, phase, found.kind(phase), ranks=work.world)
+            ratio = machine.rates.corrections.get(key, 1.0)
+            known = ratio * (known + (on_top or {}).get(phase, 0.0))
+        found.seconds[phase] = known
+    return found
+
+
+def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
+    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node."""
+    tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
+    return [
+        Bound(
+            phase,
+            None if seconds is None else tokens * seconds,
+            f"computing {format_count(work.tokens)} tokens",
+            "compute",
+        )
+        for phase, seconds in seconds_of_token(work, machine).items()
+    ]
+
+
+def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic]) -> list[Bound]:
+    """Return the bounds of forward and backward with a single weight buffer, where copies and computation alternate."""
+    found = []
+    for computing in _computing(work, machine):
+        phase = computing.phase
+        moving = _traffic_bounds([one for one in traffic if one.phase == phase], machine, phase=phase, stretch=1.0)
+        each = (computing.seconds, _longest(moving) if moving else 0.0)
+        seconds = None if None in each else sum(one for one in each if one)
+        what = f"{computing.what}, alternating with weight transfers, since there is only one buffer"
+        found.append(Bound(phase, seconds, what, "turns"))
+    return found
+
+
+def _longest(bounds: Sequence[Bound]) -> float | None:
+    """Return the largest bound, or None if any is unknown, since the unknown one may be the largest."""
+    known = [bound.seconds for bound in bounds if bound.seconds is not None]
+    return max(known) if known and len(known) == len(bounds) else None
+
+
+def update_rate(work: Workload, machine: MachineProfile) -> float | None:
+    """Return the parameters per second of the CPU update kernel that the run will use, for its moment format."""
+    rates, states = machine.rates.update, work.state.moments.name
+    names = ["native", "torch"] if work.kernel == "auto" else [work.kernel]
+    for name in names:
+        if timed := rates.get(update_key(name, states)):
+            return timed.value
+        if whole := rates.get(name):
+            return whole.value * _OF_FP32_STATES[states]
+    return None
+
+
+def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase: str, stretch: float) -> list[Bound]:
+    """Return one bound for each disk, and one for copies to and from the device."""
+    by_disk: dict[str, list[Traffic]] = {}
+    for one in moved:
+        drive = machine.drive(one.place)
+        by_disk.setdefault(drive.disk or one.place if drive else one.place, []).append(one)
+    bounds = []
+    for disk, parts in by_disk.items():
+        read, written = sum(part.read for part in parts), sum(part.written for part in parts)
+        if not read and not written:
+            continue
+        if disk == DEVICE_COPIES:
+            seconds = _device_seconds(machine, read=read, written=written)
+            ways = ((read, "to the device"), (written, "from the device"))
+            what = ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
+        else:
+            drives = [drive for drive in (machine.drive(part.place) for part in parts) if drive]
+            alone = _drive_seconds(drives[0] if drives else None, read=read, written=written)
+            seconds = None if alone is None else stretch * alone
+            ways = ((read, "read"), (written, "written"))
+            what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
+        bounds.append(Bound(phase, seconds, what, "device" if disk == DEVICE_COPIES else "drive", disk))
+    return bounds
+
+
+def _device_seconds(machine: MachineProfile, *, read: int, written: int) -> float | None:
+    """Return the seconds of simultaneous copies both ways; a copy on a CPU reads and writes each byte."""
+    rates = machine.rates
+    if machine.gpu is None:
+        return None if rates.memory is None else 2 * (read + written) / rates.memory.value
+    return _at_once(read, written, rates.to_device, rates.from_device, rates.both_ways, rates.both_ways)
+
+
+def _drive_seconds(drive: DriveFacts | None, *, read: int, written: int) -> float | None:
+    if drive is None or drive.rates is None:
+        return None
+    rates: DriveRates = drive.rates
+    return _at_once(read, written, rates.read, rates.write, rates.mixed_read, rates.mixed_write)
+
+
+def _at_once(
+    read: int, written: int, alone_in: Rate | None, alone_out: Rate | None, in_: Rate | None, out: Rate | None
+) -> float | None:
+    """Return the seconds of both directions in parallel until one has finished, then of the other alone."""
+    if alone_in is None or alone_out is None or in_ is None or out is None:
+        return None
+    together = min(read / in_.value, written / out.value)
+    left_in, left_out = read - together * in_.value, written - together * out.value
+    return together + max(left_in / alone_in.value, left_out / alone_out.value, 0.0)
+
+
+def tokens_that_hide_the_update(found: Forecast, *, tokens: int, share: float = 0.1) -> int | None:
+    """Return the tokens per step, by accumulation, from which on the update takes at most `share` of the step."""
+    forward, backward, update = (found.seconds[phase] for phase in PHASES)
+    if forward is None or backward is None or update is None or forward + backward <= 0:
+        return None
+    return -int(-tokens * (update - found.hidden) * (1 - share) / share // (forward + backward))
+
+
+# -- computation: a count per token (`ModelShape`) divided by a measured rate. If only the rate of matrix products is
+# known, the rest is estimated as a fixed share of it.
+
+_OF_MATMUL = 0.8  # share of the matrix product rate that a whole model reaches on a GPU, if nothing else was measured
+
+
+@dataclass(frozen=True)
+class TokenWork:
+    """Counts of one token: floating-point operations, values that elementwise layers process, and logits."""
+
+    products: float
+    attention: float
+    values: float
+    logits: float
+
+    def __add__(self, other: TokenWork) -> TokenWork:
+        return TokenWork(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.values + other.values,
+            self.logits + other.logits,
+        )
+
+
+def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float | None]:
+    """Return the seconds per token of forward and of backward with its recomputation; None without a measured rate."""
+    again, forward, backward = work_of_token(work)
+    repeated, first, last = (
+        _seconds(part, work.dtype, machine, phase=phase)
+        for part, phase in ((again, "forward"), (forward, "forward"), (backward, "backward"))
+    )
+    return {"forward": first, "backward": None if repeated is None or last is None else repeated + last}
+
+
+def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
+    """Return the work of the backward's recomputation, of the forward, and of the backward itself.
+
+    The recomputation covers checkpointed blocks, the head if the loss has several chunks, and MLPs that run in pieces.
+    MLPs in pieces at the end of a checkpointed block recompute only once, because the block's own recomputation stops
+    before them.
+    """
+    shape, seq_len = work.shape, work.seq_len
+    blocks = TokenWork(
+        products=shape.block_flops(seq_len=0),
+        attention=shape.block_flops(seq_len=seq_len) - shape.block_flops(seq_len=0),
+        values=shape.widths,
+        logits=0.0,
+    )
+    head = TokenWork(products=shape.head_flops(), attention=0.0, values=0.0, logits=shape.vocabulary)
+    forward, products = blocks + head, shape.backward_flops(seq_len=0)
+    backward = TokenWork(
+        products=products,
+        attention=shape.backward_flops(seq_len=seq_len) - products,
+        values=shape.widths * min(1.0, products / max(1.0, 2 * forward.products)),  # frozen layers need less
+        logits=shape.vocabulary,
+    )
+    again = TokenWork(0.0, 0.0, 0.0, 0.0)
+    if work.checkpointing:
+        again += blocks
+    if work.mlp_chunk:
+        flops, widths = (count(checkpointing=work.checkpointing) for count in (shape.tiled_flops, shape.tiled_widths))
+        again += TokenWork(products=flops, attention=0.0, values=widths, logits=0.0)
+    if work.micro_batch * work.length > work.loss_chunk:
+        again += head
+    return again, forward, backward
+
+
+def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str) -> float | None:
+    timed = stands_for(dtype, machine)
+    if timed is None:
+        return None
+    rates, products = machine.rates.layers, machine.rates.matmul[timed].value
+    seconds = work.products / products
+    for part, count in (("attention", work.attention), ("values", work.values), ("loss", work.logits)):
+        rate = rates.get(layer_key(timed, part, phase))
+        if rate is None:
+            return (work.products + work.attention) / (_OF_MATMUL * products)
+        seconds += count / rate.value
+    return seconds
+
+
+def stands_for(dtype: str, machine: MachineProfile) -> str | None:
+    """Return the measured dtype whose matrix products are as fast as those of `dtype`, or None.
+
+    On a GPU, bf16 and fp16 share their units from sm_80 on. A CPU without 16-bit units computes in fp32.
+    """
+    others = {"bf16": "fp16", "fp16": "bf16"} if machine.gpu is not None else {"bf16": "fp32", "fp16": "fp32"}
+    return next((name for name in (dtype, others.get(dtype)) if name in machine.rates.matmul), None)
+
+
+# -- the seconds of an update that overlap the backward and the next forward
+#
+#     update    unit 0, 1, 2, ...        in the order in which the forward needs them
+#     forward          0, 1, 2, ...      each unit when it has its new weights
+#
+# This is a flow shop with two machines and the same job order on both. Its length is the maximum over k of "update up
+# to unit k, then forward from k on" (S. M. Johnson, 1954). Work of both on the same resource (a drive, the bus, the
+# CPU) adds up. Only the forward of the step's first micro-batch can hide an update, because its backward overwrites the
+# sums.
+#
+#     backward  head, last block, ...    pages on drives of each unit whose gradients are complete (speculative update)
+#
+# Speculative updates overlap the step's last backward from its first complete block on. Pages that the next forward
+# needs first are updated first, so the remaining pages are spread evenly over the blocks. Modules before the blocks
+# complete last, so all of their pages remain. Pages in RAM wait for the clipping factor. A mispredicted step hides
+# nothing.
+
+
+@dataclass(frozen=True)
+class UnitShare:
+    """A unit's share of the update's time and of the forward's time."""
+
+    update: float
+    forward: float
+
+
+def parts_of(units: Sequence[Unit]) -> list[UnitShare]:
+    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added."""
+    first = _first_block(units)
+    tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
+    trained = sum(unit.trained for unit in units) or 1
+    computed = (sum(unit.elements for unit in units[first:]) + tied) or 1
+    parts = [UnitShare(unit.trained / trained, unit.elements / computed * (unit.index >= first)) for unit in units]
+    return [*parts, UnitShare(0.0, tied / computed)]
+
+
+def _first_block(units: Sequence[Unit]) -> int:
+    return next((unit.index for unit in units if unit.block), 0)
+
+
+def hidden_seconds(found: Forecast, parts: Sequence[UnitShare], *, micro_batches: int, gpu: bool) -> float:
+    """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown."""
+    update, forward = found.seconds["update"], found.seconds["forward"]
+    if update is None or forward is None:
+        return 0.0
+    forward /= micro_batches
+    done, left = 0.0, 1.0
+    ways = []
+    for part in parts:
+        done += part.update
+        ways.append(update * done + forward * left)
+        left -= part.forward
+    asked: dict[str, float] = {}
+    for bound in found.bounds:
+        if bound.phase in ("update", "forward"):
+            times = micro_batches if bound.phase == "forward" else 1
+            of = _asked_of(bound, gpu=gpu)
+            asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0) / times
+    return max(0.0, update + forward - max([*ways, *asked.values()]))
+
+
+@dataclass(frozen=True)
+class BackwardOverlap:
+    """Seconds of a speculative update during the step's last backward."""
+
+    done: float  # seconds of the update that are done
+    hidden: float  # seconds saved compared with running both one after the other
+
+
+def share_on_drives(pages: Sequence[Page]) -> float:
+    """Return the share of the update whose pages are on drives."""
+    return sum(page.elements for page in pages if page.home >= 0) / (sum(page.elements for page in pages) or 1)
+
+
+def share_that_is_last(units: Sequence[Unit], pages: Sequence[Page]) -> float:
+    """Return the share of the pages on drives that belong to units before the blocks, which complete last."""
+    first = _first_block(units)
+    away = [page for page in pages if page.home >= 0]
+    return sum(page.elements for page in away if page.unit < first) / (sum(page.elements for page in away) or 1)
+
+
+def ahead_of(
+    found: Forecast, units: Sequence[Unit], *, on_drives: float, last: float, micro_batches: int, gpu: bool
+) -> BackwardOverlap:
+    """Return how much of the update runs during the last backward.
+
+    `on_drives` is the share of the update on drives, `last` the result of `share_that_is_last`. Shared resources, such
+    as a CPU that computes the model, make the backward longer.
+    """
+    update, backward = found.seconds["update"], found.seconds["backward"]
+    if not update or backward is None or not on_drives:
+        return BackwardOverlap(0.0, 0.0)
+    backward /= micro_batches
+    forwards = [part.forward for part in parts_of(units)]
+    blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
+    first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
+    asked, others = _asked_ahead(found, on_drives=on_drives, micro_batches=micro_batches, gpu=gpu)
+    whole = (1 - last) * min(update, max(asked.values(), default=0.0))
+    done, both = 0.0, backward
+    for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
+        done = min(whole, both - first)
+        part = done / whole if whole else 0.0
+        both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
+    return BackwardOverlap(done, max(0.0, backward + done - both))
+
+
+def _asked_ahead(
+    found: Forecast, *, on_drives: float, micro_batches: int, gpu: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of each resource that pages on drives use, and that the last backward uses."""
+    pages: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for bound in found.bounds:
+        of, seconds = _asked_of(bound, gpu=gpu), bound.seconds or 0.0
+        if bound.phase == "update" and bound.kind != "adamw_gpu":
+            pages[of] = pages.get(of, 0.0) + seconds * (1.0 if bound.kind == "drive" else on_drives)
+        elif bound.phase == "backward":
+            backward[of] = backward.get(of, 0.0) + seconds / micro_batches
+    return pages, backward
+
+
+def left_after(found: Forecast, ahead: BackwardOverlap, *, on_drives: float) -> Forecast:
+    """Return the forecast of the rest of the update after the clipping factor is known; pages in RAM wait for it."""
+    update = found.seconds["update"] or 0.0
+    inside = [bound for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]
+    left = max([update - ahead.done, *((1 - on_drives) * (bound.seconds or 0.0) for bound in inside)])
+    part = left / update if update else 1.0
+    bounds = [
+        replace(bound, seconds=bound.seconds and bound.seconds * part) if bound.phase == "update" else bound
+        for bound in found.bounds
+    ]
+    return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(bounds))
+
+
+def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: float) -> list[UnitShare]:
+    """Return the shares of the remaining update; the forward waits for all of the units before the blocks."""
+    parts, first = parts_of(units), _first_block(units)
+    before = sum(part.update for part in parts[:first])
+    inside = sum(bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind == "adamw")
+    waits = max(last * (found.seconds["update"] or 0.0), before * inside)
+    share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
+    scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before)] * (len(parts) - first)
+    return [replace(part, update=part.update * its) for part, its in zip(parts, scale, strict=True)]
+
+
+def _asked_of(bound: Bound, *, gpu: bool) -> str:
+    """Return the resource that a bound uses."""
+    if bound.kind in ("adamw", "compute"):
+        return "gpu" if gpu and bound.kind == "compute" else "cpu"
+    return {"adamw_gpu": "gpu", "drive": bound.place}.get(bound.kind, bound.kind)
+
+
+# -- calibration: ratios of a run's measured seconds to the predicted ones, stored by engine, phase, bounding resource
+# and number of ranks, correct later plans. So a slow drive does not correct the prediction of computation. Ratios are
+# not stored for short runs, unsteady steps (other load, thermal throttling), phases so short that Python dominates, or
+# beyond a factor of four, which only a wrong rate explains.
+
+LEAST_STEPS = 8
+_LEAST_SECONDS = 0.05
+_SPREAD = 0.3  # largest interquartile range, relative to the median
+_FARTHEST = 4.0  # largest ratio either way
+_OUTVOTE = 3  # the median is taken of at least this many ratios
+
+
+def steady_ratios(
+    found: Forecast, taken: Mapping[str, Sequence[float]], *, engine: str, ranks: int
+) -> dict[str, float]:
+    """Return the ratios worth storing, by `correction_key`; `taken` maps phases to their seconds in the counted steps.
+
+    Overlapping phases have no ratio, because they slow each other down.
+    """
+    kept = {}
+    for phase, seconds in taken.items():
+        predicted = found.seconds.get(phase)
+        if phase not in found.apart or predicted is None or predicted < _LEAST_SECONDS or len(seconds) < LEAST_STEPS:
+            continue
+        middle = median(seconds)
+        low, _, high = quantiles(seconds, n=4)
+        if high - low <= _SPREAD * middle and 1 / _FARTHEST <= middle / predicted <= _FARTHEST:
+            kept[correction_key(engine, phase, found.kind(phase), ranks=ranks)] = middle / predicted
+    return kept
+
+
+def correction(ratios: Sequence[float]) -> float:
+    """Return the median of the last runs' ratios, with 1 for each missing one if there are fewer than three."""
+    return median([*ratios, *(1.0,) * (_OUTVOTE - len(ratios))])

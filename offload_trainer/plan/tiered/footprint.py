@@ -1,0 +1,336 @@
+"""The tiered engine's memory on each tier, and the bytes that each phase of its step moves. Pure arithmetic.
+
+The engine allocates by `plan/tiered/layout.py`, so the bytes of pages, weights and gradients are exact. Each rank has
+a process, a device and buffers. State, weights and gradient sums in RAM and on drives exist once per node. Traffic is
+exact too: weights are fetched by the same ring buffers (`plan/tiered/weight_streaming.py`), and gradients are visited
+in the order of `offloading/gradients/collector.py`. A prefetch counts in the phase that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from offload_trainer.plan.memory import BlockInputs, activation_items, input_items, inputs_of, process_items
+from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, TierMap, Unit, largest_range
+from offload_trainer.plan.tiered.spec import (
+    GRADIENT_BUFFERS,
+    GRADIENTS_IN_FLIGHT,
+    OUTBOXES,
+    SAVE_BUFFERS,
+    SHARED_READS,
+    TierSizes,
+    exchange_bytes,
+    gradient_ring,
+)
+from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.plan.tiered.update_staging import device_slot, host_slot, route_of
+from offload_trainer.plan.tiered.weight_streaming import (
+    NCCL_BYTES,
+    TransferBytes,
+    as_gradients_come,
+    fetches,
+    orders,
+    slot_sizes,
+    taken,
+)
+from offload_trainer.plan.tiers import Item, TierKind, Tiers, on_drive
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+
+def tiered_items(
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, tiers: Tiers
+) -> list[Item]:
+    """Return the memory of a node's ranks at its peak."""
+    ram, device, here = tiers.ram.item, tiers.device.item, work.here
+    e, g = work.item_bytes, work.gradient_bytes
+    items = [
+        *process_items(tiers, here=here),
+        *_page_items(homes, sizes, tiers=tiers, e=e, g=g),
+        *_weight_items(units, homes.weights, sizes, tiers=tiers, e=e),
+        *_gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g),
+    ]
+    if work.world == 1:
+        ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=tiers.has_gpu)
+        items.append(ram("gradient staging", ring, "buffer between the device and gradient sums in RAM or on drives"))
+        items.append(device("gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=tiers.has_gpu)))
+    else:
+        items += _exchange_items(units, sizes=sizes, tiers=tiers, e=e)
+        if tiers.has_gpu and DEVICE in homes.weights:
+            why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
+            items.append(device("broadcasts", here * NCCL_BYTES, why))
+    pages = [one.page for one in homes.page_groups]
+    stored = max((page.elements for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
+    if stored and work.checkpoints != 0:
+        size = here * SAVE_BUFFERS * sizes.format.page_bytes(stored)
+        items.append(ram("save buffers", size, f"{SAVE_BUFFERS} pages being written to a checkpoint"))
+    if sizes.remainders and work.checkpoints != 0:
+        joined = here * (4 + e) * max((page.elements for page in pages), default=0)
+        items.append(ram("merged masters", joined, "one page of fp32 masters, merged from weights and their low bits"))
+    kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, tiers=tiers)]
+    if sizes.checksums:
+        drives = [tier.name for tier in tiers.drives]
+        state = ("state", "state, second copy")  # pages of state have separate checksums of a few bytes each
+        checked = sum(item.bytes for item in (*items, *kept) if item.tier in drives and item.name not in state)
+        why = "8 bytes for each 4096 bytes of weights, gradients and block inputs on drives"
+        items.append(ram("checksums", checked // 512, why))
+    tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
+    items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied)
+    if work.sequence > 1 and tiers.has_gpu:
+        items.append(device("NCCL", here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed"))
+    return items
+
+
+def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: int) -> list[Item]:
+    moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
+    master = "low 16 bits of the master" if sizes.remainders else "fp32 master"
+    why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
+    share = "of the optimizer state"
+    items = []
+    for home in (DEVICE, RAM, *range(len(tiers.drives))):
+        held = sum(
+            one.count * sizes.format.page_bytes(one.page.elements) for one in homes.page_groups if one.page.home == home
+        )
+        if home == RAM:
+            items.append(tiers[home].item("state in RAM", held, f"{sizes.ram_fraction:.0%} {share}; {why}"))
+        elif home == DEVICE:
+            items.append(tiers[home].item("state on the GPU", held, f"{sizes.gpu_fraction:.0%} {share}; {why}"))
+        else:
+            items.append(tiers[home].item("state", held, why))
+            if sizes.places > 1:
+                second = "of the previous step (tiered.state_copies=2)"
+                items.append(tiers[home].item("state, second copy", held, second))
+    routes = [
+        (route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one)
+        for one in homes.page_groups
+        if one.page.home != ELSEWHERE
+    ]
+    if any(route.through_host for route, _ in routes):
+        count = size = 0
+        for rank in range(sizes.here):
+            mine = [(route, one) for route, one in routes if one.rank == rank]
+            moved = sum(one.count for route, one in mine if route.through_host)
+            slot = host_slot([route for route, _ in mine], format=sizes.format, gradient=g, weight=e)
+            buffers = min(sizes.page_buffers, moved)
+            count, size = count + buffers, size + buffers * slot.total
+        items.append(tiers.ram.item("page buffers", size, f"{count}, each for one page in transfer"))
+    each = device_slot([route for route, _ in routes], gradient=g, weight=e).total
+    if each:
+        why = "one page of gradients or updated weights in transfer"
+        items.append(tiers.device.item("update buffers", each, why))
+    return items
+
+
+def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, tiers: Tiers, e: int) -> list[Item]:
+    """Return the ranks' buffers for gradients in transfer to the ranks that add them up."""
+    size, here = exchange_bytes(units, item_bytes=e), sizes.here
+    why = f"{OUTBOXES} buffers for the largest block's gradients, shared by all ranks"
+    items = [tiers.ram.item("gradient exchange", here * size, why)]
+    if sizes.nodes > 1:
+        inboxes = here * (sizes.ranks - here) * e * largest_range(units, ranks=sizes.ranks)
+        why = "the largest shard from each rank of other nodes"
+        items.append(tiers.ram.item("gradient receive buffers", inboxes, why))
+    if tiers.has_gpu:
+        why = "of one block, until they are copied to the exchange buffers"
+        items.append(tiers.device.item("gradients in flight", here * (size // OUTBOXES), why))
+    return items
+
+
+def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int) -> list[Item]:
+    ram, device = tiers.ram.item, tiers.device.item
+    held = _held([e * unit.elements for unit in units], homes)
+    held[DEVICE] = held.get(DEVICE, 0) * sizes.here
+    away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
+    if not away:
+        return [device("weights", held[DEVICE], f"{e} B a parameter")]
+    items = [device("small weights", held.pop(DEVICE), "always on the device")]
+    items += [tiers[home].item("weights", size, f"{e} B a parameter") for home, size in held.items()]
+    blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
+    of_block = "part" if any(unit.is_part for unit in away) else "block"
+    counts = ((len(blocks), of_block), (len(others), "other module"))
+    words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
+    items.append(device("weights in use", sizes.here * e * (sum(blocks) + sum(others)), words))
+    if sizes.by_parts and tiers.has_gpu:
+        why = "NCCL's buffers for gathering weights; assumed"
+        items.append(device("all-gather", sizes.here * NCCL_BYTES, why))
+    stored = max((e * unit.elements for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
+    if sizes.nodes > 1 and stored:
+        through = sizes.here * e * largest_range(away, ranks=sizes.ranks)
+        why = "one shard of each rank, between drives of different nodes"
+        items.append(ram("weights between nodes", through, why))
+    if tiers.has_gpu and stored:
+        staging = 2 * e * max(unit.elements for unit in units)
+        why = "2 buffers for the largest block, between drive and GPU"
+        items.append(ram("weight staging", sizes.here * staging, why))
+    if sizes.ranks > 1 and stored:
+        why = f"{SHARED_READS} buffers for the largest block, read once for all ranks"
+        items.append(ram("weights read", SHARED_READS * stored, why))
+    return items
+
+
+def _gradient_items(
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, g: int
+) -> list[Item]:
+    placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
+    held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
+    items = [tiers[home].item("gradients", size, f"{g} B a trainable parameter") for home, size in held.items()]
+    away = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
+    if away:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
+        blocks = [unit.trained for unit in away if unit.block]
+        others = [unit.trained for unit in away if not unit.block]
+        many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
+        staging = many * max(blocks, default=0) + one * max(others, default=0)
+        why = f"{many} blocks and {one} other module in transfer"
+        items.append(tiers.ram.item("gradient buffers", g * staging, why))
+    return items
+
+
+def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool) -> tuple[int, str]:
+    """Return the bytes of gradients on the device that the engine is still copying to the host, and a description.
+
+    On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may be waiting.
+    The gradient being computed, and those of a tied weight that wait for each other, count as activations.
+    """
+    trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
+    copied = [e * weight.numel for weight, unit in trained if homes[unit.index] != DEVICE]
+    if not gpu or not copied:
+        return 0, "copied immediately"
+    most = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT)
+    return most, f"being copied off the GPU: the largest weight's, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
+
+
+def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
+    """Return the sum of the sizes by tier, for each tier that occurs."""
+    held: dict[int, int] = {}
+    for size, home in zip(sizes, homes, strict=True):
+        held[home] = held.get(home, 0) + size
+    return held
+
+
+class _Moved:
+    """Accumulate bytes by tier and phase."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[int, str], list[int]] = {}
+
+    def __call__(self, home: int, phase: str, *, read: int = 0, written: int = 0) -> None:
+        for index, size in enumerate((read, written)):
+            self.bytes.setdefault((home, phase), [0, 0])[index] += size
+
+
+def tiered_traffic(
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, tiers: Tiers
+) -> list[Traffic]:
+    """Return the bytes that one node moves in a step."""
+    move = _Moved()
+    _move_pages(move, work, homes, format=sizes.format)
+    _move_units(move, work, units, homes, sizes)
+    if work.inputs_away:
+        places = inputs_of(work).homes(len(tiers.drives)) if sizes.activations == TierKind.DRIVES else []
+        _move_inputs(move, inputs_of(work), places, times=work.accumulate, ranks=work.here)
+    names = {DEVICE: DEVICE_COPIES} | {number: tier.name for number, tier in enumerate(tiers.drives)}
+    return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
+
+
+def _move_pages(move: _Moved, work: Workload, homes: TierMap, *, format: StateFormat) -> None:
+    """Count state, gradients and new weights of the update; split masters also need the old weights."""
+    e, g = work.item_bytes, work.gradient_bytes
+    old = e if format.remainders else 0
+    for one in homes.page_groups:
+        weights, gradients, inside = one.weights, one.gradients, one.page.home == DEVICE
+        elements = one.count * one.page.elements
+        if one.page.home == ELSEWHERE:
+            if weights != DEVICE:
+                move(weights, "update", written=e * elements)
+            continue
+        if not inside:
+            state = one.count * format.page_bytes(one.page.elements)
+            move(one.page.home, "update", read=state, written=state)
+        if weights != DEVICE:
+            move(weights, "update", read=old * elements, written=e * elements)
+        if gradients != DEVICE:
+            move(gradients, "update", read=g * elements)
+        if inside != (gradients == DEVICE):  # the gradient and its page are on different sides of the bus
+            move(DEVICE, "update", **{"read" if inside else "written": g * elements})
+        if inside != (weights == DEVICE):
+            new, before = ("written", "read") if inside else ("read", "written")
+            move(DEVICE, "update", **{new: e * elements, before: old * elements})
+
+
+def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> None:
+    """Count weights fetched to the device, and gradients copied from it."""
+    e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
+    for (unit, phase), times in fetched(work, units, homes, sizes).items():
+        elements, by_parts = units[unit].elements, sizes.by_parts and homes.weights[unit] == RAM
+        into = taken(elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
+        move(homes.weights[unit], phase, read=times * e * elements)
+        move(DEVICE, phase, read=times * into)
+    collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
+    gradients = as_gradients_come(units, work.shape)
+    for unit, visits in _visits(units, collected, gradients, times=micro).items():
+        size = g * sizes.trained_here(units[unit])
+        move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
+    outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
+    handed_over = [place.weight for unit in outside for place in unit.places]
+    move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
+
+
+def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> Counter[tuple[int, str]]:
+    """Return how often a rank fetches each unit in each phase of a step, by (unit, phase)."""
+    forward, backward = orders(units, work.shape, again=work.checkpointing)
+    away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
+    needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.accumulate)
+    passes = len(forward) + len(backward)
+    return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
+
+
+def taken_by_parts(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> dict[str, TransferBytes]:
+    """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
+    found: dict[str, TransferBytes] = {}
+    for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
+        if homes.weights[unit] == RAM:
+            one = taken(units[unit].elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
+            found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
+    return found
+
+
+def _move_inputs(move: _Moved, inputs: BlockInputs, places: Sequence[int], *, times: int, ranks: int) -> None:
+    """Count offloaded inputs of checkpointed blocks; `places` lists the drive of each, if they go to drives.
+
+    Each rank has its own inputs.
+    """
+    every = times * inputs.count * inputs.size
+    move(DEVICE, "forward", written=every)
+    move(DEVICE, "backward", read=every)
+    for number, home in enumerate(places):
+        move(home, "forward", written=ranks * times * inputs.size)
+        move(home, "backward", read=ranks * times * inputs.size if number in inputs.read_back else 0)
+
+
+def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: TierMap) -> int:
+    """Return the bytes of host memory that accumulating gradients in RAM and on drives reads and writes in a step.
+
+    Each gradient after a weight's first one reads and writes the sum, and is itself read.
+    """
+    added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
+    return (work.added - 1) * (2 * work.gradient_bytes + work.item_bytes) * added
+
+
+def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int], *, times: int) -> Counter[int]:
+    """Return how often each unit's gradient sums are written to a drive: once per visit in the backward's order.
+
+    Consecutive visits of the same unit count as one. `order` is repeated `times` times.
+    """
+    found: list[Counter[int]] = []
+    last: dict[bool, int] = {}
+    for _ in range(min(2, times)):
+        found.append(Counter())
+        for unit in order:
+            if unit in collected and last.get(units[unit].block) != unit:
+                found[-1][unit] += 1
+                last[units[unit].block] = unit
+    again = found[-1]
+    return found[0] + Counter({unit: (times - 1) * visits for unit, visits in again.items()})

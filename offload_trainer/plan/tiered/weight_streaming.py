@@ -1,0 +1,370 @@
+"""How weights that are not on the device reach it: the order of use, the device buffers, and copies or all-gathers.
+
+    orders    the units that a forward and a backward use, in order: recorded by a run on meta tensors
+              (`model/meta/access_trace.py`), or the order of registration
+    Rings     device buffers, one ring for blocks and one for other modules. The least recently used unit is evicted,
+              and the next units are prefetched while the current one computes
+    direct    each of a node's n GPUs copies the T bytes of a unit from RAM at once     T / A
+    gather    each copies T / n and receives the other shards in an all-gather     T / n / A + (n - 1) / n T / G
+
+A is the bytes/s into each GPU while all of them copy; G the bytes/s that each GPU receives in an all-gather. `bench`
+measures both between ranks. Without a measurement, A is one GPU's rate, or the memory's rate divided by n if that is
+less, and G is the rate of the links between GPUs. Without such links `gather` is not chosen. A unit's copy and its
+all-gather do not overlap. The engine fetches by these rules, and the planner counts with them. Pure bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal
+
+from offload_trainer.plan.machine import MachineProfile, Rate
+from offload_trainer.plan.shape import ModelShape, Order
+from offload_trainer.plan.step_time import Bound
+from offload_trainer.plan.tiered.layout import ALIGN, Unit, units_of
+from offload_trainer.units import format_bytes, format_seconds
+
+# Largest number of buffers for modules outside the blocks: one is fetched while the other (embedding, head) is used.
+OTHERS = 2
+
+
+@dataclass
+class Slot:
+    """A device buffer, and the unit whose weights it contains or is receiving."""
+
+    block: bool  # the buffer is for blocks
+    size: int
+    unit: int | None = None
+    used: int = 0  # clock value of the last use or fetch
+
+
+class Rings:
+    """The device buffers for `units`, whose weights are kept in RAM or on drives."""
+
+    def __init__(self, units: Sequence[Unit], *, blocks: int) -> None:
+        """Allocate buffers; `blocks` is the number of buffers for blocks."""
+        self._units = {unit.index: unit for unit in units}
+        self.slots = [
+            *(Slot(True, size) for size in slot_sizes(units, blocks=blocks, of_blocks=True)),
+            *(Slot(False, size) for size in slot_sizes(units, blocks=blocks, of_blocks=False)),
+        ]
+        self.together = {True: 1, False: 1}  # number of units of each kind that one module uses together
+        self._clock = 0
+
+    def count(self, *, of_blocks: bool) -> int:
+        """Return the number of buffers for blocks, or for other modules."""
+        return sum(slot.block == of_blocks for slot in self.slots)
+
+    def slot_of(self, unit: int) -> int | None:
+        """Return the index of the unit's buffer, or None if the unit is not on the device."""
+        return next((number for number, slot in enumerate(self.slots) if slot.unit == unit), None)
+
+    def use(self, unit: int) -> None:
+        """Mark the unit as used now."""
+        number = self.slot_of(unit)
+        assert number is not None
+        self._clock += 1
+        self.slots[number].used = self._clock
+
+    def put(self, unit: int, number: int) -> None:
+        """Record that the unit is being fetched into buffer `number`."""
+        self._clock += 1  # a fetch counts as a use, otherwise the next fetch would evict it
+        self.slots[number].unit, self.slots[number].used = unit, self._clock
+
+    def empty(self, number: int) -> None:
+        self.slots[number].unit, self.slots[number].used = None, 0
+
+    def room_for(self, unit: int, keep: Collection[int] = ()) -> int | None:
+        """Return the buffer to fetch the unit into: the least recently used of the smallest that are large enough.
+
+        Buffers of units in `keep` are not considered.
+        """
+        wanted = self._units[unit]
+        fitting = [
+            number
+            for number, slot in enumerate(self.slots)
+            if slot.block == wanted.block and slot.size >= wanted.elements and slot.unit not in keep
+        ]
+        return min(fitting, key=lambda number: (self.slots[number].size, self.slots[number].used), default=None)
+
+    def ahead(self, current: int | None, following: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Yield (unit, buffer) for each unit of `following` that should be prefetched now.
+
+        `following` lists units in the order of their use. The caller must `put` each one before it asks for the next.
+        Each ring keeps as many buffers free as one module uses at a time; if nothing is in use (`current` is None), all
+        may be filled.
+        """
+        keep: set[int] = set() if current is None else {current}
+        left = {kind: self._left(current, of_blocks=kind) for kind in (True, False)}
+        for unit in islice(following, 2 * len(self.slots)):
+            if unit in keep:
+                continue
+            kind = self._units[unit].block
+            if left[kind] == 0:
+                return
+            if self.slot_of(unit) is None:
+                number = self.room_for(unit, keep)
+                if number is None:
+                    return
+                yield unit, number
+            keep.add(unit)
+            left[kind] -= 1
+
+    def _left(self, current: int | None, *, of_blocks: bool) -> int:
+        count = self.count(of_blocks=of_blocks)
+        if current is None:
+            return count
+        least = 0 if self._units[current].block == of_blocks else min(1, count)
+        return max(least, count - self.together[of_blocks])
+
+
+def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[int]:
+    """Return the sizes in elements of the buffers of one kind, at most `blocks` of them."""
+    sizes = sorted((unit.elements for unit in units if unit.block == of_blocks), reverse=True)
+    return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[: min(blocks, OTHERS)]
+
+
+def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: int = 1) -> list[tuple[int, int]]:
+    """Return (unit, position of its use) for each fetch while `order` is executed `times` times.
+
+    `order` lists unit indices by use; units that are not in `units` are resident and need no fetch. When a repetition
+    starts with buffers in a state that an earlier one started with, the fetches repeat from there and are not simulated
+    again.
+    """
+    away = {unit.index for unit in units}
+    needed = [(place, unit) for place, unit in enumerate(order) if unit in away]
+    walk, found, before = _Walk(units, needed, blocks=blocks), list[list[tuple[int, int]]](), dict[object, int]()
+    for number in range(times):
+        begun = before.setdefault(walk.state, number)
+        if begun < number:
+            found += [found[begun + place % (number - begun)] for place in range(times - number)]
+            break
+        found.append(walk.once())
+    return [(unit, number * len(order) + place) for number, each in enumerate(found) for unit, place in each]
+
+
+class _Walk:
+    """Simulate the rings while units are used in a fixed order, repeatedly."""
+
+    def __init__(self, units: Sequence[Unit], needed: Sequence[tuple[int, int]], *, blocks: int) -> None:
+        """Start with empty buffers; `needed` lists (position, unit)."""
+        self._rings, self._needed = Rings(units, blocks=blocks), needed
+        self._far = 2 * len(self._rings.slots)  # prefetch distance
+        self._following = [unit for _, unit in needed] * (1 + -(-self._far // max(1, len(needed))))
+        self._coming: set[int] = set()  # fetched, and not used yet
+        self._look_ahead(None, 0)
+
+    @property
+    def state(self) -> object:
+        """Return everything that later fetches depend on: buffers by recency, and pending fetches."""
+        slots = self._rings.slots
+        uses = sorted({slot.used for slot in slots})
+        return tuple((slot.unit, uses.index(slot.used)) for slot in slots), frozenset(self._coming)
+
+    def once(self) -> list[tuple[int, int]]:
+        """Execute the order once and return (unit, position) for each fetch."""
+        rings, found = self._rings, []
+        for done, (place, unit) in enumerate(self._needed, 1):
+            if rings.slot_of(unit) is None:
+                number = rings.room_for(unit)
+                assert number is not None
+                self._bring(unit, number)
+            if unit in self._coming:
+                self._coming.remove(unit)
+                found.append((unit, place))
+            rings.use(unit)
+            self._look_ahead(unit, done)
+        return found
+
+    def _look_ahead(self, current: int | None, done: int) -> None:
+        for unit, number in self._rings.ahead(current, self._following[done : done + self._far]):
+            self._bring(unit, number)
+
+    def _bring(self, unit: int, number: int) -> None:
+        self._rings.put(unit, number)
+        self._coming.add(unit)
+
+
+NCCL_BYTES = 512 << 20  # GPU memory of one communicator's buffers; an assumption
+Take = Literal["auto", "direct", "all_gather"]
+
+
+def even_part(elements: int, *, ranks: int) -> int:
+    """Return the elements of a unit in each rank's shard, a multiple of ALIGN; every rank copies the remainder."""
+    return elements // ALIGN // ranks * ALIGN
+
+
+@dataclass(frozen=True)
+class TransferBytes:
+    """Bytes of weights that one GPU receives from RAM and from the other GPUs."""
+
+    from_ram: int
+    from_others: int
+
+    def __add__(self, other: TransferBytes) -> TransferBytes:
+        return TransferBytes(self.from_ram + other.from_ram, self.from_others + other.from_others)
+
+    def __rmul__(self, times: int) -> TransferBytes:
+        return TransferBytes(times * self.from_ram, times * self.from_others)
+
+
+def taken(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> TransferBytes:
+    """Return the bytes that one of a node's `ranks` receives for a unit of `elements`."""
+    others = (ranks - 1) * even_part(elements, ranks=ranks) if by_parts else 0
+    return TransferBytes(item_bytes * (elements - others), item_bytes * others)
+
+
+def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
+    """Return the machine with the copy rates of one GPU while all `ranks` GPUs copy."""
+    rates, links = machine.rates, machine.links
+    if machine.gpu is None or ranks == 1:
+        return machine
+    read, written = (
+        together or _divided(alone, rates.memory, ranks=ranks)
+        for together, alone in (
+            (links.to_device_at_once, rates.to_device),
+            (links.from_device_at_once, rates.from_device),
+        )
+    )
+    both = rates.both_ways
+    if both and read and written and rates.to_device and rates.from_device:
+        slower = min(1.0, read.value / rates.to_device.value, written.value / rates.from_device.value)
+        both = replace(both, value=slower * both.value)
+    return replace(machine, rates=replace(rates, to_device=read, from_device=written, both_ways=both))
+
+
+def _divided(alone: Rate | None, memory: Rate | None, *, ranks: int) -> Rate | None:
+    if alone is None or memory is None or memory.value / ranks >= alone.value:
+        return alone
+    return Rate(memory.value / ranks, "assumed", f"memory, divided by {ranks} GPUs that copy at once: {memory.source}")
+
+
+def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> float | None:
+    """Return the seconds of a copy from RAM followed by the all-gather, or None if a rate is unknown.
+
+    `machine` has rates from `at_once`. On CPUs both steps are copies in memory, which reads and writes each byte.
+    """
+    into, joined = machine.rates.to_device, machine.links.all_gather or machine.links.between_gpus
+    if machine.gpu is None:
+        memory = machine.rates.memory
+        into = machine.links.to_device_at_once or (
+            replace(memory, value=memory.value / 2 / ranks) if memory is not None else None
+        )
+    if into is None or (joined is None and size.from_others):
+        return None
+    return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
+
+
+def uses_all_gather(wish: Take, machine: MachineProfile, *, ranks: int) -> bool:
+    """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
+    if ranks == 1 or wish == "direct":
+        return False
+    if wish == "all_gather":
+        return True
+    whole, parts = (_of_unit(ALIGN * ranks, machine, ranks=ranks, by_parts=way) for way in (False, True))
+    return machine.gpu is not None and whole is not None and parts is not None and parts < whole
+
+
+def _of_unit(
+    elements: int, machine: MachineProfile, *, ranks: int, by_parts: bool, item_bytes: int = 2
+) -> float | None:
+    return seconds_of(taken(elements, item_bytes=item_bytes, ranks=ranks, by_parts=by_parts), machine, ranks=ranks)
+
+
+def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile, *, ranks: int) -> list[Bound]:
+    """Return the time bounds of the phases in which weights are gathered."""
+    return [
+        Bound(
+            phase,
+            seconds_of(size, machine, ranks=ranks),
+            f"{format_bytes(size.from_ram)} of weights to each device from RAM, {format_bytes(size.from_others)} "
+            "from other devices",
+            "gpus",
+        )
+        for phase, size in moved.items()
+    ]
+
+
+def describe_weight_transfer(
+    wish: Take, elements: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
+) -> str:
+    """Return a sentence with the seconds of both ways for a unit of `elements`, and the chosen one."""
+    told = []
+    for way in (False, True):
+        seconds = _of_unit(elements, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
+        told.append("unknown" if seconds is None else format_seconds(seconds))
+    asked = "" if wish == "auto" else f" (tiered.weight_transfer={wish})"
+    taken_so = "all_gather" if by_parts else "direct"
+    return (
+        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {told[0]} if each GPU copies "
+        f"all of it from RAM (direct), {told[1]} if each copies its shard and they exchange the shards (all_gather)"
+    )
+
+
+def with_order(shape: ModelShape, shown: Order) -> ModelShape:
+    """Return the shape with the recorded order, or without one if the weights are registered in that order."""
+    return replace(shape, order=None if shown == _registered(units_of(shape)) else shown)
+
+
+def orders(units: Sequence[Unit], shape: ModelShape, *, again: bool) -> tuple[list[int], list[int]]:
+    """Return unit indices in the order of use by a forward and by a backward.
+
+    `again`: the backward recomputes each block. This includes frozen blocks with nothing trained before them, because
+    transformers makes the first checkpointed block's input require a gradient (`activation_checkpointing_enable`).
+    """
+    order, forward = _order(units, shape), _inside(units, shape)
+    backward = {name: inside[::-1] for name, inside in forward.items()}
+    names = list(order.backward)
+    if again:
+        backward |= _shown(units, shape, {each.block: each.backward for each in shape.needs})
+        blocks = {unit.within for unit in units if unit.within} - set(names)
+        names += [name for name in order.forward[::-1] if name in blocks]
+    return (
+        [unit for name in order.forward for unit in forward[name]],
+        [unit for name in names for unit in backward[name]],
+    )
+
+
+def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
+    """Return unit indices in the order in which a backward completes their gradients.
+
+    A unit that runs several times occurs once, except for a tied head, which occurs for each use.
+    """
+    names, inside = _order(units, shape).forward, _inside(units, shape)
+    tied, first = set(_tied(units)), dict(zip(names[::-1], range(len(names) - 1, -1, -1), strict=True))
+    once = [name for place, name in enumerate(names) if name in tied or place == first[name]]
+    return [unit for name in once for unit in inside[name]][::-1]
+
+
+def _order(units: Sequence[Unit], shape: ModelShape) -> Order:
+    return shape.order or _registered(units)
+
+
+def _registered(units: Sequence[Unit]) -> Order:
+    first = next((place for place, unit in enumerate(units) if unit.within), len(units))
+    before, tied = [unit.name for unit in units[:first]], _tied(units[:first])
+    behind = list(dict.fromkeys(unit.within or unit.name for unit in units[first:]))
+    return Order((*before, *behind, *tied), (*tied[::-1], *behind[::-1]))
+
+
+def _tied(units: Sequence[Unit]) -> list[str]:
+    return [unit.name for unit in units if not unit.within and any(place.weight.uses > 1 for place in unit.places)]
+
+
+def _inside(units: Sequence[Unit], shape: ModelShape) -> dict[str, list[int]]:
+    """Return the units of each block, and of each module outside the blocks, in the forward's order of use."""
+    found: dict[str, list[int]] = {}
+    for unit in units:
+        found.setdefault(unit.within or unit.name, []).append(unit.index)
+    return found | _shown(units, shape, {each.block: each.forward for each in shape.needs})
+
+
+def _shown(units: Sequence[Unit], shape: ModelShape, needs: dict[str, tuple[str, ...]]) -> dict[str, list[int]]:
+    """Return the recorded unit order of one call of each block. A block that runs several times repeats it."""
+    unit_of = {place.weight.name: unit.index for unit in units for place in unit.places}
+    calls = Counter(_order(units, shape).forward)
+    one = {block: names[: len(names) // max(1, calls[block])] for block, names in needs.items()}
+    return {block: [unit_of[name] for name in names] for block, names in one.items()}

@@ -1,0 +1,113 @@
+"""Tiers: where weights, gradients, optimizer state and block inputs are placed, and what a machine has there.
+
+TierKind   what a configuration says, and an engine's placement consists of: the GPU, RAM, or the drives
+Tier       one tier of a machine, with its capacity and rates; plans count bytes by its name
+Tiers      all tiers of a machine, by the numbers that the layout gives them (`plan/tiered/layout.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+
+GPU_NAME, RAM_NAME = "gpu", "ram"  # names of tiers in a plan; a drive has its directory's
+
+
+class TierKind(StrEnum):
+    """A kind of tier, with the value that configuration keys have for it."""
+
+    GPU = "gpu"  # the device that computes; without a GPU that is host memory
+    RAM = "cpu"
+    DRIVES = "nvme"
+
+
+def kind_asked(value: str | bool) -> TierKind | None:
+    """Return the kind that a configuration key asks for; None for `auto`, and for false."""
+    return TierKind(value) if isinstance(value, str) and value != "auto" else None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tiers of the 16-bit weights and of the optimizer state (fp32 masters and moments)."""
+
+    params: TierKind
+    optimizer: TierKind
+    zero: int | None = None  # the requested stage
+
+    @property
+    def stage(self) -> int:
+        """Return the ZeRO stage: as requested, else 2 with weights on the device and state in memory, else 3."""
+        return self.zero or (2 if self.params == TierKind.GPU and self.optimizer != TierKind.DRIVES else 3)
+
+    def __str__(self) -> str:
+        return f"params {self.params}, optimizer {self.optimizer}"
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes on one tier, with a name and the reason."""
+
+    tier: str  # the tier's name
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One tier of a machine, for all ranks there."""
+
+    name: str  # `GPU_NAME`, `RAM_NAME`, or the directory of a drive
+    capacity: int  # bytes
+    drive: DriveFacts | None = None  # filesystem, disk and rates, if it is a drive
+
+    def item(self, name: str, size: int, why: str) -> Item:
+        """Return an entry of the plan for `size` bytes on this tier."""
+        return Item(self.name, name, size, why)
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The tiers of one machine."""
+
+    gpu: Tier  # all its GPUs; nothing is placed there if it has none
+    ram: Tier
+    drives: tuple[Tier, ...]
+    has_gpu: bool
+
+    @property
+    def device(self) -> Tier:
+        """Return the tier that computes."""
+        return self.gpu if self.has_gpu else self.ram
+
+    def __getitem__(self, home: int) -> Tier:
+        """Return the tier of a page or a unit: `DEVICE`, `RAM`, or a drive by its number."""
+        return self.drives[home] if home >= 0 else self.ram if home == RAM else self.device
+
+
+# Homes of pages and units. Drives are 0, 1, ...; ELSEWHERE means that another node has the page. Manifests of page
+# files store these numbers.
+RAM, DEVICE, ELSEWHERE = -1, -2, -3
+
+
+def on_drive(home: int) -> bool:
+    """Return whether a page or a unit with this home is on one of the drives."""
+    return home >= 0
+
+
+def tiers_of(machine: MachineProfile, *, here: int = 1) -> Tiers:
+    """Return the tiers of a machine that runs `here` ranks."""
+    return Tiers(
+        gpu=Tier(GPU_NAME, machine.gpu_bytes * here),
+        ram=Tier(RAM_NAME, machine.ram_bytes),
+        drives=tuple(Tier(drive.directory, drive.free_bytes, drive) for drive in machine.drives),
+        has_gpu=machine.gpu is not None,
+    )
+
+
+def sum_of(items: Sequence[Item], tier: Tier) -> int:
+    """Return the bytes that the items have on a tier."""
+    return sum(item.bytes for item in items if item.tier == tier.name)

@@ -258,7 +258,11 @@ def peak_of(
     beside = now(counted.before) - hidden
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
     if checkpointing:
-        below = _inputs(hidden, blocks=len(parts), keepers=keepers) if inputs_here else [hidden] * (len(parts) + 1)
+        shard = -(-hidden // keepers)  # only the current input is undivided
+        below = [
+            hidden + shard * (min(number + 1, len(parts)) if keepers > 1 else number) if inputs_here else hidden
+            for number in range(len(parts) + 1)
+        ]
     else:
         below = [hidden]
         for part in parts:
@@ -280,13 +284,6 @@ def peak_of(
     peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
     peaks.append(Peak(0, most(counted.embedding) + waiting, "in the embedding's backward"))
     return max(peaks, key=lambda peak: peak.bytes)
-
-
-def _inputs(hidden: int, *, blocks: int, keepers: int) -> list[int]:
-    """Return the bytes of block inputs at each block, and after the last one; only the current input is undivided."""
-    if keepers == 1:
-        return [hidden * (number + 1) for number in range(blocks + 1)]
-    return [hidden + -(-hidden // keepers) * min(number + 1, blocks) for number in range(blocks + 1)]
 
 
 def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients: bool) -> int:

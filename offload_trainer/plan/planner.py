@@ -461,16 +461,13 @@ def any_placement_fits(
     work = workload(config, layouts.shape, world=world, nodes=nodes, saves=saves)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
+        beside = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
-        if any(_fits(one, each, machine) for one in reversed(candidates)):  # the ones with the least on the GPU first
-            return True
+        for one in reversed(candidates):  # the ones with the least on the GPU first
+            room = room_of([*one.items(), *beside], each, machine)
+            if all(tier["need"] <= tier["have"] for tier in room.values()):
+                return True
     return False
-
-
-def _fits(one: Candidate, work: Workload, machine: MachineProfile) -> bool:
-    beside = [*reserve_items(machine, here=work.here), *saved_items(work, output=machine.output.directory)]
-    tiers = room_of([*one.items(), *beside], work, machine)
-    return all(room["need"] <= room["have"] for room in tiers.values())
 
 
 def longest(context: int, fits: Callable[[int], bool]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
-from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, layer_key, update_key
+from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
@@ -197,32 +197,24 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
         if not read and not written:
             continue
         if disk == DEVICE_COPIES:
-            seconds = _device_seconds(machine, read=read, written=written)
+            rates = machine.rates
+            if machine.gpu is not None:
+                seconds = _at_once(read, written, rates.to_device, rates.from_device, rates.both_ways, rates.both_ways)
+            else:  # a copy on a CPU reads and writes each byte
+                seconds = None if rates.memory is None else 2 * (read + written) / rates.memory.value
             ways = ((read, "to the device"), (written, "from the device"))
             what = ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
         else:
             drives = [drive for drive in (machine.drive(part.place) for part in parts) if drive]
-            alone = _drive_seconds(drives[0] if drives else None, read=read, written=written)
-            seconds = None if alone is None else stretch * alone
+            timed = drives[0].rates if drives else None
+            seconds = None
+            if timed is not None:
+                alone = _at_once(read, written, timed.read, timed.write, timed.mixed_read, timed.mixed_write)
+                seconds = None if alone is None else stretch * alone
             ways = ((read, "read"), (written, "written"))
             what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
         bounds.append(Bound(phase, seconds, what, "device" if disk == DEVICE_COPIES else "drive", disk))
     return bounds
-
-
-def _device_seconds(machine: MachineProfile, *, read: int, written: int) -> float | None:
-    """Return the seconds of simultaneous copies both ways; a copy on a CPU reads and writes each byte."""
-    rates = machine.rates
-    if machine.gpu is None:
-        return None if rates.memory is None else 2 * (read + written) / rates.memory.value
-    return _at_once(read, written, rates.to_device, rates.from_device, rates.both_ways, rates.both_ways)
-
-
-def _drive_seconds(drive: DriveFacts | None, *, read: int, written: int) -> float | None:
-    if drive is None or drive.rates is None:
-        return None
-    rates: DriveRates = drive.rates
-    return _at_once(read, written, rates.read, rates.write, rates.mixed_read, rates.mixed_write)
 
 
 def _at_once(

@@ -410,21 +410,17 @@ class TieredCandidate:
         if not (self.sizes.overlap or self.may_overlap):
             return self.sizes, found
         behind = self.behind(found)
-        gains = self._costs_nothing if found.step is None else behind.hidden >= WORTH * found.step
+        if found.step is not None:
+            gains = behind.hidden >= WORTH * found.step
+        else:
+            # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
+            # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.
+            gains = self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
         if not self.sizes.overlap and not gains:
             return self.sizes, replace(found, could_hide=behind.hidden)
         if self.sizes.ahead:
             return self.sizes, self._ahead(found, behind.hidden)
         return replace(self.sizes, overlap=True), behind
-
-    @property
-    def _costs_nothing(self) -> bool:
-        """Return whether to overlap the update with the next forward if no seconds are known.
-
-        Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the CPU
-        computes the model, there must be more cores than ranks, since each rank's update needs a core too.
-        """
-        return self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
 
     def behind(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
@@ -521,32 +517,25 @@ class TieredCandidate:
 
     def tunable(self) -> list[tuple[str, ...]]:
         """Return groups of settings for `tune` to try; none of them changes a result or a placement."""
-        groups: list[tuple[str, ...]] = []
+        sizes, work, groups = self.sizes, self.work, list[tuple[str, ...]]()
         if self.uses_drives:
-            groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *self._backends()))
-            groups.append(("tiered.page_size=2097152", "tiered.page_size=8388608"))
-            groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
-            if self._fewer_bytes:
-                groups.append(("tiered.master_format=split",))
+            io, other = ["tiered.io_threads=2", "tiered.io_threads=8"], "tiered.io=async_io"
+            rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
+            if any(rates.tried.get(other, 0.0) > rates.tried.get(rates.words, 0.0) for rates in rated):
+                io.append(other)
+            groups += [
+                tuple(io),
+                ("tiered.page_size=2097152", "tiered.page_size=8388608"),
+                ("tiered.page_buffers=4", "tiered.page_buffers=10"),
+            ]
+            can_split = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
+            on_drives = sizes.gpu_fraction + sizes.ram_fraction < 1
+            # With weights on drives, split masters do not reduce the traffic, since the old weights are read as well.
+            if can_split and on_drives and self.placement.params != TierKind.DRIVES:
+                groups.append((REMAINDER,))
         if self.placement.params != TierKind.GPU:
             groups.append(("tiered.weight_buffers=2", "tiered.weight_buffers=4"))
         return groups
-
-    @property
-    def _fewer_bytes(self) -> bool:
-        """Return whether split masters are possible and would reduce drive traffic.
-
-        With weights on drives they would not, since the old weights are read as well.
-        """
-        sizes, work = self.sizes, self.work
-        can = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
-        return can and sizes.gpu_fraction + sizes.ram_fraction < 1 and self.placement.params != TierKind.DRIVES
-
-    def _backends(self) -> list[str]:
-        """Return the setting for DeepSpeed's async_io if `bench` found it faster than threads on a drive."""
-        other = "tiered.io=async_io"
-        rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
-        return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []
 
 
 def all_to_alls(work: Workload) -> list[Collective]:

@@ -141,7 +141,7 @@ def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, tiers: Tiers, e:
 
 def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int) -> list[Item]:
     ram, device = tiers.ram.item, tiers.device.item
-    held = _held([e * unit.elements for unit in units], homes)
+    held = _held([unit.stored_bytes(e) for unit in units], homes)
     held[DEVICE] = held.get(DEVICE, 0) * sizes.here
     away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
     if not away:
@@ -156,7 +156,7 @@ def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes,
     if sizes.by_parts and tiers.has_gpu:
         why = "NCCL's buffers for gathering weights; assumed"
         items.append(device("all-gather", sizes.here * NCCL_BYTES, why))
-    stored = max((e * unit.elements for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
+    stored = max((unit.stored_bytes(e) for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
     if sizes.nodes > 1 and stored:
         through = sizes.here * e * largest_range(away, ranks=sizes.ranks)
         why = "one shard of each rank, between drives of different nodes"
@@ -266,7 +266,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
         elements, by_parts = units[unit].elements, sizes.by_parts and homes.weights[unit] == RAM
         into = taken(elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
-        move(homes.weights[unit], phase, read=times * e * elements)
+        move(homes.weights[unit], phase, read=times * units[unit].stored_bytes(e))
         move(DEVICE, phase, read=times * into)
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
     gradients = as_gradients_come(units, work.shape)

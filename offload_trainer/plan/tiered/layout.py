@@ -13,7 +13,7 @@ allocates with them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -50,6 +50,10 @@ class Unit:
     trained: int  # the trainable weights occupy [0, trained); a multiple of ALIGN
     elements: int  # trainable and frozen weights; a multiple of ALIGN
     within: str = ""  # name of the block that contains the unit, or is the unit
+
+    def stored_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of the unit's weights where they are stored, with `item_bytes` for an element in use."""
+        return item_bytes * self.elements
 
     @property
     def is_part(self) -> bool:
@@ -164,17 +168,13 @@ def pages_of(
                 gpu_fraction=gpu_fraction,
                 last=last,
             )
-        found += _from(
-            page_groups[lengths], {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
+        begins = {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
+        found += (
+            [Page(one.unit, begins[one.unit] + one.start, one.elements, one.home) for one in page_groups[lengths]]
+            if any(begins.values())
+            else page_groups[lengths]
         )
     return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
-
-
-def _from(pages: Sequence[Page], begins: Mapping[int, int]) -> Sequence[Page]:
-    """Return `pages`, whose starts are relative to a rank's range, with starts relative to their unit."""
-    if not any(begins.values()):
-        return pages
-    return [Page(one.unit, begins[one.unit] + one.start, one.elements, one.home) for one in pages]
 
 
 def _pages_of_rank(
@@ -221,12 +221,15 @@ def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Pag
         if page.elements > elements:
             if not elements:
                 return inside, list(pages[place:])
-            inside.append(Page(page.unit, page.start, elements, home))
-            rest = replace(page, start=page.start + elements, elements=page.elements - elements)
-            return inside, [rest, *pages[place + 1 :]]
+            head, rest = _split(page, elements)
+            return [*inside, replace(head, home=home)], [rest, *pages[place + 1 :]]
         inside.append(Page(page.unit, page.start, page.elements, home))
         elements -= page.elements
     return inside, []
+
+
+# -- where pages end: `_cut` and `_split` decide it alone, at any multiple of ALIGN, also inside a matrix. The range of
+# a rank ends at a multiple of ALIGN too (`range_of_rank`).
 
 
 def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
@@ -235,6 +238,12 @@ def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
         return []
     size = aligned(-(-elements // -(-elements // page)))
     return [Page(unit.index, start, min(size, elements - start)) for start in range(0, elements, size)]
+
+
+def _split(page: Page, elements: int) -> tuple[Page, Page]:
+    """Return the first `elements` of a page, and the rest of it."""
+    rest = Page(page.unit, page.start + elements, page.elements - elements, page.home)
+    return replace(page, elements=elements), rest
 
 
 def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
@@ -248,9 +257,8 @@ def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
         if moved == page.elements:
             settled.append(replace(page, home=target))
         elif moved:
-            kept = page.elements - moved
-            settled.append(Page(page.unit, page.start + kept, moved, target))
-            settled.append(replace(page, elements=kept))
+            head, rest = _split(page, page.elements - moved)
+            settled += [replace(rest, home=target), head]
         else:
             settled.append(page)
     return settled[::-1]
@@ -324,24 +332,19 @@ def homes_of(
         pages=tuple(pages),
         weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
         gradients=tuple(map(gradient, units)),
-        owners=tuple(_owner(units[page.unit], page, ranks=ranks) for page in pages) if ranks > 1 else (),
+        owners=tuple(rank_of(units[page.unit], page.start, ranks=ranks) for page in pages) if ranks > 1 else (),
     )
-
-
-def _owner(unit: Unit, page: Page, *, ranks: int) -> int:
-    return rank_of(unit, page.start, ranks=ranks)
 
 
 def on_node(homes: TierMap, here: range) -> TierMap:
     """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
     if not homes.owners:
         return homes
-    owned = zip(homes.pages, homes.owners, strict=True)
-    return replace(homes, pages=tuple(page if rank in here else _elsewhere(page) for page, rank in owned))
-
-
-def _elsewhere(page: Page) -> Page:
-    return Page(page.unit, page.start, page.elements, ELSEWHERE)
+    pages = [
+        page if rank in here else Page(page.unit, page.start, page.elements, ELSEWHERE)
+        for page, rank in zip(homes.pages, homes.owners, strict=True)
+    ]
+    return replace(homes, pages=tuple(pages))
 
 
 def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:

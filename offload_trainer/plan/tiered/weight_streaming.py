@@ -98,7 +98,12 @@ class Rings:
         may be filled.
         """
         keep: set[int] = set() if current is None else {current}
-        left = {kind: self._left(current, of_blocks=kind) for kind in (True, False)}
+        left = {}
+        for kind in (True, False):
+            left[kind] = count = self.count(of_blocks=kind)
+            if current is not None:
+                least = 0 if self._units[current].block == kind else min(1, count)
+                left[kind] = max(least, count - self.together[kind])
         for unit in islice(following, 2 * len(self.slots)):
             if unit in keep:
                 continue
@@ -112,13 +117,6 @@ class Rings:
                 yield unit, number
             keep.add(unit)
             left[kind] -= 1
-
-    def _left(self, current: int | None, *, of_blocks: bool) -> int:
-        count = self.count(of_blocks=of_blocks)
-        if current is None:
-            return count
-        least = 0 if self._units[current].block == of_blocks else min(1, count)
-        return max(least, count - self.together[of_blocks])
 
 
 def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[int]:

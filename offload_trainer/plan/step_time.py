@@ -15,6 +15,7 @@ from statistics import median, quantiles
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.tiered.layout import Page, Unit
+from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -397,13 +398,13 @@ class BackwardOverlap:
 
 def share_on_drives(pages: Sequence[Page]) -> float:
     """Return the share of the update whose pages are on drives."""
-    return sum(page.elements for page in pages if page.home >= 0) / (sum(page.elements for page in pages) or 1)
+    return sum(page.elements for page in pages if on_drive(page.home)) / (sum(page.elements for page in pages) or 1)
 
 
 def share_that_is_last(units: Sequence[Unit], pages: Sequence[Page]) -> float:
     """Return the share of the pages on drives that belong to units before the blocks, which complete last."""
     first = _first_block(units)
-    away = [page for page in pages if page.home >= 0]
+    away = [page for page in pages if on_drive(page.home)]
     return sum(page.elements for page in away if page.unit < first) / (sum(page.elements for page in away) or 1)
 
 

@@ -85,7 +85,7 @@ class Tiers:
 
     def __getitem__(self, home: int) -> Tier:
         """Return the tier of a page or a unit: `DEVICE`, `RAM`, or a drive by its number."""
-        return self.drives[home] if home >= 0 else self.ram if home == RAM else self.device
+        return self.drives[home] if on_drive(home) else self.ram if home == RAM else self.device
 
 
 # Homes of pages and units. Drives are 0, 1, ...; ELSEWHERE means that another node has the page. Manifests of page

@@ -27,7 +27,7 @@ from offload_trainer.plan.tiered.layout import (
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
-from offload_trainer.plan.tiers import Placement, TierKind
+from offload_trainer.plan.tiers import Placement, TierKind, on_drive
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -184,7 +184,7 @@ def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: in
     `several`: there are several micro-batches. The first gradient of a weight is copied directly into a sum in RAM with
     the same dtype, and needs no staging.
     """
-    through = [unit for unit, home in zip(units, homes, strict=True) if home >= 0 or (several and home == RAM)]
+    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (several and home == RAM)]
     size = item_bytes * sum(unit.trained for unit in through)
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
 

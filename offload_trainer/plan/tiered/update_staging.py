@@ -15,6 +15,7 @@ from typing import Literal
 
 from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, Page, TierMap
 from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.plan.tiers import on_drive
 
 Part = Literal["state", "gradient", "weights"]
 
@@ -66,9 +67,9 @@ def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
             device.add("gradient")
         if weights != DEVICE:
             device.add("weights")
-        if gradient >= 0:
+        if on_drive(gradient):
             host.add("gradient")
-        if weights >= 0:
+        if on_drive(weights):
             host.add("weights")
         return Route(number, page, frozenset(host), frozenset(device))
     if page.home != RAM:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.machine import MachineProfile
@@ -145,23 +145,29 @@ class Layouts:
 
     def homes(self, placement: Placement, sizes: TierSizes) -> TierMap:
         """Return the tiers on the first node; see `homes_in`."""
-        return _homes_of(self.units, self.pages(**_divided(sizes)), placement, sizes, node=0)
+        return homes_in(self.units, placement, sizes, cut=self.pages)
 
 
-def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
-    """Return the tiers of pages, weights and gradients on node `node`; every node has all weights."""
-    return _homes_of(units, pages_of(units, **_divided(sizes)), placement, sizes, node=node)
-
-
-def _divided(sizes: TierSizes) -> dict[str, Any]:
-    """Return the arguments of `pages_of` other than the units."""
-    names = ("page", "gpu_fraction", "ram_fraction", "speeds", "ranks", "ahead")
-    return {name: getattr(sizes, name) for name in names}
-
-
-def _homes_of(
-    units: Sequence[Unit], pages: Sequence[Page], placement: Placement, sizes: TierSizes, *, node: int
+def homes_in(
+    units: Sequence[Unit],
+    placement: Placement,
+    sizes: TierSizes,
+    *,
+    node: int = 0,
+    cut: Callable[..., tuple[Page, ...]] | None = None,
 ) -> TierMap:
+    """Return the tiers of pages, weights and gradients on node `node`; every node has all weights.
+
+    `cut` is `pages_of` for these units, or a cached one.
+    """
+    pages = (cut or partial(pages_of, units))(
+        page=sizes.page,
+        gpu_fraction=sizes.gpu_fraction,
+        ram_fraction=sizes.ram_fraction,
+        speeds=sizes.speeds,
+        ranks=sizes.ranks,
+        ahead=sizes.ahead,
+    )
     homes = homes_of(
         units,
         pages,

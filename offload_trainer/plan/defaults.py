@@ -7,10 +7,7 @@ from typing import Literal
 
 from offload_trainer.config import ModelSection, TrainSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import (
-    MachineProfile,
-    has_bf16,
-)
+from offload_trainer.plan.machine import MachineProfile, has_bf16
 from offload_trainer.plan.shape import ModelShape
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves

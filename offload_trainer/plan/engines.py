@@ -24,13 +24,7 @@ from offload_trainer.plan.deepspeed.engine import DeepSpeed
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, process_items
 from offload_trainer.plan.parallel.tensor_degree import tensor_of
-from offload_trainer.plan.step_time import (
-    UPDATE_START,
-    Bound,
-    Forecast,
-    Traffic,
-    update_rate,
-)
+from offload_trainer.plan.step_time import UPDATE_START, Bound, Forecast, Traffic, update_rate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
 from offload_trainer.plan.workload import Workload

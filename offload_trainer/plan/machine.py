@@ -262,6 +262,10 @@ def describe_rates(machine: MachineProfile) -> str:
     return "\n".join(lines)
 
 
+# -- what a GPU can run, by its compute capability. A binary for sm_XY runs on GPUs of the same major version from XY
+# on. compute_XY is PTX, which the driver compiles for any GPU from XY on. The suffix `a` restricts code to that
+# capability, `f` to its family (CUDA's programming guide, "Compute capabilities"). AMD GPUs have no capability here.
+
 BF16_FROM = (8, 0)  # Ampere; older GPUs emulate bf16
 _CU126_UP_TO = (7, 5)  # since torch 2.11 only CUDA 12.6 wheels support Volta and older (pytorch #172352, #175253)
 _CU126 = "pip install --force-reinstall 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126"

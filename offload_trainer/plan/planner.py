@@ -17,13 +17,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
 from offload_trainer.plan.defaults import micro_batches, row_length, wants_checkpointing, with_dtype_of_card
-from offload_trainer.plan.engines import (
-    Candidate,
-    Engine,
-    combination_mistakes,
-    engine_of,
-    settings_of_others,
-)
+from offload_trainer.plan.engines import Candidate, Engine, combination_mistakes, engine_of, settings_of_others
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, refuse_card
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
 from offload_trainer.plan.parallel.tensor_degree import divisions, tensor_of, why

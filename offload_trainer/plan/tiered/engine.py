@@ -33,25 +33,10 @@ from offload_trainer.plan.step_time import (
     update_rate,
 )
 from offload_trainer.plan.tiered.footprint import bytes_of_additions, taken_by_parts, tiered_items, tiered_traffic
-from offload_trainer.plan.tiered.layout import (
-    TierMap,
-    Unit,
-    is_divided,
-)
-from offload_trainer.plan.tiered.spec import (
-    Layouts,
-    TierSizes,
-    shares_in_words,
-    shares_that_fit,
-    tier_sizes,
-)
+from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
+from offload_trainer.plan.tiered.spec import Layouts, TierSizes, shares_in_words, shares_that_fit, tier_sizes
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.weight_streaming import (
-    Take,
-    TransferBytes,
-    bounds_by_parts,
-    describe_weight_transfer,
-)
+from offload_trainer.plan.tiered.weight_streaming import Take, TransferBytes, bounds_by_parts, describe_weight_transfer
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds

@@ -269,6 +269,11 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         mistakes.append(f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out")
     if args.save_only_model and args.load_best_model_at_end:
         mistakes.append("save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state")
+    if session.trained and not isinstance(session.model, PreTrainedModel) and args.save_strategy != "no":
+        mistakes.append(
+            f"save_strategy={args.save_strategy.value!r}: the Trainer would copy all weights of a model that is not "
+            "transformers': save_strategy='no', and call session.save or session.export"
+        )
     if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
         mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
     several = 2 if hasattr(args, "precompute_ref_log_probs") else 1  # preference training: chosen, rejected

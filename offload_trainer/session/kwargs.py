@@ -80,6 +80,10 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "weight_decay": "give it to session.adamw",
     "max_grad_norm": "call session.clip_grad_norm_",
 }
+_OF_LOAD = dict.fromkeys(
+    ("random_init", "overrides", "attention", "trust_remote_code"),
+    "ot.load takes it; a module in memory stays as is",
+) | {"freeze": "call requires_grad_(False) of the module's parameters instead, before it is offloaded"}
 
 
 def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
@@ -90,6 +94,8 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
     for key, value in given.items():
         if key not in KEYS:
             raise UserError(f"{key}={value!r}: {_unknown(key)}")
+        if name is None and key in _OF_LOAD and value and value != "auto":
+            raise UserError(f"{key}={value!r}: {_OF_LOAD[key]}")
     if given.get("overlap") == "backward":
         raise UserError(
             "overlap='backward': in a session, learning rate and clipping factor are known only after the backward; "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import start
+from torch import nn
 from trained import assert_same, told, weights
 from trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
@@ -255,3 +256,14 @@ def test_what_cannot_be_right_is_refused(
 ) -> None:
     with loaded(folder, drive) as model, pytest.raises(UserError, match=said):
         ours(model, tmp_path, **words)
+
+
+def test_saving_a_model_that_is_not_transformers_is_refused(drive: Path, tmp_path: Path) -> None:
+    """The Trainer would write such a model's weights from memory, so it is refused before the first step."""
+    module = nn.Linear(16, 16)
+    with offload(module, nvme=drive, say=lambda line: None, **HOMES["drive"]) as session:
+        attach(session)
+        words: dict[str, Any] = {"eval_strategy": "no", "per_device_train_batch_size": 1}
+        with pytest.raises(UserError, match=r"save_strategy='steps': .* session\.export"):
+            Ours(module, arguments(tmp_path, **words))
+        Ours(module, arguments(tmp_path, save_strategy="no", **words))

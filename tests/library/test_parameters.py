@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import offload_trainer as ot
+from offload_trainer.hf import attach
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import parameter_operations
@@ -293,6 +294,53 @@ def test_parameters_without_dimensions(offloaded: Offloaded) -> None:
     assert list(trained(model, session, square)) == list(trained(reference, None, square))
     with torch.no_grad(), pytest.raises(ot.UserError, match="scale"):
         model.scale.data.clamp_(0, 1)
+
+
+@every_home
+def test_parameters_without_dimensions_are_listed_and_have_gradients(offloaded: Offloaded) -> None:
+    model, reference, session = offloaded
+    attach(session)
+    assert torch.equal(model.state_dict()["scale"], reference.scale)
+    for one in (model, reference):
+        square(one, 0).backward()
+    assert model.scale.grad.shape == ()
+    assert torch.equal(model.scale.grad, reference.scale.grad)
+
+
+@every_home
+@pytest.mark.parametrize("nested", [False, True])
+def test_parameters_of_two_sessions_meet_in_one_operation(
+    nested: bool, home: str, offloaded: Offloaded, tmp_path: Path
+) -> None:
+    """Weights of two sessions, also of the same names, have their values and gradients in one operation."""
+    model, reference, _ = offloaded
+    other = net()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    other_reference = copy.deepcopy(other)
+
+    def together(one: Net, two: Net) -> torch.Tensor:
+        found = []
+        for name, parameter in one.named_parameters():
+            its = two.get_parameter(name)
+            found.append(torch.stack([parameter, its]).prod(0).sum() if nested else (parameter * its).sum())
+        return torch.stack(found).sum() + (one.head.weight.T @ two.head.weight.T).square().sum()
+
+    with ot.offload(other, nvme=tmp_path, say=lambda line: None, **HOMES[home]):
+        assert torch.equal(model.head.weight, reference.head.weight)
+        assert not torch.equal(model.head.weight, other.head.weight)
+        found, expected = together(model, other), together(reference, other_reference)
+        assert float(found.detach()) == float(expected.detach())
+        found.backward()
+        expected.backward()
+        for ours, theirs in ((model, reference), (other, other_reference)):
+            for name, parameter in ours.named_parameters():
+                gradient = theirs.get_parameter(name).grad
+                assert (parameter.grad is None) == (gradient is None), name
+                assert gradient is None or torch.equal(parameter.grad, gradient), name
+        with pytest.raises(ot.UserError, match="write"):
+            other.scale.copy_(model.scale)
 
 
 @pytest.mark.parametrize("part", [nn.Embedding(8, 4, max_norm=1.0), nn.EmbeddingBag(8, 4, max_norm=1.0)], ids=repr)

@@ -669,6 +669,8 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
     [
         ({"dtpye": "fp32"}, "dtpye='fp32': a session has no such key; did you mean dtype?"),
         ({"lr": 1e-3}, "give it to session.adamw"),
+        ({"freeze": ["."]}, r"freeze=\['\.'\]: call requires_grad_\(False\)"),
+        ({"attention": "eager"}, "attention='eager': ot.load takes it"),
         ({"dtype": "fp16"}, "no loss scale, so no fp16"),
         ({"params": "nvme"}, 'params="nvme" needs a drive: add nvme='),
         ({"page_size": 7}, "page_size: 7 is not allowed"),

@@ -53,7 +53,7 @@ class LazyWeight(torch.Tensor):
             device: device of the values.
             keeps: keep the values in memory once their address is requested; otherwise that raises UserError.
         """
-        nothing = torch.full((1,), torch.nan, dtype=dtype or like.dtype, device=device)
+        nothing = torch.full((), torch.nan, dtype=dtype or like.dtype, device=device)
         made = nothing.expand(like.shape).as_subclass(cls)
         made.read, made.write, made.keeps = read, write, keeps
         return made

@@ -349,9 +349,13 @@ def _run_with_values(
     parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
     _refuse_unsupported(func, operation.name, parameters[0])
     _refuse_writing(operation, args, kwargs)
+    lender = parameters[0].lender
+    if any(one.lender is not lender for one in parameters):  # each session fetches its own weights
+        args, kwargs = _copied(args, lender), _copied(kwargs, lender)
+        return _run_with_values(func, args, kwargs, operation)
     with (
         torch._C.DisableTorchFunctionSubclass(),
-        parameters[0].lender.borrow_weights([one.weight for one in parameters]),
+        lender.borrow_weights([one.weight for one in parameters]),
     ):
         for one in found:
             if type(one) is ParameterView:
@@ -378,6 +382,15 @@ def _collect(values: Any, found: list[Shared]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
+
+
+def _copied(given: Any, lender: WeightProvider) -> Any:
+    """Replace parameters and views of other lenders among (nested) arguments by copies, which autograd follows."""
+    if type(given) in _SHARED:
+        return given if _parameter_of(given).lender is lender else given.clone()
+    if isinstance(given, list | tuple):
+        return (list if isinstance(given, list) else tuple)(_copied(one, lender) for one in given)
+    return {name: _copied(one, lender) for name, one in given.items()} if isinstance(given, dict) else given
 
 
 def _parameter_of(one: Shared) -> OffloadedParameter:

@@ -148,7 +148,7 @@ def _what_ends_documents(end: int | None, *given: Any) -> int | None:
 
 
 def first_row(data: RunData, *, seq_len: int) -> list[str]:
-    """Return the first row as text, one line per span with or without loss; empty if every token has loss.
+    """Return the first row as text, one line per span with or without loss.
 
     In a packed row each conversation starts with a line with its number. The last line counts the padding.
     """
@@ -159,9 +159,8 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
     reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.vocabulary)
     row = reader.rows_at([0])
     inputs, targets = row.inputs[0].tolist(), row.targets[0].tolist()
-    if IGNORED not in targets:
-        return []
-    learned = [False, *(target != IGNORED for target in targets[:-1])]
+    # The first token has no loss in any row; where it is the only one, the row is shown as learned.
+    learned = [IGNORED not in targets, *(target != IGNORED for target in targets[:-1])]
     positions = list(range(seq_len)) if row.positions is None else row.positions[0].tolist()
     text_end = seq_len - row.padding
     begins = [place for place in range(text_end) if positions[place] == 0]

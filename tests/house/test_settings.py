@@ -33,6 +33,25 @@ def test_defaults_are_valid() -> None:
     assert load_config([]) == TrainConfig()
 
 
+def test_several_texts_behind_one_flag_and_texts_by_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern that the shell has not expanded means its files, sorted, in flags, keys and files alike."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.txt", "a.txt", "c.md", "[d].txt"):
+        Path(name).touch()
+    Path("of.yaml").write_text("data:\n  path: [c.md, '?.txt']\n")
+    for words, expected in (
+        (["--data", "b.txt", "a.txt", "--lr", "1e-3"], ("b.txt", "a.txt")),
+        (["--data", "?.txt"], ("a.txt", "b.txt")),
+        (["--data", "c.md", "?.txt", "--data", "b.*"], ("c.md", "a.txt", "b.txt", "b.txt")),
+        (["data.path=['?.txt']"], ("a.txt", "b.txt")),
+        (["of.yaml"], ("c.md", "a.txt", "b.txt")),
+        (["--data", "[d].txt"], ("[d].txt",)),
+        (["--data", "none*.txt"], ("none*.txt",)),
+    ):
+        assert load_config(words).data.path == expected, words
+    assert load_config(["--validation-data", "*.md"]).data.validation_path == ("c.md",)
+
+
 def test_order_file_flags_overrides(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("optim:\n  lr: 1e-3\n  max_grad_norm: 0.5\ndata:\n  path: [x, y]\n")

@@ -100,6 +100,20 @@ def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
     assert "an epoch: 15 rows are 3 steps of 6 (--micro-batch x --accumulate x ranks); --steps 6 is 2.4 epochs" in told
 
 
+def test_prepare_shows_a_row_of_plain_text(tmp_path: Path) -> None:
+    """Text has one row shown as well, all of it learned; a pattern means all its files."""
+    for name in ("part-1.txt", "part-2.txt"):
+        (tmp_path / name).write_text("What follows one? Two.\n" * 60)
+    told = ask("prepare", *WORDS, "--data", tmp_path / "part-*.txt", f"data.cache={tmp_path}").stderr
+    assert " in 2 file(s) into " in told
+    (line,) = re.findall(r"the first row:\n  learned  '(.*)'\n", told)
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_TOKENIZER)
+    text = line.encode().decode("unicode_escape")
+    assert text.startswith("What follows one? Two.\nWhat")
+    assert len(tokenizer(text).input_ids) == 32
+    assert "padding" not in told
+
+
 def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
     """The shown row marks each conversation, prints text of any script, and escapes control codes."""
     asked = ["Что?", "为什么", f"لماذا{STEERING}"]

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from bench_of_engines import VOCABULARY, batches
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import offload_trainer as ot
 from offload_trainer.config import TrainConfig
@@ -334,6 +335,52 @@ def test_clipping_within_a_closure(home: str, drive: Path) -> None:
     expected = steps(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True))
     with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
         assert steps(model, session.adamw(lr=1e-2)) == expected
+        assert_trained_alike(session, reference)
+
+
+def lightning_losses(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **words: Any) -> list[float]:
+    """Train with Lightning's automatic optimization: accumulation, clipping and a scheduler; return the losses."""
+    lightning = pytest.importorskip("lightning")
+    losses: list[float] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            inputs, targets = batch
+            loss = functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        default_root_dir=folder,
+        **dict.fromkeys(off, False),
+        **words,
+    )
+    trainer.fit(Module(), DataLoader([(batch.inputs, batch.targets) for batch in batches(8)], batch_size=None))
+    return losses
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("clip", ["norm", "value", None])
+def test_lightning(clip: str | None, home: str, drive: Path, tmp_path: Path) -> None:
+    model, reference = models()
+    words = {"gradient_clip_val": 0.1 if clip == "norm" else 1e-3, "gradient_clip_algorithm": clip} if clip else {}
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    expected = lightning_losses(reference, plain, tmp_path, **words)
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
+        assert lightning_losses(model, session.adamw(lr=1e-2), tmp_path, **words) == expected
         assert_trained_alike(session, reference)
 
 

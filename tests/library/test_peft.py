@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from trained import assert_same, told
 from trainers import HOMES, Ours, arguments, loaded, model_folder, rows
@@ -150,6 +160,35 @@ def test_other_adapters_are_trained_saved_and_resumed(
             inputs = rows(1)[0]["input_ids"][None]
             with torch.no_grad():
                 assert torch.equal(again(inputs).logits, stock.model.eval()(inputs).logits)
+
+
+PROMPTS: dict[str, PeftConfig] = {  # adapters that are no LoRA
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "p-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32),
+    "IA3": IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_and_scales_are_plain_pefts(kind: str, home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+    """Virtual tokens, prefixes and IA3's scales train to the bits of PEFT on a model in memory."""
+
+    def adapted(model: Any) -> PeftModel:
+        torch.manual_seed(7)
+        return get_peft_model(model, copy.deepcopy(PROMPTS[kind]))
+
+    stock = short(Trainer, adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)), tmp_path / "s")
+    stock.train()
+    with loaded(folder, drive, home=home, **FROZEN) as base:
+        trainer = short(Ours, adapted(base), tmp_path / "ours")
+        trainer.train()
+        assert told(trainer)[:-1] == told(stock)[:-1]
+        assert len({entry["loss"] for entry in told(trainer)[:-1]}) == 4
+    assert_same(load_file(tmp_path / "ours/checkpoint-4" / ADAPTERS), load_file(tmp_path / "s/checkpoint-4" / ADAPTERS))
 
 
 @pytest.mark.parametrize(

@@ -122,3 +122,21 @@ def test_a_reference_model_in_memory_is_refused(
 ) -> None:
     with loaded(folder, drive) as model, pytest.raises(UserError, match=r"precompute_ref_log_probs=True"):
         DPO(model, args=DPOConfig(**words(tmp_path)), train_dataset=preferences(), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("mode", ["sync_ref_model", "IterableDataset", "vision"])
+def test_modes_that_need_the_reference_in_memory_are_refused(
+    mode: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The three modes that cannot precompute the reference are refused by name, with it or without it."""
+    data: Any = preferences()
+    if mode == "IterableDataset":
+        data = data.to_iterable_dataset()
+    if mode == "vision":
+        data = data.add_column("images", [[] for _ in data])
+    changes = {"sync_ref_model": True} if mode == "sync_ref_model" else {}
+    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model:
+        for precompute in (False, True):
+            config = DPOConfig(**words(tmp_path, precompute_ref_log_probs=precompute, **changes))
+            with pytest.raises((UserError, ValueError), match=mode if precompute else "precompute_ref_log_probs=True"):
+                DPO(model, args=config, train_dataset=data, processing_class=tokenizer)

@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from conftest import ask
 from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.config import ModelSection
@@ -33,6 +34,15 @@ ROWS = ["--seq-len", "32768", "--micro-batch", "1", "model.activation_checkpoint
 def wide() -> ModelShape:
     """Return a model whose MLPs are 64 times as wide as its hidden states."""
     return with_tiles(resolve_model(ModelSection(overrides=WIDE), seed=0)).shape
+
+
+def test_a_plan_that_tries_pieces_has_no_warnings_of_transformers() -> None:
+    """GPT-2's class has no entry among transformers' losses, of which its tiny model would warn."""
+    words = [f"model.overrides.{key}={value}" for key, value in WIDE.items()]
+    done = ask("plan", "--machine", "rtx4090-64gb", *words, "--seq-len", 65536, "--micro-batch", 8, own=True)
+    assert done.returncode == 0
+    assert "MLPs in chunks of" in done.stdout
+    assert done.stderr == ""
 
 
 def planned(gpu: float, *words: str, rows: Sequence[str] = ROWS) -> Plan:

@@ -256,9 +256,16 @@ def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path:
     whole = contents(lease)
     state, record = whole["state"], whole["record"]
     half = len(state) // 2
+    (place / "other").mkdir()
+    killed("record", 3, "--nvme", place / "other", *ALL, "--lr", "2e-3", output=tmp_path / "other")
+    (other,) = (place / "other/offload-trainer").iterdir()
+    theirs = (other / "state").read_bytes()
+    assert len(theirs) == len(state)
     for name, content, why in (
         ("state", state[half:] + state[:half], "state: page 0, .* of another step or run"),
+        ("state", theirs, "state: page 0, .* of another step or run"),
         ("state", state[:-4096], "state is not there, or is shorter"),
+        ("record", record[:-4096], "record cannot be read: it has .* bytes, and two slots have"),
         ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole: it holds zeros"),
         ("record", None, "record cannot be read: it is not there"),
         ("run.json", None, "run.json cannot be read: it is not there"),

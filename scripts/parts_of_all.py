@@ -38,7 +38,7 @@ from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.tiered import footprint, layout
 from offload_trainer.telemetry.meters import PhaseClock
 
-SECONDS = 240  # time limit of one architecture
+SECONDS = 600  # time limit of one architecture
 VECTORS = 4096  # elements of an aligned unit of vectors
 SMALL = {"all in parts": 0, "what is little stays": 1 << 20}  # elements of a block that stay on the device
 OUTCOMES = ("right", "wrong", "whole", "refused", "traceback", "transformers")

@@ -265,7 +265,7 @@ def main() -> int:
         codes = []
         for rank in ranks:
             try:
-                codes.append(rank.wait(300))
+                codes.append(rank.wait(900))
             except subprocess.TimeoutExpired:
                 rank.kill()
                 codes.append(-9)

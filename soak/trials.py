@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-PATIENCE = 180  # seconds for a command
+PATIENCE = 900  # seconds for a command
 # fields of a step that must be equal, however it was computed
 SAME = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
 CHECKPOINT = re.compile("step-([0-9]+)")

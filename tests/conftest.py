@@ -291,7 +291,7 @@ def box() -> Iterator[Path]:
             folder.rmdir()
         pytest.skip(f"no memory cgroup can be made here: {error}")
     yield folder
-    for _ in range(300):
+    for _ in range(3000):
         try:
             folder.rmdir()
             return

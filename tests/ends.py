@@ -30,7 +30,7 @@ SIGNALS = ("HUP", "INT", "TERM", "QUIT", "USR1")
 PHASES = ("start", "plan", "first build", "training", "save", "prune", "evaluation", "final export")
 STREAMS = ("terminal", "file", "closed pipe", "gone terminal")
 STEPS, EVERY = 6, 2
-PATIENCE = 120  # seconds for a cell
+PATIENCE = 600  # seconds for a cell
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Moment:
         """Wait until the training loop has seen the signal: handlers run in the main thread, and this may be
         another.
         """
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 300
         while self.asked and not (self.asked.stop or self.asked.save) and time.monotonic() < deadline:
             time.sleep(0.001)
 

@@ -89,7 +89,7 @@ class Forks:
     def close(self) -> None:
         assert self._parent.stdin
         self._parent.stdin.close()
-        self._parent.wait(60)
+        self._parent.wait(300)
 
 
 class Fork:

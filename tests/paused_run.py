@@ -1,4 +1,4 @@
-"""paused_run.py STEP FILE WORDS...: run the command, which pauses after step STEP until FILE exists (two minutes)."""
+"""paused_run.py STEP FILE WORDS...: run the command, which pauses after step STEP until FILE exists (five minutes)."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ shown, last, go = Telemetry.step, int(sys.argv[1]), Path(sys.argv[2])
 
 def step(self: Telemetry, record: Any) -> None:
     shown(self, record)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while record.step == last and not go.exists() and time.monotonic() < until:
         time.sleep(0.005)
 

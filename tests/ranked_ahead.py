@@ -69,7 +69,7 @@ def plant(ours: Any, *, accumulate: int) -> None:
     def last(gradient: torch.Tensor) -> torch.Tensor:
         step, number = divmod(seen[0], accumulate)
         seen[0] += 1
-        ahead, end = updater._ahead, time.monotonic() + 60
+        ahead, end = updater._ahead, time.monotonic() + 300
         if ahead is not None:
             wanted = {n for n in updater.numbers if store.pages[n].home >= 0 and store.pages[n].unit in told}
             while not (ahead.error or wanted <= ahead.written.keys()):

@@ -11,7 +11,7 @@ class Threads:
     """Collectives among `world` threads, with a separate barrier for numbers, for tensors and for plain barriers."""
 
     def __init__(self, world: int) -> None:
-        self.barriers = [threading.Barrier(world, timeout=100) for _ in range(3)]
+        self.barriers = [threading.Barrier(world, timeout=300) for _ in range(3)]
         self.told = [0] * world
         self.parts: dict[int, torch.Tensor] = {}
 

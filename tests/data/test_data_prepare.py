@@ -513,7 +513,7 @@ class WaitingTokenizer(CountingTokenizer):
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         self.asked.set()
-        assert self.may.wait(60)
+        assert self.may.wait(300)
         return super().__call__(*arguments, **settings)
 
 
@@ -537,9 +537,9 @@ def test_of_three_that_prepare_a_text_one_does_the_work(tmp_path: Path, source: 
     with ThreadPoolExecutor(3) as pool:
         begun = pool.submit(prepared, source, tokenizer=first, cache=tmp_path / "cache")
         try:
-            assert first.asked.wait(60)
+            assert first.asked.wait(300)
             found = [pool.submit(prepare_as, number) for number in range(2)]
-            assert all(event.wait(60) for event in waiting)
+            assert all(event.wait(300) for event in waiting)
         finally:
             first.may.set()
         path = begun.result().path

@@ -306,7 +306,7 @@ def test_closed_while_an_update_is_under_way_it_ends(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walk, go = Updater._walk, threading.Event()
-    monkeypatch.setattr(Updater, "_walk", lambda *given: (go.wait(60), walk(*given)))
+    monkeypatch.setattr(Updater, "_walk", lambda *given: (go.wait(300), walk(*given)))
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
         ours.offloaded.enable_page_index(model=folder)
         train(ours, batches(1))
@@ -360,7 +360,7 @@ def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: py
         wait(update_progress, future)
 
     def slowly(updater: Updater, step: Any) -> None:
-        assert updater._thread is None or waited_for.wait(60)
+        assert updater._thread is None or waited_for.wait(300)
         time.sleep(0.2)
         walk(updater, step)
 

@@ -162,7 +162,7 @@ def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytes
         arrivals = [device.fetch(partial(source, n), into, after=device.mark()) for n, into in enumerate(inside)]
         assert len(stagings) == 2
         for number, read in enumerate(reads):
-            assert begun[number].wait(60)
+            assert begun[number].wait(300)
             stagings[number].fill_(number + 1.0)
             read.finish_part()
         for number, arrival in enumerate(arrivals):

@@ -160,10 +160,10 @@ def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None
     script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n{FAULTY}")
     told = [tmp_path / f"told-{rank}" for rank in range(2)]
     forks = [start(script, rank, fault, tmp_path, stdout=told[rank], stderr=told[rank]) for rank in range(2)]
-    codes = [forks[0].wait(200)]
+    codes = [forks[0].wait(300)]
     if fault == "stalls":
         forks[1].send_signal(9)
-    codes.append(forks[1].wait(200))
+    codes.append(forks[1].wait(300))
     said = [[line for line in path.read_text().splitlines() if line.startswith("offload-train")] for path in told]
     if fault == "ends":
         assert codes == [LOST, 1]

@@ -62,7 +62,7 @@ class ThreadOfNode(Node):
         return self._place.made[self.number, number]
 
     def barrier(self) -> None:
-        self._place.barrier.wait(200)
+        self._place.barrier.wait(300)
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         for to, values in out:
@@ -70,7 +70,7 @@ class ThreadOfNode(Node):
 
         def wait() -> None:
             for source, values in into:
-                values.copy_(self._place.sent[source, self.rank].get(timeout=200))
+                values.copy_(self._place.sent[source, self.rank].get(timeout=300))
 
         return wait
 

@@ -115,7 +115,7 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -
     ends, closed = threading.Event(), Future()
 
     def never(mine: int) -> list[int]:
-        ends.wait(100)
+        ends.wait(300)
         raise TrainerError("the others are gone")
 
     units, node, transfers = model(tied=False), Node(), ThreadedTransfers(threads=1)

@@ -80,7 +80,7 @@ def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> No
     updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
 
     def wait(_: torch.Tensor) -> None:
-        ahead, end = updater._ahead, time.monotonic() + 60
+        ahead, end = updater._ahead, time.monotonic() + 300
         if ahead is not None:
             complete = {unit for unit, lacking in gradients._lacking.items() if not lacking}
             wanted = {number for number, page in enumerate(pages) if page.home >= 0 and page.unit in complete}

@@ -46,7 +46,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
 
 
 def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not true():
         assert time.monotonic() < end
         time.sleep(0.0005)

@@ -17,7 +17,7 @@ PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1,
 
 @pytest.fixture
 def ranks() -> Any:
-    barrier = threading.Barrier(2, timeout=100)
+    barrier = threading.Barrier(2, timeout=300)
     made = [UpdateProgress(pages, units=UNITS, agree=lambda unit: barrier.wait()) for pages in PAGES]
     for one in made:
         one.begin()

@@ -103,7 +103,7 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more() -> None:
     ends = threading.Event()
 
     def never(mine: int) -> list[int]:
-        ends.wait(100)
+        ends.wait(300)
         raise TrainerError("the others are gone")
 
     node, rounds = Node(), FetchMatching(never)

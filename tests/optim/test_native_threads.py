@@ -118,7 +118,7 @@ before = tasks()
 
 def in_python(code: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", BEFORE + code]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run(words, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def test_threads_stay_and_take_no_signals() -> None:

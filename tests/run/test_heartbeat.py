@@ -22,7 +22,7 @@ class Lost(Exception):
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
 
 
 @pytest.fixture
@@ -61,6 +61,7 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
 
 
 def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str]) -> None:
+    store.set_timeout(timedelta(seconds=1))
     beats = _Heartbeats(
         store, NODES, number=0
     )  # no heartbeat was sent, which raises the same error as an unreachable store
@@ -84,7 +85,7 @@ def test_a_node_that_has_ended_says_so(store: dist.TCPStore, said: list[str]) ->
 
 def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's failure to start reaches other nodes through the launcher's store, signed."""
-    _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "LOCAL_RANK": "1"}
     place |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", ranks.SECRET: "what both nodes know"}
     place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}

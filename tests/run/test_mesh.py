@@ -51,9 +51,9 @@ def together(work: Callable[[int], Any], *, count: int = COUNT) -> list[Any]:
         return list(threads.map(work, range(count)))
 
 
-def meshes(made: list[Listener], *, patience: float = 60.0) -> list[Mesh]:
+def meshes(made: list[Listener], *, patience: float = 300.0) -> list[Mesh]:
     everybody = range(len(made))
-    return together(lambda rank: made[rank].mesh(everybody, patience=patience, within=60.0), count=len(made))
+    return together(lambda rank: made[rank].mesh(everybody, patience=patience, within=300.0), count=len(made))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -82,7 +82,7 @@ def test_what_is_sent_arrives(apart: bool, seed: int) -> None:
         told = [b"", b"one", b"x" * 100_000]
         assert together(lambda rank: every[rank].all_gather(told[rank])) == [told] * COUNT
         assert together(lambda rank: every[rank].broadcast(told[rank], source=2)) == [told[2]] * COUNT
-        some = together(lambda rank: made[rank].mesh([0, 2] if rank != 1 else [1], patience=60.0, within=60.0))
+        some = together(lambda rank: made[rank].mesh([0, 2] if rank != 1 else [1], patience=300.0, within=300.0))
         assert [mesh.members for mesh in some] == [(0, 2), (1,), (0, 2)]
 
 
@@ -148,7 +148,7 @@ def test_nodes_that_know_other_secrets_are_refused() -> None:
 
         def meet(rank: int) -> type[Exception] | None:
             try:
-                made[rank].mesh([0, 1], patience=1.0, within=1.0)
+                made[rank].mesh([0, 1], patience=300.0, within=(1.0, 300.0)[rank])
             except Exception as error:
                 return type(error)
             return None
@@ -192,7 +192,7 @@ def test_one_who_passes_on_what_both_say_is_refused() -> None:
         threading.Thread(target=serve, daemon=True).start()
         made[1].addresses[0] = relay.getsockname()
         with pytest.raises(HandshakeRefused):
-            made[1].mesh([0, 1], patience=1.0, within=30.0)
+            made[1].mesh([0, 1], patience=300.0, within=300.0)
 
 
 SQUATTER = """
@@ -218,7 +218,7 @@ def test_another_user_in_the_place_of_a_rank_is_told_nothing() -> None:
             Listener(run, 0, here=[0, 1])
         second = Listener(run, 1, here=[0, 1])
         with pytest.raises(TrainerError, match="user 65534 listens in the place of rank 0"):
-            second.mesh([0, 1], patience=1.0, within=30.0)
+            second.mesh([0, 1], patience=300.0, within=300.0)
         second.close()
         del second
         assert squatter.stdout.readline() == "b''\n"

@@ -146,7 +146,7 @@ class _Swallows:
 
 def swallow_and_wait(number: int) -> None:
     """Send a signal whose exception is swallowed; return only if none is raised again."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     _Swallows(number)
     while time.monotonic() < deadline:
         pass

@@ -70,7 +70,7 @@ def killed(command: str, folder: Path, there: dict[str, str]) -> None:
         while process.poll() is None and not list(output.glob("checkpoints/step-*/MANIFEST.json")):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
-        if process.wait(60) == -signal.SIGKILL:
+        if process.wait(300) == -signal.SIGKILL:
             return
         assert process.returncode == 0, (folder / "killed.log").read_text()[-2000:]
         shutil.rmtree(output)

@@ -28,7 +28,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=300,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

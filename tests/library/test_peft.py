@@ -191,6 +191,29 @@ def test_prompts_and_scales_are_plain_pefts(kind: str, home: str, folder: Path, 
     assert_same(load_file(tmp_path / "ours/checkpoint-4" / ADAPTERS), load_file(tmp_path / "s/checkpoint-4" / ADAPTERS))
 
 
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_and_scales_in_a_bare_loop(kind: str, home: str, folder: Path, drive: Path) -> None:
+    """A loop without `micro_batch` and without the Trainer has plain torch's bits."""
+
+    def losses(model: Any) -> list[float]:
+        torch.manual_seed(7)
+        model = get_peft_model(model, copy.deepcopy(PROMPTS[kind]))
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        found = []
+        for row in rows(4):
+            loss = model(**{name: tokens[None] for name, tokens in row.items()}).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected = losses(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with loaded(folder, drive, home=home, **FROZEN) as base:
+        assert losses(base) == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

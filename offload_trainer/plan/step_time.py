@@ -423,7 +423,14 @@ def ahead_of(
     forwards = [part.forward for part in parts_of(units)]
     blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
     first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
-    asked, others = _asked_ahead(found, on_drives=on_drives, micro_batches=micro_batches, gpu=gpu)
+    asked: dict[str, float] = {}  # seconds of each resource that pages on drives use
+    others: dict[str, float] = {}  # and that the last backward uses
+    for bound in found.bounds:
+        of, seconds = _asked_of(bound, gpu=gpu), bound.seconds or 0.0
+        if bound.phase == "update" and bound.kind != "adamw_gpu":
+            asked[of] = asked.get(of, 0.0) + seconds * (1.0 if bound.kind == "drive" else on_drives)
+        elif bound.phase == "backward":
+            others[of] = others.get(of, 0.0) + seconds / micro_batches
     whole = (1 - last) * min(update, max(asked.values(), default=0.0))
     done, both = 0.0, backward
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
@@ -431,21 +438,6 @@ def ahead_of(
         part = done / whole if whole else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
     return BackwardOverlap(done, max(0.0, backward + done - both))
-
-
-def _asked_ahead(
-    found: Forecast, *, on_drives: float, micro_batches: int, gpu: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of each resource that pages on drives use, and that the last backward uses."""
-    pages: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    for bound in found.bounds:
-        of, seconds = _asked_of(bound, gpu=gpu), bound.seconds or 0.0
-        if bound.phase == "update" and bound.kind != "adamw_gpu":
-            pages[of] = pages.get(of, 0.0) + seconds * (1.0 if bound.kind == "drive" else on_drives)
-        elif bound.phase == "backward":
-            backward[of] = backward.get(of, 0.0) + seconds / micro_batches
-    return pages, backward
 
 
 def left_after(found: Forecast, ahead: BackwardOverlap, *, on_drives: float) -> Forecast:

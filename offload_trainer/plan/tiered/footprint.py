@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from offload_trainer.plan.memory import BlockInputs, activation_items, input_items, inputs_of, process_items
+from offload_trainer.plan.memory import activation_items, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.spec import (
@@ -56,7 +56,15 @@ def tiered_items(
     if work.world == 1:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=tiers.has_gpu)
         items.append(ram("gradient staging", ring, "buffer between the device and gradient sums in RAM or on drives"))
-        items.append(device("gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=tiers.has_gpu)))
+        # On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may wait.
+        # The gradient being computed, and those of a tied weight that wait for each other, count as activations.
+        trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
+        copied = [e * weight.numel for weight, unit in trained if homes.gradients[unit.index] != DEVICE]
+        size, why = 0, "copied immediately"
+        if tiers.has_gpu and copied:
+            size, more = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT), format_bytes(GRADIENTS_IN_FLIGHT)
+            why = f"being copied off the GPU: the largest weight's, and at most {more} more"
+        items.append(device("gradients in flight", size, why))
     else:
         items += _exchange_items(units, sizes=sizes, tiers=tiers, e=e)
         if tiers.has_gpu and DEVICE in homes.weights:
@@ -188,20 +196,6 @@ def _gradient_items(
     return items
 
 
-def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool) -> tuple[int, str]:
-    """Return the bytes of gradients on the device that the engine is still copying to the host, and a description.
-
-    On a CPU copies are synchronous. On a GPU the largest gradient and up to `GRADIENTS_IN_FLIGHT` bytes may be waiting.
-    The gradient being computed, and those of a tied weight that wait for each other, count as activations.
-    """
-    trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
-    copied = [e * weight.numel for weight, unit in trained if homes[unit.index] != DEVICE]
-    if not gpu or not copied:
-        return 0, "copied immediately"
-    most = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT)
-    return most, f"being copied off the GPU: the largest weight's, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
-
-
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
     """Return the sum of the sizes by tier, for each tier that occurs."""
     held: dict[int, int] = {}
@@ -229,8 +223,14 @@ def tiered_traffic(
     _move_pages(move, work, homes, format=sizes.format)
     _move_units(move, work, units, homes, sizes)
     if work.inputs_away:
-        places = inputs_of(work).homes(len(tiers.drives)) if sizes.activations == TierKind.DRIVES else []
-        _move_inputs(move, inputs_of(work), places, times=work.accumulate, ranks=work.here)
+        inputs = inputs_of(work)
+        size = work.accumulate * inputs.size
+        move(DEVICE, "forward", written=inputs.count * size)
+        move(DEVICE, "backward", read=inputs.count * size)
+        for number, home in enumerate(inputs.homes(len(tiers.drives))):
+            if sizes.activations == TierKind.DRIVES:  # each rank has its own inputs
+                move(home, "forward", written=work.here * size)
+                move(home, "backward", read=work.here * size if number in inputs.read_back else 0)
     names = {DEVICE: DEVICE_COPIES} | {number: tier.name for number, tier in enumerate(tiers.drives)}
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
 
@@ -295,19 +295,6 @@ def taken_by_parts(work: Workload, units: Sequence[Unit], homes: TierMap, sizes:
             one = taken(units[unit].elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
             found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
     return found
-
-
-def _move_inputs(move: _Moved, inputs: BlockInputs, places: Sequence[int], *, times: int, ranks: int) -> None:
-    """Count offloaded inputs of checkpointed blocks; `places` lists the drive of each, if they go to drives.
-
-    Each rank has its own inputs.
-    """
-    every = times * inputs.count * inputs.size
-    move(DEVICE, "forward", written=every)
-    move(DEVICE, "backward", read=every)
-    for number, home in enumerate(places):
-        move(home, "forward", written=ranks * times * inputs.size)
-        move(home, "backward", read=ranks * times * inputs.size if number in inputs.read_back else 0)
 
 
 def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: TierMap) -> int:

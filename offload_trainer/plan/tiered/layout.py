@@ -84,28 +84,30 @@ def units_of(shape: ModelShape) -> tuple[Unit, ...]:
     held: dict[str, list[Weight]] = {}
     for weight in shape.weights:
         held.setdefault(weight.part or weight.unit, []).append(weight)
-    return tuple(_unit(index, name, weights) for index, (name, weights) in enumerate(held.items()))
-
-
-def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
-    places: list[Place] = []
-    end = trained = 0
-    for weight in sorted(weights, key=lambda weight: (not weight.trainable, not weight.decays)):
-        if not weight.trainable:
-            end = max(end, aligned(trained))
-        places.append(Place(weight, end))
-        end = aligned(end + weight.numel, _WEIGHT_ALIGN)
-        if weight.trainable:
-            trained = end
-    return Unit(
-        index=index,
-        name=name,
-        block=weights[0].block and weights[0].part != weights[0].unit,
-        places=tuple(places),
-        trained=aligned(trained),
-        elements=aligned(end),
-        within=weights[0].unit if weights[0].block else "",
-    )
+    units: list[Unit] = []
+    for name, weights in held.items():
+        places: list[Place] = []
+        end = trained = 0
+        for weight in sorted(weights, key=lambda weight: (not weight.trainable, not weight.decays)):
+            if not weight.trainable:
+                end = max(end, aligned(trained))
+            places.append(Place(weight, end))
+            end = aligned(end + weight.numel, _WEIGHT_ALIGN)
+            if weight.trainable:
+                trained = end
+        first = weights[0]
+        units.append(
+            Unit(
+                index=len(units),
+                name=name,
+                block=first.block and first.part != first.unit,
+                places=tuple(places),
+                trained=aligned(trained),
+                elements=aligned(end),
+                within=first.unit if first.block else "",
+            )
+        )
+    return tuple(units)
 
 
 def range_of_rank(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
@@ -314,23 +316,30 @@ def homes_of(
 ) -> TierMap:
     """Return the tiers of pages, weights and gradients.
 
-    `params` and `gradients` apply to all units that are not small. `pages` come from
-    `pages_of`. Gradient sums of small units are on the device if all sums are, and in RAM otherwise. Gradient sums of
-    units whose state is entirely on the device stay there.
+    `params` and `gradients` apply to all units that are not small. `pages` come from `pages_of`. Gradient sums of small
+    units are on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
+    device stay there.
     """
-    moved = [unit for unit in units if not unit.small]
-    drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
+    drive: dict[int, int] = {}  # of each unit's weights and gradients, in proportion to `speeds`
+    held = [0.0] * len(speeds)
+    for unit in units if speeds else ():
+        if not unit.small:
+            after = [(here + unit.elements) / speed for here, speed in zip(held, speeds, strict=True)]
+            drive[unit.index] = after.index(min(after))
+            held[drive[unit.index]] += unit.elements
     place = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}
     updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
 
     def gradient(unit: Unit) -> int:
         if unit.index in updated:
             return DEVICE
-        return place[gradients] if gradients in place else RAM if unit.small else drive[unit]
+        return place[gradients] if gradients in place else RAM if unit.small else drive[unit.index]
 
     return TierMap(
         pages=tuple(pages),
-        weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
+        weights=tuple(
+            DEVICE if unit.small else place[params] if params in place else drive[unit.index] for unit in units
+        ),
         gradients=tuple(map(gradient, units)),
         owners=tuple(rank_of(units[page.unit], page.start, ranks=ranks) for page in pages) if ranks > 1 else (),
     )
@@ -345,17 +354,6 @@ def on_node(homes: TierMap, here: range) -> TierMap:
         for page, rank in zip(homes.pages, homes.owners, strict=True)
     ]
     return replace(homes, pages=tuple(pages))
-
-
-def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return a drive for each unit's weights and gradients, in proportion to `speeds`."""
-    held = [0.0] * len(speeds)
-    drives = []
-    for unit in units:
-        drive = min(range(len(speeds)), key=lambda drive: (held[drive] + unit.elements) / speeds[drive])
-        held[drive] += unit.elements
-        drives.append(drive)
-    return tuple(drives)
 
 
 # -- blocks divided into submodules that are fetched separately (tiered.fetch_granularity=module)

@@ -83,9 +83,8 @@ class Tiered:
         left = round(1 - sum(given.values()), 9)
         if left < 0:
             return [f"{words} add up to {1 - left:g} of the state: lower one of them"]
-        only = {TierKind.GPU: "--gpu-fraction", TierKind.RAM: "--ram-fraction"}.get(
-            kind_asked(place.optimizer) or TierKind.DRIVES
-        )
+        asked = kind_asked(place.optimizer)
+        only = "--gpu-fraction" if asked == TierKind.GPU else "--ram-fraction" if asked == TierKind.RAM else None
         if only and any(share != (flag == only) for flag, share in given.items()):
             where = "on the GPU" if only == "--gpu-fraction" else "in RAM"
             return [f"{words} with --optimizer {place.optimizer}, which puts all of it {where}: leave one out"]
@@ -127,13 +126,36 @@ class Tiered:
 
     def impossible(self, work: Workload) -> list[str]:
         """Return the settings that a step of this workload does not support, one sentence each."""
-        return [
-            *self._not_with_ranks(work.world),
-            *self._not_remainders(work),
-            *self._not_in_a_session(work),
-            *self._not_in_pieces(work),
-            *self._not_by_module(work),
-        ]
+        section, split = self.section, self.section.master_format == "split"
+        found = self._not_with_ranks(work.world)
+        # Split masters need bf16 weights that are unchanged when the page of the state is read.
+        reasons = {
+            f"--dtype {work.dtype}: split masters need bf16 weights": work.dtype != "bf16",
+            f"{work.world} ranks: split masters are for one rank": work.world > 1,
+            "tiered.state_copies=2: weights have only one copy": section.state_copies == 2,
+            "tiered.overlap=backward: a clipped step needs its old weights again": section.overlap == "backward",
+        }
+        wrong = [reason for reason, here in reasons.items() if here]
+        if split and wrong:
+            found.append(f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out")
+        in_session = work.checkpoints is None  # in a `Session`, the training loop is the user's own
+        if in_session and section.overlap == "backward":
+            found.append(
+                "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
+                "after its backward; leave it out"
+            )
+        if in_session and split:
+            found.append(
+                "tiered.master_format=split: a session stores fp32 masters, since other code can change its weights; "
+                "leave it out"
+            )
+        found += self._not_in_pieces(work)
+        if section.fetch_granularity == "module" and not is_divided(work.shape):
+            found.append(
+                "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
+                "modules need their weights one after the other and are much smaller than the block; leave it out"
+            )
+        return found
 
     def _not_in_pieces(self, work: Workload) -> list[str]:
         """Return why the rows of this step cannot be divided over ranks, at most one sentence."""
@@ -148,47 +170,6 @@ class Tiered:
             return [f"{wish}: the model's number of attention heads is not known; leave it out"]
         why = refusal(_sequence_mode(work), shape, rows=work.data, seq_len=work.seq_len)
         return [f"{wish}: {why}"] if why else []
-
-    def _not_by_module(self, work: Workload) -> list[str]:
-        """Return the mistake of `tiered.fetch_granularity=module` if no block can be divided, else an empty list."""
-        if self.section.fetch_granularity != "module" or is_divided(work.shape):
-            return []
-        return [
-            "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
-            "modules need their weights one after the other and are much smaller than the block; leave it out"
-        ]
-
-    def _not_in_a_session(self, work: Workload) -> list[str]:
-        """Return the settings that a `Session` (the user's own training loop) does not support."""
-        if work.checkpoints is not None:
-            return []
-        wishes = {
-            "tiered.overlap=backward": (
-                self.section.overlap == "backward",
-                "in a session, the learning rate and clipping factor of a step are known only after its backward",
-            ),
-            "tiered.master_format=split": (
-                self.section.master_format == "split",
-                "a session stores fp32 masters, since other code can change its weights",
-            ),
-        }
-        return [f"{wish}: {why}; leave it out" for wish, (wanted, why) in wishes.items() if wanted]
-
-    def _not_remainders(self, work: Workload) -> list[str]:
-        """Return why masters cannot be split, at most one sentence.
-
-        Split masters need bf16 weights that are unchanged when the page of the state is read.
-        """
-        if self.section.master_format != "split":
-            return []
-        reasons = {
-            f"--dtype {work.dtype}: split masters need bf16 weights": work.dtype != "bf16",
-            f"{work.world} ranks: split masters are for one rank": work.world > 1,
-            "tiered.state_copies=2: weights have only one copy": self.section.state_copies == 2,
-            "tiered.overlap=backward: a clipped step needs its old weights again": self.section.overlap == "backward",
-        }
-        wrong = [reason for reason, here in reasons.items() if here]
-        return [f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out"] if wrong else []
 
     def with_setting(self, words: str) -> Tiered:
         """Return the engine with another setting, such as `FORWARD`."""

@@ -22,7 +22,7 @@ import torch
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.offloading.device.base import CpuDevice
+from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Unit, units_of
 from offload_trainer.plan.tiered.spec import GRADIENTS_IN_FLIGHT, gradient_ring

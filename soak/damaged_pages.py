@@ -339,7 +339,7 @@ class Trial:
 
 def read_as_a_start_does(killed: Killed) -> Step | None:
     """Read the page files as run/page_file_resume.py and the engine do, without the rest of a start."""
-    from offload_trainer.offloading.device.base import CpuDevice
+    from offload_trainer.offloading.device import CpuDevice
     from offload_trainer.offloading.pages.checksums import PageChecksums
     from offload_trainer.offloading.pages.index import files_of
     from offload_trainer.offloading.pages.manifest import read_description, read_newest, refuse_outside

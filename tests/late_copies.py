@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.offloading.device.base import Read, ReturnCopy
+from offload_trainer.offloading.device import Read, ReturnCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of

@@ -26,7 +26,7 @@ from offload_trainer.engine.tp_shards import parts_of
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.offloading.activations.recompute_hooks import keep_inputs
+from offload_trainer.offloading.recompute_hooks import keep_inputs
 from offload_trainer.optim.state_files import (
     BlockingSnapshot,
     EngineState,

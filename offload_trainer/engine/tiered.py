@@ -24,7 +24,7 @@ from offload_trainer.model.init_weights import parameters_without_memory
 from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.ulysses import DividedAttention, share_rows
-from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot

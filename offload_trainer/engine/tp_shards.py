@@ -1,4 +1,10 @@
-"""Split whole weights into tensor-parallel shards and join the shards again."""
+"""Split whole weights and the inputs of checkpointed blocks over tensor-parallel ranks, and join the shards again.
+
+    forward   input ──copied──> this rank's piece (──> host memory)      the input itself is freed with the block
+    backward  (host memory ──>) pieces of all ranks ──all-gather──> input, when the block is recomputed
+
+All ranks compute the same blocks with the same inputs in the same order, so their all-gathers match.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,6 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.activations.partitioned import Partitioned
 from offload_trainer.plan.shape import ModelShape, Weight
 
 _DIVIDED = {"column": 0, "row": -1}  # the dimension; nn.Linear's weights are [outputs, inputs], biases [outputs]
@@ -41,9 +46,9 @@ class Parts:
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
-    def partitioned(self, *, away: bool) -> Partitioned:
+    def partitioned(self, *, away: bool) -> PartitionedInputs:
         """Return the object that divides each checkpointed block input over the group's ranks."""
-        return Partitioned(place=self.place, count=self.count, group=self.group, away=away)
+        return PartitionedInputs(place=self.place, count=self.count, group=self.group, away=away)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
@@ -74,3 +79,50 @@ def parts_of(shape: ModelShape, *, count: int) -> Parts:
 
     group = groups.get_tensor_model_parallel_group()
     return Parts(weights, count, torch.distributed.get_rank(group), group)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of an input of this shape; `saved` is the piece, or its handle in host memory."""
+
+    saved: Any
+    shape: torch.Size
+
+
+class PartitionedInputs:
+    """A store that keeps one piece of each input on each of `count` ranks; this rank is number `place` in `group`."""
+
+    def __init__(self, *, place: int, count: int, group: Any, away: bool = False) -> None:
+        """Prepare the partition; `away`: move pieces to pinned host memory, on the computing stream."""
+        self._place, self._count, self._group = place, count, group
+        self._host = torch.autograd.graph.save_on_cpu(pin_memory=True) if away else None
+
+    def begin(self) -> None:
+        """Do nothing, because a block needs no preparation."""
+
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """Copy this rank's piece of a block input; return its handle."""
+        piece = piece_of(tensor, self._place, count=self._count)
+        return _Piece(self._host.pack_hook(piece) if self._host else piece, tensor.shape)
+
+    def leave(self, tensor: torch.Tensor) -> Any:
+        return tensor.detach()
+
+    def give(self, kept: Any) -> torch.Tensor:
+        """Return the whole tensor of a handle; an input is all-gathered, so all ranks of the group call it."""
+        if not isinstance(kept, _Piece):
+            left: torch.Tensor = kept
+            return left
+        piece = self._host.unpack_hook(kept.saved) if self._host else kept.saved
+        whole = piece.new_empty(self._count * piece.numel())
+        torch.distributed.all_gather_into_tensor(whole, piece, group=self._group)
+        return whole[: kept.shape.numel()].view(kept.shape)
+
+
+def piece_of(tensor: torch.Tensor, place: int, *, count: int) -> torch.Tensor:
+    """Return a copy of piece `place` of `count` equal pieces of a contiguous tensor, padded with zeros."""
+    flat = tensor.detach().view(-1)
+    size = -(-flat.numel() // count)
+    piece, own = flat.new_zeros(size), flat[place * size : (place + 1) * size]
+    piece[: own.numel()] = own
+    return piece

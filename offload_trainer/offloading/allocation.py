@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.checksums import PageChecksums
 from offload_trainer.offloading.pages.drive_dirs import Drives

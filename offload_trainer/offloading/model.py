@@ -24,17 +24,16 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.activations.offload import Activations
-from offload_trainer.offloading.activations.recompute_hooks import keep_weights
+from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.allocation import Layout, allocate_stores
-from offload_trainer.offloading.device.base import Device
-from offload_trainer.offloading.device.heap_trim import trimmed
+from offload_trainer.offloading.device import Device, trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.checksums import DamagedPage
 from offload_trainer.offloading.pages.drive_dirs import Drives
 from offload_trainer.offloading.pages.index import PageIndex
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
 from offload_trainer.offloading.ranks.update_progress import make_update_progress
+from offload_trainer.offloading.recompute_hooks import keep_weights
 from offload_trainer.offloading.update.step_params import StepParams, step_params_of
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
@@ -157,7 +156,7 @@ class OffloadedModel:
             for use in self.parameters[n]
         ]
         if not self._device.is_cuda:
-            hooks += trimmed(self._blocks())
+            hooks += trim_heap_between(self._blocks())
         for hook in hooks:
             stack.callback(hook.remove)
 

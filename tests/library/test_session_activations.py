@@ -11,7 +11,7 @@ from bench_of_engines import assert_same
 from trainers import model_folder, rows
 
 import offload_trainer as ot
-from offload_trainer.offloading.activations.offload import Activations
+from offload_trainer.offloading.activation_offload import Activations
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 

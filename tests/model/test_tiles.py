@@ -22,7 +22,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.model.loader import block_names, resolve_model
 from offload_trainer.model.probes.positionwise import tileable, with_tiles
 from offload_trainer.model.tiled_mlp import tile
-from offload_trainer.offloading.device.base import CpuDevice
+from offload_trainer.offloading.device import CpuDevice
 
 TILED = {  # the module of each block that is found
     "gpt2": "mlp",

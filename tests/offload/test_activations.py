@@ -20,8 +20,8 @@ from queues import queued
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.activations.offload import Activations, _Buffer
-from offload_trainer.offloading.device.base import CpuDevice, ReturnCopy
+from offload_trainer.offloading.activation_offload import Activations, _Buffer
+from offload_trainer.offloading.device import CpuDevice, ReturnCopy
 from offload_trainer.plan.memory import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config

@@ -18,9 +18,8 @@ from conftest import run_script
 from late_copies import LateDevice
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device.d2h_limits import InFlight, Ring
 from offload_trainer.offloading.gradients import collector as module
-from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.collector import Gradients, InFlight, Ring
 from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of

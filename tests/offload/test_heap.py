@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from offload_trainer.offloading.device import heap_trim
+from offload_trainer.offloading import device
 
 
 def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(heap_trim, "return_now", lambda: told.append("trim"))
+    monkeypatch.setattr(device, "return_now", lambda: told.append("trim"))
     blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
     for number, block in enumerate(blocks):
         block.register_forward_hook(lambda *_, number=number: told.append(f"forward {number}"))
         block.weight.register_post_accumulate_grad_hook(lambda _, number=number: told.append(f"gradient {number}"))
-    hooks = heap_trim.trimmed([(block, block.weight if number else None) for number, block in enumerate(blocks)])
+    hooks = device.trim_heap_between([(block, block.weight if number else None) for number, block in enumerate(blocks)])
 
     blocks(torch.ones(1, 4)).sum().backward()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.offloading.activations.partitioned import Partitioned, piece_of
+from offload_trainer.engine.tp_shards import PartitionedInputs, piece_of
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 7), (3, 4), (1, 1, 1), (2, 1)])
@@ -15,7 +15,7 @@ from offload_trainer.offloading.activations.partitioned import Partitioned, piec
 def test_parts_make_the_input_again(shape: tuple[int, ...], away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks rebuild rows of any length, though 3 need not divide the number of elements."""
     given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    ranks = [Partitioned(place=place, count=3, group=None, away=away) for place in range(3)]
+    ranks = [PartitionedInputs(place=place, count=3, group=None, away=away) for place in range(3)]
     kept = [rank.keep(given) for rank in ranks]
 
     def gather(into: torch.Tensor, own: torch.Tensor, *, group: Any) -> None:
@@ -40,6 +40,6 @@ def test_a_part_holds_nothing_of_the_rest() -> None:
 
 
 def test_what_is_no_input_stays_as_it_is() -> None:
-    kept = Partitioned(place=0, count=2, group=None)
+    kept = PartitionedInputs(place=0, count=2, group=None)
     mask = torch.ones(3)
     assert torch.equal(kept.give(kept.leave(mask)), mask)

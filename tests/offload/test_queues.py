@@ -14,7 +14,7 @@ from bench_of_engines import REENTRANT, assert_same, batches, engine, masters, m
 from queues import FakeEvent, FakeStream, queued
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device.cuda import CudaDevice
+from offload_trainer.offloading.cuda_device import CudaDevice
 from offload_trainer.storage.transfer import Future
 
 ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]

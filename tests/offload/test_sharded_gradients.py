@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_gradients import model, names, places, sums
 
-from offload_trainer.offloading.device.base import CpuDevice
+from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients import norms
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node

@@ -19,7 +19,7 @@ from late_copies import LateDevice, LateTransfers
 from queues import FakeCuda, queued
 
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.offloading.device.cuda import CudaDevice
+from offload_trainer.offloading.cuda_device import CudaDevice
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, RAM
 from offload_trainer.storage.transfer import done

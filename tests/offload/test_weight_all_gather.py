@@ -21,7 +21,7 @@ from threads import Threads
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.device.base import copy_alone
+from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.weight_all_gather import PendingGather, WeightAllGather

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import ModelSource, block_names, checkpoint_blocks
 from offload_trainer.model.probes.tiny_model import twin_model
-from offload_trainer.offloading.activations.recompute_hooks import keep_weights
+from offload_trainer.offloading.recompute_hooks import keep_weights
 from offload_trainer.plan.shape import Needs
 from offload_trainer.plan.tiered.layout import divided
 

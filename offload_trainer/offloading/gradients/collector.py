@@ -4,7 +4,8 @@
              ──copy─────────────────────> sums in host memory          the first gradient of a weight in a step
              ──copy──> ring ──thread────> sums in RAM or on drives     all other gradients (host_accumulator.py)
 
-Autograd's thread waits only if too many bytes are in flight (`offloading/device/d2h_limits.py`). Gradients from
+Autograd's thread waits only if too many bytes are in flight, on the device (`InFlight`) or in the host ring buffer
+(`Ring`), and then only for the oldest copy. Gradients from
 several uses of a tied weight are added on the device first, as autograd does. Norms are computed as gradients arrive.
 `norm` sums them in the model's order, so that neither the placement nor the order of arrival changes a bit of it.
 `Gradients` serves one rank; with several ranks `offloading/ranks/sharded_gradients.py` takes its place.
@@ -12,13 +13,13 @@ several uses of a tied weight are added on the device first, as autograd does. N
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device.base import Device
-from offload_trainer.offloading.device.d2h_limits import InFlight, Ring
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.host_accumulator import HostAccumulator
 from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
@@ -26,6 +27,8 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import DEVICE, Place, Unit
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, together
+
+_ALIGN = 64  # bytes
 
 # Callback for a unit whose sums are complete and stored: (unit, event after which they are complete, error or None)
 Complete = Callable[[int, Any, BaseException | None], None]
@@ -313,3 +316,59 @@ def _resident(
     sizes = [unit.trained for unit in held]
     parts = device.buffer(sum(sizes), dtype).split(sizes)
     return {unit.index: part for unit, part in zip(held, parts, strict=True)}
+
+
+class InFlight:
+    """Device tensors that are kept until their copies have completed.
+
+    The limit of `bound` bytes does not count the largest tensor. Otherwise a head's gradient, larger than everything
+    else, would block the following copies until it has left.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._out: deque[tuple[int, Future]] = deque()
+
+    def add(self, size: int, gone: Future) -> None:
+        """Count `size` bytes until `gone` completes, after waiting for room; raise errors of copies waited for."""
+        self._out.append((size, gone))
+        while self._out and (self._out[0][1].done or self._beside_the_largest() > self._bound):
+            self._out.popleft()[1].wait()
+
+    def _beside_the_largest(self) -> int:
+        sizes = [size for size, _ in self._out]
+        return sum(sizes) - max(sizes)
+
+    def synchronize(self) -> None:
+        """Wait until all copies have completed."""
+        while self._out:
+            self._out.popleft()[1].wait()
+
+
+class Ring:
+    """A ring buffer in host memory, whose pieces are reused after they have been read."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Use `memory`, a uint8 tensor."""
+        self._memory, self._next = memory, 0
+        self._out: deque[tuple[int, int, Future]] = deque()  # start, end, future that frees the piece
+
+    @property
+    def largest_piece(self) -> int:
+        """Return the largest piece in bytes: a quarter, so that a large tensor is read while more of it arrives."""
+        return len(self._memory) // 4 // _ALIGN * _ALIGN
+
+    def take(self, size: int) -> tuple[torch.Tensor, Future]:
+        """Return the next `size` bytes, and the future to complete when they have been read.
+
+        Errors of earlier pieces in that place are raised.
+        """
+        assert size <= self.largest_piece
+        start = self._next if self._next + size <= len(self._memory) else 0
+        end = start + size
+        while any(first < end and start < last for first, last, _ in self._out):
+            self._out.popleft()[2].wait()
+        future = Future()
+        self._out.append((start, end, future))
+        self._next = -(-end // _ALIGN) * _ALIGN
+        return self._memory[start:end], future

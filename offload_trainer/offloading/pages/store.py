@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.pages.checksums import DamagedPage, PageChecksums
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, ELSEWHERE, RAM, Page, aligned

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Complete, Gradients, TiedGradients
 from offload_trainer.offloading.gradients.host_accumulator import StagedSums
 from offload_trainer.offloading.pages.store import UnitStore

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload_trainer.offloading.device.base import copy_alone
+from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from offload_trainer.offloading.device.base import copy_alone
+from offload_trainer.offloading.device import copy_alone
 from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.weight_streaming import even_part

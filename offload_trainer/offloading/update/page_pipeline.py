@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients
 from offload_trainer.offloading.weights.placed import PlacedWeights

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from offload_trainer.offloading.device.base import DeviceCopy
+from offload_trainer.offloading.device import DeviceCopy
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.storage.transfer import Future, Workers, done
 

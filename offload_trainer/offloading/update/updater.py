@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device.base import Device
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.pages.snapshot import PageSnapshot
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device.base import Device, Read
+from offload_trainer.offloading.device import Device, Read
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.fetch_matching import SideGroup
 from offload_trainer.offloading.ranks.node_comm import Node

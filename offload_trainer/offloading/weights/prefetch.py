@@ -23,7 +23,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.activations.recompute_hooks import BlockSavedTensors, recompute_views
 from offload_trainer.offloading.autograd import (
     as_saved,
     hooks_of_autograd,
@@ -34,7 +33,8 @@ from offload_trainer.offloading.autograd import (
     unprotected,
     without_modes,
 )
-from offload_trainer.offloading.device.base import Device, DeviceCopy
+from offload_trainer.offloading.device import Device, DeviceCopy
+from offload_trainer.offloading.recompute_hooks import BlockSavedTensors, recompute_views
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Unit

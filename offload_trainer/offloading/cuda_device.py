@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload_trainer.offloading.device.base import DeviceCopy, Read, ReturnCopy
+from offload_trainer.offloading.device import DeviceCopy, Read, ReturnCopy
 from offload_trainer.offloading.ranks.weight_all_gather import PendingGather
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, ending

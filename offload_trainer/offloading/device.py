@@ -1,4 +1,4 @@
-"""Define the interface of the computing device and its asynchronous copies; implement it for the CPU (GPU: `cuda.py`).
+"""Define the interface of the computing device and its asynchronous copies; implement it for the CPU.
 
     fetch     host memory or a drive -> a ring buffer on the device     (prefetched weights)
     upload    host memory -> the device                                 (new weights from the update)
@@ -8,23 +8,26 @@
 
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
-number.
+number. `cuda_device.py` implements the interface for a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.host_memory import host_buffer, return_now
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
+_BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
 
 
 class DeviceCopy(Protocol):
@@ -141,3 +144,24 @@ def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
     assert values.is_contiguous()
     assert into.is_contiguous()
     ctypes.memmove(into.data_ptr(), values.data_ptr(), values.nbytes)
+
+
+def trim_heap_between(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]]) -> list[RemovableHandle]:
+    """Register hooks that return freed memory to the system after every 8th block, in forward and backward.
+
+    Each block comes with the parameter whose gradient is its last, or None if the block is frozen. glibc up to 2.37
+    cuts each aligned allocation out of a larger one and does not reuse the holes. With allocations of up to 10 MiB, a
+    forward through 24 blocks of GPT-2 on a CPU leaves 570 MB of holes, in addition to the largest tensors: the loss and
+    the embeddings' gradients.
+    """
+
+    def trim(*_: object) -> None:
+        return_now()
+
+    hooks = []
+    for number, (module, parameter) in enumerate(blocks):
+        if (number + 1) % _BLOCKS_PER_TRIM == 0 or module is blocks[-1][0]:
+            hooks.append(module.register_forward_hook(trim))
+        if number % _BLOCKS_PER_TRIM == 0 and parameter is not None:
+            hooks.append(parameter.register_post_accumulate_grad_hook(trim))
+    return hooks

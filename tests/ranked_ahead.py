@@ -24,7 +24,7 @@ from bench_of_engines import engine as plain_engine
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients
-from offload_trainer.offloading.update.speculative import MispredictionWatch, SpeculativeStep
+from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep
 from offload_trainer.offloading.update.updater import Updater
 
 PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has NaN in its last gradient

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.engine import tiered
+from offload_trainer.offloading.ranks.collective_fetch import Copy, PendingGather
 from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients
-from offload_trainer.offloading.ranks.weight_all_gather import Copy, PendingGather
 
 counts: Counter[str] = Counter()
 

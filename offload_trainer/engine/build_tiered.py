@@ -12,10 +12,9 @@ import torch
 from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import DTYPES
-from offload_trainer.offloading.allocation import Layout
+from offload_trainer.offloading.allocation import Drives, Layout
 from offload_trainer.offloading.cuda_device import CudaDevice
 from offload_trainer.offloading.device import CpuDevice, Device
-from offload_trainer.offloading.pages.drive_dirs import Drives
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel

@@ -28,7 +28,7 @@ from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.offloading.update.speculative import MispredictionWatch
+from offload_trainer.offloading.update.step_params import MispredictionWatch
 from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import inputs_of

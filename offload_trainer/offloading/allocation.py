@@ -1,9 +1,15 @@
-"""Allocate memory and files for optimizer state, weights and gradients as a layout places them."""
+"""Allocate memory and files for optimizer state, weights and gradients as a layout places them.
+
+This is the only module that distinguishes one rank from several: it chooses the gradient sums, the fetches of weights
+and the update progress that fit. Everything else talks to the other ranks through `Node`, or not at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -11,16 +17,46 @@ from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.checksums import PageChecksums
-from offload_trainer.offloading.pages.drive_dirs import Drives
 from offload_trainer.offloading.pages.shadow_pages import ShadowPages
-from offload_trainer.offloading.pages.store import PageStore, UnitStore
-from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.offloading.pages.store import PageStore, UnitStore, size_of_home
+from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
+from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, SharedGradients
+from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.native_adam import Sum, zlib_sum
-from offload_trainer.plan.tiered.layout import TierMap, Unit
+from offload_trainer.plan.tiered.layout import DEVICE, RAM, TierMap, Unit
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transfers
+
+
+class Drives:
+    """A run's private directories on drives, the files in them, and the transfers to and from these files."""
+
+    def __init__(self, directories: Sequence[Path], transfers: Transfers) -> None:
+        self.directories, self.transfers = tuple(directories), transfers
+        # Pages of optimizer state do not need checked transfers, because they have checksums of their own.
+        self.unchecked = transfers.inner if isinstance(transfers, CheckedTransfers) else transfers
+        self._files = ExitStack()
+
+    def files(self, name: str, sizes: Sequence[int], homes: Sequence[int], *, shared: bool = True) -> list[DriveFile]:
+        """Create one file `name` on each drive, large enough for the items that `homes` places there; return them.
+
+        `sizes` are the items' bytes. `shared`: checked transfers verify what any rank writes there, so all ranks call
+        this in the same order.
+        """
+        made = []
+        for home, directory in enumerate(self.directories):
+            made.append(DriveFile(directory / name, size_of_home(sizes, homes, home)))
+            self._files.callback(made[-1].close)
+            if shared and isinstance(self.transfers, CheckedTransfers):
+                self.transfers.share(made[-1])
+        return made
+
+    def close(self) -> None:
+        self.transfers.close()  # before the files, because transfers may still be in flight
+        self._files.close()
 
 
 @dataclass(frozen=True)
@@ -43,11 +79,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stores:
-    """The allocated storage for optimizer state, weights and gradients."""
+    """The allocated storage for optimizer state, weights and gradients, and what tracks the update of these."""
 
     state: PageStore
     weights: PlacedWeights
+    fetches: WeightFetches
     gradients: AnyGradients
+    update_progress: UpdateProgress
 
 
 def allocate_stores(
@@ -58,41 +96,38 @@ def allocate_stores(
     `order` lists the trainable weights in the order in which their norms are summed. `page_sum` computes page
     checksums. All ranks call it.
     """
-    units, homes, transfers = layout.units, layout.homes, drives.transfers
+    units, homes, node = layout.units, layout.homes, layout.node
     pages = [layout.places * layout.format.page_bytes(page.elements) for page in homes.pages]
-    places = ShadowPages(homes.pages, count=layout.places, node=layout.node)
+    places = ShadowPages(homes.pages, count=layout.places, node=node)
     state = PageStore(
         homes.pages,
         format=layout.format,
         files=drives.files("state", pages, [page.home for page in homes.pages], shared=False),
         transfers=drives.unchecked,
         device=device,
-        node=layout.node,
-        sums=PageChecksums(homes.pages, format=layout.format, places=places, node=layout.node, compute=page_sum),
+        node=node,
+        sums=PageChecksums(homes.pages, format=layout.format, places=places, node=node, compute=page_sum),
     )
-    _write_first(state, homes, layout.node)
+    if len(node.here) > 1:
+        for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
+            memory = state.in_memory(number) if homes.of_rank(number, node.rank) else None
+            if memory is not None:
+                memory.zero_()
+        ranks.wait_for_all()  # no page may be filled before its rank has touched it
     sizes = [unit.elements * layout.dtype.itemsize for unit in units]
-    weights = PlacedWeights(
-        units,
-        homes.weights,
+    outside = UnitStore(
+        [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes.weights, strict=True)],
+        [RAM if home == DEVICE else home for home in homes.weights],
         dtype=layout.dtype,
-        device=device,
         files=drives.files("weights", sizes, homes.weights),
-        transfers=transfers,
-        node=layout.node,
+        transfers=drives.transfers,
+        pinned=device.is_cuda,
+        node=node,
     )
-    return Stores(state, weights, _gradients(layout, device=device, drives=drives, order=order))
-
-
-def _write_first(state: PageStore, homes: TierMap, node: Node) -> None:
-    """Touch this rank's pages in RAM first, so that the system allocates them on the rank's NUMA node."""
-    if len(node.here) == 1:
-        return
-    for number in range(len(homes.pages)):
-        memory = state.in_memory(number) if homes.of_rank(number, node.rank) else None
-        if memory is not None:
-            memory.zero_()
-    ranks.wait_for_all()  # no page may be filled before its rank has touched it
+    fetches = WeightFetches(units, outside, node=node, gpus=device.is_cuda)
+    weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
+    gradients = _gradients(layout, device=device, drives=drives, order=order)
+    return Stores(state, weights, fetches, gradients, _update_progress(layout, weights, device))
 
 
 def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> AnyGradients:
@@ -118,3 +153,27 @@ def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
         in_flight_bytes=GRADIENTS_IN_FLIGHT,
         order=order,
     )
+
+
+def _update_progress(layout: Layout, weights: PlacedWeights, device: Device) -> UpdateProgress:
+    """Return the progress of this rank's updates; with several ranks, a unit is ready once all have updated it.
+
+    Ranks agree on each unit while later units are still being updated. Waiting for a unit therefore waits for all
+    ranks, and raises TrainerError if one of them does not come: see `Node.exchange`.
+    """
+    homes, node = layout.homes, layout.node
+    pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
+    if node.world == 1:
+        return UpdateProgress(pages)
+    connections, barrier = SideGroup(across=node.all_alike), node.exchange()
+
+    def agree(unit: int) -> None:
+        barrier(unit)
+        with device.beside(after=device.mark()):
+            weights.broadcast_unit(layout.units[unit], beside=connections)
+            there = device.reached()
+        there.wait()
+        if len(node.nodes) > 1:
+            barrier(unit)  # all ranks of this node wait until the other nodes' weights have arrived
+
+    return UpdateProgress(pages, units=list(dict.fromkeys(page.unit for page in homes.pages)), agree=agree)

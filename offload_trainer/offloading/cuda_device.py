@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload_trainer.offloading.device import DeviceCopy, Read, ReturnCopy
-from offload_trainer.offloading.ranks.weight_all_gather import PendingGather
+from offload_trainer.offloading.device import DeviceCopy, QueuedFill, Read, ReturnCopy
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, ending
 
@@ -62,7 +61,7 @@ class CudaDevice:
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> DeviceCopy:
         if isinstance(source, torch.Tensor):
             return self._arrive(self._inward, None, source, into, after=after)
-        if isinstance(source, PendingGather):
+        if isinstance(source, QueuedFill):
             return self._gathered(source, into, after=after)
         with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
             staging = self._stagings.pop(0)  # the least recently used buffer is first
@@ -85,7 +84,7 @@ class CudaDevice:
             self._stager.put(fill)
         return arrival
 
-    def _gathered(self, gather: PendingGather, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
+    def _gathered(self, gather: QueuedFill, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
         """Queue the copy of this rank's shard and NCCL's all-gather, on the gathering thread at this rank's turn."""
 
         def queue() -> torch.cuda.Event:

@@ -17,7 +17,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -28,6 +28,17 @@ from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 _BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements leaves 20 MB
+
+
+@runtime_checkable
+class QueuedFill(Protocol):
+    """A `Read` that a GPU may also queue on a stream of its own: an all-gather between the devices of several ranks."""
+
+    def when(self, then: Callable[[BaseException | None], None]) -> None:
+        """Call `then` once, on a thread, when it is this rank's turn to `fill`, or with an error."""
+
+    def fill(self, into: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        """Queue filling `into` (on the device); `copy` queues a copy from host memory to the device."""
 
 
 class DeviceCopy(Protocol):

@@ -25,14 +25,12 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
-from offload_trainer.offloading.allocation import Layout, allocate_stores
+from offload_trainer.offloading.allocation import Drives, Layout, allocate_stores
 from offload_trainer.offloading.device import Device, trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.checksums import DamagedPage
-from offload_trainer.offloading.pages.drive_dirs import Drives
 from offload_trainer.offloading.pages.index import PageIndex
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
-from offload_trainer.offloading.ranks.update_progress import make_update_progress
 from offload_trainer.offloading.recompute_hooks import keep_weights
 from offload_trainer.offloading.update.step_params import StepParams, step_params_of
 from offload_trainer.offloading.update.updater import Updater
@@ -95,13 +93,11 @@ class OffloadedModel:
             page_sum = sum_with(kernels[0])
             stores = allocate_stores(layout, device=device, drives=drives, order=self.trained, page_sum=page_sum)
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
-            stack.callback(self.weights.close)
+            self._fetches, self.update_progress = stores.fetches, stores.update_progress
+            stack.callback(self._fetches.close)
             stack.callback(self.gradients.close)
             every = routes_of(layout.homes, is_gpu=device.is_cuda)
             routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]
-            self.update_progress = make_update_progress(
-                layout, [route.page for route in routes], weights=self.weights, device=device
-            )
             stack.callback(self.update_progress.close)
             self.updater = Updater(
                 self.store,
@@ -138,7 +134,9 @@ class OffloadedModel:
         wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
         held, stream, resident_guard = (self.weights, self.parameters, self.update_progress), None, None
         if any(self.weights.resident(unit.index) is None for unit in self.units):
-            stream = WeightPrefetcher(*held, device=self._device, blocks=layout.unit_buffers)
+            stream = WeightPrefetcher(
+                *held, source=self._fetches.source, device=self._device, blocks=layout.unit_buffers
+            )
             stack.callback(stream.close)
             stream.attach(wanted)
             if any(unit.is_part for unit in self.units):
@@ -506,5 +504,5 @@ class OffloadedModel:
         """Wait for asynchronous work and close everything except the device and the drives."""
         self.closed = True
         self.updater.close()  # it uses everything that is closed below
-        self.weights.cancel()  # otherwise the prefetcher would wait for collective fetches that other ranks never join
+        self._fetches.cancel()  # otherwise the prefetcher would wait for collective fetches that other ranks never join
         self._open.close()

@@ -20,8 +20,7 @@ from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients import norms
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
-from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, SharedGradients
-from offload_trainer.offloading.ranks.shared_norms import SharedNorms
+from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, SharedGradients, SharedNorms
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import norm_shards
 from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of

@@ -18,9 +18,9 @@ from threads import Threads
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.collective_fetch import SharedReads
 from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.ranks.shared_reads import SharedReads
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
 

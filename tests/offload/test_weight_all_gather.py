@@ -22,12 +22,13 @@ from threads import Threads
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import copy_alone
+from offload_trainer.offloading.ranks.collective_fetch import PendingGather, Turn, WeightAllGather
 from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.ranks.weight_all_gather import PendingGather, WeightAllGather
 from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import Workers
 
 WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
@@ -164,15 +165,15 @@ def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypat
 def test_a_gather_that_was_not_given_room_yet_waits_for_it() -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
+    turn, thread = Turn(), Workers(1, "gathers")
     wanted = PendingGather(
-        torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number)
+        turn, torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number)
     )
-    begun = threading.Thread(target=wanted.begin_together)
-    begun.start()
+    turn.begin_together(thread)
     assert not joined
     into = torch.zeros(2 * ALIGN)
     wanted(into).wait()
-    begun.join()
+    thread.close()
     assert joined == [1]
     assert torch.equal(into[ALIGN:], torch.arange(2.0 * ALIGN)[ALIGN:])
     assert not into[:ALIGN].any()

@@ -314,7 +314,7 @@ class UnitStore:
         """Allocate RAM for `elements` of each unit. RAM and `files` exist once per node, and all its ranks call it."""
         self.homes = tuple(homes)
         self.dtype = dtype
-        self._elements = tuple(elements)
+        self.elements = tuple(elements)
         self._files, self._transfers = files, transfers
         sizes = [count * dtype.itemsize for count in elements]
         self._offsets = offsets(sizes, homes)
@@ -326,7 +326,7 @@ class UnitStore:
         if self.homes[unit] != RAM:
             return None
         first = self._offsets[unit] // self.dtype.itemsize
-        return self._memory[first : first + self._elements[unit]]
+        return self._memory[first : first + self.elements[unit]]
 
     def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
         """Fill `buffer` (the store's dtype) from the drive; `start` and the size are aligned."""
@@ -375,7 +375,7 @@ class UnitStore:
         inside = self.host(unit)
         if inside is not None:
             return inside
-        size = self._elements[unit] * self.dtype.itemsize
+        size = self.elements[unit] * self.dtype.itemsize
         return self._cache.open(*self._place(unit, 0), size, modify=True).view(self.dtype)
 
 

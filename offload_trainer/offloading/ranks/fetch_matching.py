@@ -11,9 +11,9 @@ in between that the others have not announced yet. It fetches these units alone.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from offload_trainer.ranks import group_of, naming_the_late, patience_in_step, wait_for_all
+from offload_trainer.ranks import group_of, naming_the_late, patience_in_step
 from offload_trainer.storage.transfer import Future, Workers, ending
 
 _MEET = -1
@@ -85,19 +85,3 @@ def exchange_of(*, stalled: float) -> Exchange:
         return [int(_NUMBER.unpack(one)[0]) for one in told]
 
     return exchange
-
-
-class SideGroup:
-    """Separate connections between all ranks for one side thread of each rank.
-
-    All ranks create their groups in the same order.
-    """
-
-    def __init__(self, *, across: Sequence[Sequence[int]] = ()) -> None:
-        """Connect all ranks; `across` lists groups of ranks on different nodes that also exchange weights."""
-        self.across = group_of(across) if across else None
-        self.group = group_of(in_step=False)
-
-    def barrier(self) -> None:
-        """Wait until every rank's side thread has reached this barrier; raise Elsewhere if a rank has ended."""
-        wait_for_all(group=self.group)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching, SideGroup, exchange_of
+from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching, exchange_of
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
 
 T = TypeVar("T")
@@ -195,3 +195,19 @@ class Node:
     def add_up(self, values: torch.Tensor) -> None:
         """All-reduce `values` in place to their sum; for each element at most one rank has a value other than 0."""
         ranks.add_up(values, group=self._trading)
+
+
+class SideGroup:
+    """Separate connections between all ranks for one side thread of each rank.
+
+    All ranks create their groups in the same order.
+    """
+
+    def __init__(self, *, across: Sequence[Sequence[int]] = ()) -> None:
+        """Connect all ranks; `across` lists groups of ranks on different nodes that also exchange weights."""
+        self.across = ranks.group_of(across) if across else None
+        self.group = ranks.group_of(in_step=False)
+
+    def barrier(self) -> None:
+        """Wait until every rank's side thread has reached this barrier; raise Elsewhere if a rank has ended."""
+        ranks.wait_for_all(group=self.group)

@@ -5,7 +5,7 @@
 Each slot is a host buffer with one page that is being read, is ready, or is being written. When a write completes, its
 thread starts the next read into the slot immediately. Pages arrive after all gradients are complete, in the order of
 the next forward. Before that, pages on drives may be offered unit by unit as their gradients complete
-(`offloading/update/speculative.py`), again in the order of the next forward. Otherwise idle slots prefetch the state of
+(`offloading/update/step_params.py`), again in the order of the next forward. Otherwise idle slots prefetch the state of
 pages whose gradients are not complete yet.
 """
 

@@ -28,8 +28,7 @@ from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.offloading.update.progress import UpdateProgress
-from offload_trainer.offloading.update.speculative import SpeculativeStep
-from offload_trainer.offloading.update.step_params import StepParams
+from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, within
 from offload_trainer.plan.tiered.update_staging import Route, device_slot

@@ -1,7 +1,7 @@
 """Store the weights that the model computes with, by unit, on the device, in RAM or on drives.
 
 The update writes new weights here (in place with `direct`, or from a buffer with `commit`). The model reads them from
-here (in place with `resident`, or through a `WeightPrefetcher`, which fetches from `source`). With several ranks this
+here (in place with `resident`, or through a `WeightPrefetcher`). With several ranks this
 module also broadcasts updated weights between devices and nodes.
 """
 
@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device import Device, Read
+from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.fetch_matching import SideGroup
-from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.ranks.shared_reads import SharedReads
-from offload_trainer.offloading.ranks.weight_all_gather import WeightAllGather
+from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, begin_in, range_of_rank
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+from offload_trainer.storage.transfer import Future
 
 
 class PlacedWeights:
@@ -31,39 +28,24 @@ class PlacedWeights:
         units: Sequence[Unit],
         homes: Sequence[int],
         *,
-        dtype: torch.dtype,
+        store: UnitStore,
         device: Device,
-        files: Sequence[DriveFile],
-        transfers: Transfers,
         node: Node,
     ) -> None:
-        """Allocate the weights. All ranks call it with the same arguments.
+        """Allocate the weights on the device; `store` has the others.
 
         Weights on the device exist once per rank, and `broadcast` synchronises them. Others exist once per node.
         """
         self._node = node
-        self.homes, self.dtype, self.units = tuple(homes), dtype, tuple(units)
-        self._device = device
-        away = [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes, strict=True)]
-        places = [RAM if home == DEVICE else home for home in homes]
-        pinned = device.is_cuda
-        self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
-        self._reads: SharedReads | None = None
-        if node.world > 1 and any(home >= 0 for home in places):
-            self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), barrier=SideGroup().barrier)
-        self._gathers: WeightAllGather | None = None
-        if node.by_parts and any(away):
-            self._gathers = WeightAllGather(node, rounds=node.rounds(), join=node.joining(gpus=device.is_cuda))
+        self.homes, self.dtype, self.units = tuple(homes), store.dtype, tuple(units)
+        self._device, self.store = device, store
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
             if home == DEVICE:
                 self._starts[unit.index] = end
                 end += unit.elements
-        if device.is_cuda:
-            self._resident = torch.zeros(end, dtype=dtype, device=device.place)
-        else:
-            self._resident = host_buffer(end * dtype.itemsize).view(dtype)
+        self._resident = device.buffer(end, self.dtype)
 
     def resident(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if they are on the device, else None."""
@@ -97,30 +79,6 @@ class PlacedWeights:
         if resident is not None:
             return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
         return self.store.read(unit, start, buffer)
-
-    def source(self, unit: int) -> torch.Tensor | Read:
-        """Return the source of an offloaded unit's weights: host memory, or a function that fills a buffer.
-
-        With several ranks this already announces the fetch, so that ranks that need the same unit next share it: they
-        read it from the drive together, or all-gather shards of it from host memory.
-        """
-        host = self.store.host(unit)
-        if host is not None:
-            return self._gathers.want(unit, host) if self._gathers else host
-        return self._reads.want(unit) if self._reads else lambda buffer: self.store.read(unit, 0, buffer)
-
-    def cancel(self) -> None:
-        """Fail the collective fetches that have not begun, because other ranks may never join them."""
-        for together in (self._reads, self._gathers):
-            if together is not None:
-                together.cancel()
-
-    def close(self) -> None:
-        self.cancel()
-        for together in (self._reads, self._gathers):
-            if together is not None:
-                together.close()
-        self._node.close()  # only these fetches use the node's rounds
 
     # -- with several ranks -------------------------------------------------------------------------------------------
 

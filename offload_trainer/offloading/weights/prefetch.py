@@ -33,7 +33,7 @@ from offload_trainer.offloading.autograd import (
     unprotected,
     without_modes,
 )
-from offload_trainer.offloading.device import Device, DeviceCopy
+from offload_trainer.offloading.device import Device, DeviceCopy, Read
 from offload_trainer.offloading.recompute_hooks import BlockSavedTensors, recompute_views
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
@@ -73,11 +73,22 @@ class WeightPrefetcher:
         parameters: Mapping[str, Sequence[nn.Parameter]],
         update_progress: UpdateProgress,
         *,
+        source: Callable[[int], torch.Tensor | Read],
         device: Device,
         blocks: int,
     ) -> None:
-        """Allocate the ring buffers; `blocks` is the number of buffers for blocks."""
-        self._weights, self._device, self._update_progress = weights, device, update_progress
+        """Allocate the ring buffers.
+
+        Args:
+            weights: the model's weights.
+            parameters: the parameters of each weight.
+            update_progress: says when a unit has its new weights.
+            source: returns where a unit is fetched from: host memory, or a function that fills a buffer.
+            device: the device that computes.
+            blocks: number of buffers for blocks.
+        """
+        self._weights, self._source, self._device = weights, source, device
+        self._update_progress = update_progress
         units = [unit for unit in weights.units if weights.resident(unit.index) is None]
         self._rings = Rings(units, blocks=blocks)
         self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
@@ -279,7 +290,7 @@ class WeightPrefetcher:
         self._rings.put(unit, number)
         slot = self._slots[number]
         into = slot.buffer[: self._weights.units[unit].elements]
-        source, after = self._weights.source(unit), self._device.mark()
+        source, after = self._source(unit), self._device.mark()
         slot.arrival = self._update_progress.fetched(unit, lambda: self._device.fetch(source, into, after=after))
 
     def _evict(self, number: int) -> None:

@@ -1,0 +1,270 @@
+"""Fetch offloaded weights together with the other ranks of a node, so that each byte is read or copied once per node.
+
+    drive  ──each rank reads its part──> shared host buffer ──barrier──> each rank copies the whole unit to its buffer
+    RAM    ──each rank its part──> its device ──all-gather (NCCL; sockets where CPUs compute)──> every device
+
+A unit that not all ranks need next (`ranks/fetch_matching.py`) is read or copied by each rank alone. Ranks fetch the
+same units together in the same order, on a separate thread and over separate connections.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offload_trainer.offloading.device import Read, copy_alone
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
+from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.plan.tiered.layout import Unit, part_of
+from offload_trainer.plan.tiered.spec import SHARED_READS
+from offload_trainer.plan.tiered.weight_streaming import even_part
+from offload_trainer.storage.transfer import Future, Workers, done, ending
+
+Told = Callable[[BaseException | None], None]
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
+Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the device, this rank's part filled; rank)
+
+
+class WeightFetches:
+    """The sources from which this rank fetches the units in `store`: by itself, or with the other ranks of its node."""
+
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node, gpus: bool) -> None:
+        """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""
+        self._store, self._node = store, node
+        self._reads: SharedReads | None = None
+        if node.world > 1 and any(home >= 0 for home in store.homes):
+            self._reads = SharedReads(units, store, node=node, rounds=node.rounds(), barrier=SideGroup().barrier)
+        self._gathers: WeightAllGather | None = None
+        if node.by_parts and any(store.elements):
+            self._gathers = WeightAllGather(node, rounds=node.rounds(), join=node.joining(gpus=gpus))
+
+    def source(self, unit: int) -> torch.Tensor | Read:
+        """Return the source of a unit's weights: host memory, or a function that fills a buffer.
+
+        With several ranks this already announces the fetch, so that ranks that need the same unit next share it.
+        """
+        host = self._store.host(unit)
+        if host is not None:
+            return self._gathers.want(unit, host) if self._gathers else host
+        return self._reads.want(unit) if self._reads else lambda buffer: self._store.read(unit, 0, buffer)
+
+    def cancel(self) -> None:
+        """Fail the fetches that have not begun, because other ranks may never join them."""
+        for together in (self._reads, self._gathers):
+            if together is not None:
+                together.cancel()
+
+    def close(self) -> None:
+        self.cancel()
+        for together in (self._reads, self._gathers):
+            if together is not None:
+                together.close()
+        self._node.close()  # only these fetches use the node's rounds
+
+
+class Turn:
+    """A fetch that begins once the ranks have decided whether to fetch together, and its destination is known."""
+
+    def __init__(self) -> None:
+        self._destination = Future()  # the destination is known and may be overwritten
+        self._lock = threading.Lock()
+        self._then: Told | None = None
+        self._closed: RuntimeError | None = None
+        self._begun = False  # the ranks have decided whether to fetch together
+        self.together = False
+
+    def when(self, then: Told) -> None:
+        """Declare that the destination is known, and call `then` once, on a thread, at this rank's turn or on error."""
+        with self._lock:
+            self._then, closed = then, self._closed
+        if closed is None:
+            self._destination.finish_part()
+        else:
+            self._tell(closed)
+
+    def begin_alone(self, error: BaseException | None) -> None:
+        self._begun = True
+        self._destination.then(lambda closed: self._tell(error or closed))
+
+    def begin_together(self, thread: Workers) -> None:
+        """Wait for the destination and report this rank's turn, on `thread`."""
+        self._begun = True
+
+        def wait_for_destination() -> None:
+            try:
+                self._destination.wait()
+            except RuntimeError:
+                return  # closed before there was a destination
+            self.together = True
+            self._tell(None)
+
+        thread.put(wait_for_destination)
+
+    def cancel(self, closed: RuntimeError) -> None:
+        """Fail everything that waits for this turn, unless it has begun."""
+        if not self._destination.done:
+            with self._lock:
+                self._closed = closed
+            self._destination.finish_part(closed)
+        if not self._begun:
+            self._tell(closed)
+
+    @property
+    def is_over(self) -> bool:
+        return self._begun and self._destination.done
+
+    def _tell(self, error: BaseException | None) -> None:
+        with self._lock:
+            then, self._then = self._then, None
+        if then is not None:
+            then(error)
+
+
+class Turns:
+    """The turns of one rank's fetches, and the thread that carries out those that all ranks do together."""
+
+    def __init__(self, rounds: FetchMatching, name: str) -> None:
+        self._rounds, self._thread = rounds, Workers(1, name)
+        self._waiting: list[Turn] = []  # fetches that may not have begun or may lack a destination
+
+    def announce(self, unit: int) -> Turn:
+        """Announce that this rank needs the unit next.
+
+        The destination may be given later, when the unit has its new weights on every rank.
+        """
+        turn = Turn()
+        self._waiting = [one for one in self._waiting if not one.is_over] + [turn]
+
+        def begin(together: bool, error: BaseException | None) -> None:
+            turn.begin_together(self._thread) if together else turn.begin_alone(error)
+
+        self._rounds.ask(unit, begin)
+        return turn
+
+    def cancel(self) -> None:
+        """Fail all fetches that have not begun; no further ones may be announced."""
+        closed = RuntimeError("closed before it was fetched")
+        for turn in self._waiting:
+            turn.cancel(closed)
+
+    def close(self) -> None:
+        """End the thread after `cancel`. If it waits for ranks that never come, leave it to the end of the process."""
+        self._thread.close(patience=1.0)
+
+
+class SharedReads:
+    """The shared reads of one rank: units of `store` that are on drives, read with the other ranks of `node`.
+
+    Two shared buffers alternate. A rank reaches the barrier for one buffer only after it has copied the previous unit
+    out of the other one, which may then be overwritten.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], store: UnitStore, *, node: Node, rounds: FetchMatching, barrier: Callable[[], None]
+    ) -> None:
+        """Allocate the shared buffers and start the threads. All ranks call it.
+
+        `barrier` synchronises the reading threads of all ranks; only that thread uses it.
+        """
+        self._store, self._node, self._barrier = store, node, barrier
+        self._elements = {unit.index: unit.elements for unit in units if store.homes[unit.index] >= 0}
+        size = max(self._elements.values()) * store.dtype.itemsize
+        self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
+        self._next, self._copied = 0, done()
+        self._error: BaseException | None = None
+        self._turns, self._copies = Turns(rounds, "shared reads"), Workers(1, "shared copies")
+
+    def want(self, unit: int) -> Read:
+        """Announce that this rank needs the unit next; return a function that fills a buffer with it."""
+        turn = self._turns.announce(unit)
+
+        def into(buffer: torch.Tensor) -> Future:
+            filled = Future()
+
+            def fill(error: BaseException | None) -> None:
+                if error is not None:
+                    filled.finish_part(error)
+                elif turn.together:
+                    self._read_together(unit, buffer, filled)
+                else:
+                    self._store.read(unit, 0, buffer).then(filled.finish_part)
+
+            turn.when(fill)
+            return filled
+
+        return into
+
+    def _read_together(self, unit: int, buffer: torch.Tensor, filled: Future) -> None:
+        """Read a unit on the reading thread. All ranks' threads read the same units in the same order."""
+        try:
+            if self._error is not None:
+                raise self._error
+            elements, node = self._elements[unit], self._node
+            whole = self._buffers[self._next][:elements]
+            self._next = (self._next + 1) % SHARED_READS
+            first, end = part_of(elements, node.rank - node.here.start, ranks=len(node.here))
+            if first < end:
+                self._store.read(unit, first, whole[first:end]).wait()
+            self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
+            self._barrier()
+            self._copied = Future()
+            self._copies.put(ending(self._copied, lambda: copy_alone(whole, buffer)))
+            self._copied.then(filled.finish_part)
+        except BaseException as error:
+            self._error = error
+            filled.finish_part(error)
+
+    def cancel(self) -> None:
+        self._turns.cancel()
+
+    def close(self) -> None:
+        """End the threads; call it after `cancel`, when no caller waits for a read any more."""
+        self._turns.close()
+        self._copies.close()
+
+
+class PendingGather:
+    """A unit that this rank needs. Call it to fill host memory, or use `when` and `fill` for device memory."""
+
+    def __init__(self, turn: Turn, host: torch.Tensor, *, rank: int, ranks: int, join: Join) -> None:
+        """Describe the unit `host` (1-D, in RAM) for number `rank` of the node's `ranks`."""
+        self._turn, self._host, self._rank, self._ranks, self._join = turn, host, rank, ranks, join
+        self.when = turn.when
+
+    def __call__(self, into: torch.Tensor) -> Future:
+        """Fill `into`, in host memory, when it is this rank's turn."""
+        future, fill = Future(), lambda: self.fill(into, copy_alone)
+        self.when(lambda error: future.finish_part(error) if error else ending(future, fill)())
+        return future
+
+    def fill(self, into: torch.Tensor, copy: Copy) -> None:
+        """Fill `into` (device memory) with the unit, by an all-gather if all ranks fetch it together."""
+        part = even_part(self._host.numel(), ranks=self._ranks) if self._turn.together else 0
+        whole, mine = part * self._ranks, slice(part * self._rank, part * (self._rank + 1))
+        if whole < self._host.numel():
+            copy(self._host[whole:], into[whole:])
+        if whole:
+            copy(self._host[mine], into[mine])
+            self._join(into[:whole], self._rank)
+
+
+class WeightAllGather:
+    """The units that this rank fetches by all-gather. Every rank of the node has one such object."""
+
+    def __init__(self, node: Node, *, rounds: FetchMatching, join: Join) -> None:
+        """Start the gathering thread; only that thread uses `join`."""
+        self._node, self._join, self._turns = node, join, Turns(rounds, "gathers")
+
+    def want(self, unit: int, host: torch.Tensor) -> PendingGather:
+        """Announce that this rank needs the unit `host` next, and return the fetch."""
+        turn, rank = self._turns.announce(unit), self._node.rank - self._node.here.start
+        return PendingGather(turn, host, rank=rank, ranks=len(self._node.here), join=self._join)
+
+    def cancel(self) -> None:
+        self._turns.cancel()
+
+    def close(self) -> None:
+        self._turns.close()

@@ -49,9 +49,9 @@ def main() -> None:
     wishes = parser.parse_args()
     load_libraries()
     if wishes.blind:
-        from offload_trainer.offloading.pages.checksums import PageChecksums
+        from offload_trainer.offloading.pages.page_copies import PageCopies
 
-        PageChecksums.differing = lambda *_, **__: None  # type: ignore[method-assign]
+        PageCopies.differing = lambda *_, **__: None  # type: ignore[method-assign]
     from offload_trainer.storage.owned_dirs import scratch
 
     start, found = time.monotonic(), Counter[str]()
@@ -137,7 +137,7 @@ class Trial:
         form, homes = state_format(told.rule, told.states), [page.home for page in told.pages]
         sizes = [form.page_bytes(page.elements) for page in told.pages]
         files = [(lease / "state").read_bytes() for lease in leases]
-        places, starts = newest.places(len(told.pages)), offsets(sizes, homes)
+        places, starts = newest.copies(len(told.pages)), offsets(sizes, homes)
         pages = []
         for home, size, start, place in zip(homes, sizes, starts, places, strict=True):
             at = start + place * size_of_home(sizes, homes, home)
@@ -340,10 +340,8 @@ class Trial:
 def read_as_a_start_does(killed: Killed) -> Step | None:
     """Read the page files as run/page_file_resume.py and the engine do, without the rest of a start."""
     from offload_trainer.offloading.device import CpuDevice
-    from offload_trainer.offloading.pages.checksums import PageChecksums
-    from offload_trainer.offloading.pages.index import files_of
-    from offload_trainer.offloading.pages.manifest import read_description, read_newest, refuse_outside
-    from offload_trainer.offloading.pages.shadow_pages import ShadowPages
+    from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
+    from offload_trainer.offloading.pages.page_copies import PageCopies
     from offload_trainer.offloading.pages.store import PageStore
     from offload_trainer.offloading.ranks.node_comm import Node
     from offload_trainer.optim.native_adam import zlib_sum
@@ -366,10 +364,9 @@ def read_as_a_start_does(killed: Killed) -> Step | None:
     transfers = ThreadedTransfers(threads=1)
     files = [DriveFile(path, path.stat().st_size) for path in paths]
     try:
-        places = ShadowPages(pages, count=2, node=node)
-        sums = PageChecksums(pages, format=form, places=places, node=node, compute=zlib_sum)
-        store = PageStore(pages, format=form, files=files, transfers=transfers, device=device, node=node, sums=sums)
-        sums.begin(newest.places(len(pages)), bytes.fromhex(newest.sums))
+        copies = PageCopies(pages, format=form, count=2, node=node, compute=zlib_sum)
+        store = PageStore(pages, format=form, files=files, transfers=transfers, device=device, node=node, copies=copies)
+        copies.begin(newest.copies(len(pages)), bytes.fromhex(newest.sums))
         (buffer,) = store.buffers(1)
         held = []
         for number in range(len(pages)):

@@ -31,7 +31,7 @@ from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.model.pretrained import pretrained_weights
-from offload_trainer.offloading.pages.index import PageIndex
+from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.tiered.layout import pages_of, units_of
@@ -157,9 +157,9 @@ def _store(folder: Path) -> Kind:
     form = state_format("adamw", "fp32")
     size = sum(form.page_bytes(page.elements) for page in pages)
     (lease / "state").write_bytes(torch.full((size // 4,), 0.5).numpy().tobytes())
-    account = PageIndex([lease], units, pages, format=form, model=model)
-    account.note(3, updating=False)
-    account.close()
+    manifest = ManifestWriter([lease], units, pages, format=form, model=model)
+    manifest.note(3, updating=False)
+    manifest.close()
     files = ["run-0000dead/store.json", "run-0000dead/progress"]
     return Kind("store", folder, files, use=lambda: _export(lease))
 

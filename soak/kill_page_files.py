@@ -25,7 +25,7 @@ from kill_ranks import Ranks
 from trials import Command, Difference, compare_file, finish, lines, rows, soak_of_kills
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.index import read_store
+from offload_trainer.offloading.pages.stored_masters import read_store
 
 STEPS = 30
 KINDS = (  # settings of each run: AdamW and Lion, every update schedule, each moment format, one drive or two

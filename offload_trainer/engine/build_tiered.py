@@ -85,7 +85,7 @@ def opened(
         format=sizes.format,
         page_buffers=sizes.page_buffers,
         unit_buffers=sizes.unit_buffers,
-        places=sizes.places,
+        copies=sizes.places,
         node=node,
         behind=sizes.overlap,
         ahead=sizes.ahead,

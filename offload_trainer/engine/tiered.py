@@ -234,9 +234,9 @@ class TieredEngine:
         The record is written when the running update has ended.
         """
         ours, scale = self.offloaded, self._scale
-        assert ours.account is not None
+        assert ours.manifest is not None
         state = ours.state.beside(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
-        ours.account.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
+        ours.manifest.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
 
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
         """Resume from the page files of another process, each page in its newest place and with these checksums."""

@@ -31,8 +31,8 @@ from offload_trainer.config import ModelSection, RecordedConfig
 from offload_trainer.errors import UserError
 from offload_trainer.export.model_card import checkpoint_card, final_card, model_card
 from offload_trainer.model.loader import BUFFERS, resolve_model
-from offload_trainer.offloading.pages.index import DESCRIPTION, read_store
-from offload_trainer.offloading.pages.manifest import read_description
+from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description
+from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
 from offload_trainer.storage.nan_check import describe_invalid_values
 from offload_trainer.storage.owned_dirs import MARK

@@ -16,8 +16,7 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.checksums import PageChecksums
-from offload_trainer.offloading.pages.shadow_pages import ShadowPages
+from offload_trainer.offloading.pages.page_copies import PageCopies
 from offload_trainer.offloading.pages.store import PageStore, UnitStore, size_of_home
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
@@ -73,7 +72,7 @@ class Layout:
     behind: bool  # the update runs on a thread and overlaps the next forward
     ahead: bool  # the update of pages on drives may start during the backward
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
-    places: int  # copies of each page on a drive, 1 or 2
+    copies: int  # copies of each page on a drive, 1 or 2
     node: Node = field(default_factory=Node)  # the ranks that share this placement
 
 
@@ -97,8 +96,7 @@ def allocate_stores(
     checksums. All ranks call it.
     """
     units, homes, node = layout.units, layout.homes, layout.node
-    pages = [layout.places * layout.format.page_bytes(page.elements) for page in homes.pages]
-    places = ShadowPages(homes.pages, count=layout.places, node=node)
+    pages = [layout.copies * layout.format.page_bytes(page.elements) for page in homes.pages]
     state = PageStore(
         homes.pages,
         format=layout.format,
@@ -106,7 +104,7 @@ def allocate_stores(
         transfers=drives.unchecked,
         device=device,
         node=node,
-        sums=PageChecksums(homes.pages, format=layout.format, places=places, node=node, compute=page_sum),
+        copies=PageCopies(homes.pages, format=layout.format, count=layout.copies, node=node, compute=page_sum),
     )
     if len(node.here) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node

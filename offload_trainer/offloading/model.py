@@ -28,9 +28,9 @@ from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.allocation import Drives, Layout, allocate_stores
 from offload_trainer.offloading.device import Device, trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
-from offload_trainer.offloading.pages.checksums import DamagedPage
-from offload_trainer.offloading.pages.index import PageIndex
+from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
+from offload_trainer.offloading.pages.page_copies import DamagedPage
 from offload_trainer.offloading.recompute_hooks import keep_weights
 from offload_trainer.offloading.update.step_params import StepParams, step_params_of
 from offload_trainer.offloading.update.updater import Updater
@@ -87,7 +87,7 @@ class OffloadedModel:
         self.closed = False
         self.adds_up = True  # gradients of several micro-batches may be accumulated
         self._reads_ahead = False  # prefetch pages when the next backward begins
-        self.account: PageIndex | None = None
+        self.manifest: ManifestWriter | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
             page_sum = sum_with(kernels[0])
@@ -195,13 +195,13 @@ class OffloadedModel:
         kept.attach(self._module)
         self.activations = kept
 
-    def enable_page_index(self, *, model: Path) -> None:
-        """Keep an index of the page files next to them; `model` is the directory with the model's configuration."""
-        paths, its = self._drives.directories, self.store
-        self.account = PageIndex(
-            paths, self.units, its.pages, format=its.format, model=model, sums=its.sums, sync=its.sync
+    def enable_manifest(self, *, model: Path) -> None:
+        """Keep a manifest of the page files next to them; `model` is the directory with the model's configuration."""
+        paths, store = self._drives.directories, self.store
+        self.manifest = ManifestWriter(
+            paths, self.units, store.pages, format=store.format, model=model, copies=store.copies, sync=store.sync
         )
-        self._open.callback(self.account.close)
+        self._open.callback(self.manifest.close)
 
     @torch.no_grad()
     def put(self, values: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
@@ -441,8 +441,8 @@ class OffloadedModel:
         return max(self.steps.values(), default=0)
 
     def _note(self, *, updating: bool) -> None:
-        if self.account:
-            self.account.note(self.steps_done, updating=updating)
+        if self.manifest:
+            self.manifest.note(self.steps_done, updating=updating)
 
     def _decision(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
         noise_of = self._seed if self.store.format.moments.stochastic else None
@@ -471,12 +471,12 @@ class OffloadedModel:
         Args:
             state: step counts and scalars that belong to the pages.
             newest: which of its two copies is valid, for each page.
-            sums: checksums of the valid copies, as `PageChecksums.of_newest` returns them.
+            sums: checksums of the valid copies, as `PageCopies.newest_sums` returns them.
 
         Raises:
             UserError: a page does not have its checksum.
         """
-        self.store.sums.begin(newest, sums)
+        self.store.copies.begin(newest, sums)
         self.node.each(self._make_weights)
         self.weights.broadcast()
         self.steps = {name: state.steps_of(name) for name in self.trained}

@@ -157,7 +157,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
     )
     # With split masters the page files are useless without the weights in memory, so they get no index.
     if engine.offloaded.node.is_first and not planned.plan.sizes.remainders:
-        engine.offloaded.enable_page_index(model=setup.output / "model")
+        engine.offloaded.enable_manifest(model=setup.output / "model")
     return engine
 
 

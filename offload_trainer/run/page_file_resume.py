@@ -35,12 +35,12 @@ from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.offloading.pages.index import files_of
 from offload_trainer.offloading.pages.manifest import (
     DESCRIPTION,
     Newest,
     StoreManifest,
-    description,
+    files_of,
+    manifest_of,
     read_description,
     read_newest,
     refuse_outside,
@@ -97,7 +97,7 @@ class PageFiles:
         assert self.newest.engine is not None
         try:
             engine.resume_from_pages(
-                self.newest.engine, self.newest.places(self.pages), bytes.fromhex(self.newest.sums)
+                self.newest.engine, self.newest.copies(self.pages), bytes.fromhex(self.newest.sums)
             )
         except UserError as error:
             torn = (
@@ -126,8 +126,8 @@ def keep(setup: Setup, job: Job) -> None:
         return
     engine, record = job.engine, setup.record
     assert isinstance(engine, TieredEngine)
-    assert engine.offloaded.account is not None
-    engine.offloaded.account.commits = True
+    assert engine.offloaded.manifest is not None
+    engine.offloaded.manifest.commits = True
     made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.planned.plan.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
     keep_listed(setup.listed, job.swaps)
@@ -317,17 +317,17 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
         raise ValueError(f"they are in {shown(', '.join(told.drives))}, and --nvme names other directories")
     units, sizes = units_of(setup.planned.source.shape), setup.planned.plan.sizes
     assert isinstance(sizes, TierSizes)
-    ours = description(
+    ours = manifest_of(
         folders,
         units,
         _pages(setup),
         format=sizes.format,
         model=setup.output / "model",
-        places=sizes.places,
+        copies=sizes.places,
         run=told.run,
     )
     theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
-    differ = [key for key, told in _in_json(ours).items() if told != theirs.get(key)]
+    differ = [key for key, told in _in_json(asdict(ours)).items() if told != theirs.get(key)]
     if "pages" in differ and made.ranks != setup.planned.plan.world:
         raise ValueError(
             f"they were written by {made.ranks} rank(s), and this run has {setup.planned.plan.world}: use --gpus "

@@ -23,7 +23,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.pages.index import read_store
+from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.storage.scratch_dir import DriveLease, is_alive, kept
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -290,7 +290,7 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
     (tmp_path / "m").mkdir()
     with engine(model, *ON_DRIVE, drives=drives) as made:
         leases = [next((one / "offload-trainer").glob("run-*")) for one in drives]
-        made.offloaded.enable_page_index(model=tmp_path / "m")
+        made.offloaded.enable_manifest(model=tmp_path / "m")
         with pytest.raises(UserError, match="died before its first update"):
             read_store(leases[0])
         train(made, batches(3))
@@ -299,7 +299,7 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
             stored = read_store(lease)
             assert (stored.step, stored.updating) == (3, False)
             assert_equal(dict(stored.weights()), masters(made))
-        made.offloaded.account.note(3, updating=True)
+        made.offloaded.manifest.note(3, updating=True)
         assert read_store(leases[1]).updating
 
 
@@ -320,7 +320,7 @@ def test_after_a_restart_of_the_machine_nothing_is_sure(tmp_path: Path, drive: P
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, *ON_DRIVE, drives=[drive]) as made:
         lease = next((drive / "offload-trainer").glob("run-*"))
-        made.offloaded.enable_page_index(model=tmp_path)
+        made.offloaded.enable_manifest(model=tmp_path)
         train(made, batches(1))
         made.synchronize()
         assert not read_store(lease).updating
@@ -333,7 +333,7 @@ def test_masters_in_memory_went_with_the_run(tmp_path: Path, drive: Path) -> Non
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, "--optimizer", "nvme", "--ram-fraction", "0.5", drives=[drive]) as made:
         lease = next((drive / "offload-trainer").glob("run-*"))
-        made.offloaded.enable_page_index(model=tmp_path)
+        made.offloaded.enable_manifest(model=tmp_path)
         train(made, batches(1))
         with pytest.raises(UserError, match=r"of .* masters were in memory and went with the run"):
             read_store(lease)

@@ -24,7 +24,7 @@ from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.pages.index import PageIndex
+from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.updater import Updater
@@ -267,9 +267,9 @@ def test_a_snapshot_is_of_the_whole_step_and_goes_on_elsewhere(
 def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index changes before the first page is updated and after the last is written, whichever thread that is."""
     events: list[Any] = []
-    note, update, write = PageIndex.note, Updater._update, PageStore.write
+    note, update, write = ManifestWriter.note, Updater._update, PageStore.write
 
-    def noted(index: PageIndex, step: int, *, updating: bool) -> None:
+    def noted(index: ManifestWriter, step: int, *, updating: bool) -> None:
         events.append((step, updating))
         note(index, step, updating=updating)
 
@@ -287,11 +287,11 @@ def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch
         arrived.then(lambda error: threading.Timer(0.02, told, [error]).start())
         return home
 
-    monkeypatch.setattr(PageIndex, "note", noted)
+    monkeypatch.setattr(ManifestWriter, "note", noted)
     monkeypatch.setattr(Updater, "_update", updated)
     monkeypatch.setattr(PageStore, "write", written)
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
-        ours.offloaded.enable_page_index(model=folder)
+        ours.offloaded.enable_manifest(model=folder)
         train(ours, batches(2))
         ours.synchronize()
         pages = ["home", "page"] * len(ours.offloaded.store.pages)
@@ -308,7 +308,7 @@ def test_closed_while_an_update_is_under_way_it_ends(
     walk, go = Updater._walk, threading.Event()
     monkeypatch.setattr(Updater, "_walk", lambda *given: (go.wait(300), walk(*given)))
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
-        ours.offloaded.enable_page_index(model=folder)
+        ours.offloaded.enable_manifest(model=folder)
         train(ours, batches(1))
         assert ours.offloaded.update_progress.under_way
         threading.Timer(0.1, go.set).start()

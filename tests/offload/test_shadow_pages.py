@@ -20,10 +20,9 @@ from late_copies import LateTransfers
 
 import offload_trainer.engine.build_tiered as parts
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.offloading.pages.checksums import DamagedPage
-from offload_trainer.offloading.pages.index import read_store
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
-from offload_trainer.offloading.pages.shadow_pages import places_of
+from offload_trainer.offloading.pages.page_copies import DamagedPage, copies_of_bits
+from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
@@ -138,16 +137,16 @@ def test_what_is_written_counts_at_the_flip_or_never(model: Path, drive: Path) -
         for value, flips in ((1, False), (2, True), (3, False), (4, False), (5, True), (6, True)):
             write(value)
             assert held() == old
-            assert store.places.newest(last) != store.places.holding(last)
-            assert places_of(store.places.bits(), last + 1)[last] == store.places.newest(last)
+            assert store.copies.newest(last) != store.copies.valid(last)
+            assert copies_of_bits(store.copies.newest_bits(), last + 1)[last] == store.copies.newest(last)
             if flips:
                 store.flip()
                 old = value
             else:
                 store.forget_written()
             assert held() == old
-            assert store.places.newest(last) == store.places.holding(last)
-        assert places_of(store.places.bits(), last + 1)[:last] == [0] * last
+            assert store.copies.newest(last) == store.copies.valid(last)
+        assert copies_of_bits(store.copies.newest_bits(), last + 1)[:last] == [0] * last
 
 
 def test_files_are_of_one_whole_step_at_every_moment(
@@ -161,7 +160,7 @@ def test_files_are_of_one_whole_step_at_every_moment(
     update = Updater._update
 
     with engine(model, *TWO, drives=drives) as ours:
-        ours.offloaded.enable_page_index(model=tmp_path)
+        ours.offloaded.enable_manifest(model=tmp_path)
         before: dict[str, torch.Tensor] = {}
 
         def looked(*given: Any, **words: Any) -> None:
@@ -183,7 +182,7 @@ def test_files_are_of_one_whole_step_at_every_moment(
 
 def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, tmp_path: Path) -> None:
     with engine(model, *TWO, drives=[drive]) as ours:
-        ours.offloaded.enable_page_index(model=tmp_path)
+        ours.offloaded.enable_manifest(model=tmp_path)
         train(ours, batches(2))
         ours.synchronize()
         before, record = masters(ours), (lease(drive) / "record").read_bytes()
@@ -202,13 +201,13 @@ def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, 
 
 def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Path, tmp_path: Path) -> None:
     with engine(model, *TWO, drives=[drive]) as ours:
-        ours.offloaded.enable_page_index(model=tmp_path)
+        ours.offloaded.enable_manifest(model=tmp_path)
         train(ours, batches(2))
         ours.synchronize()
         store = ours.offloaded.store
         last = len(store.pages) - 1
         name = next(iter(ours.offloaded.state.pieces(last)))[0]
-        for place in (store.places.free(last), store.places.holding(last)):
+        for place in (store.copies.free(last), store.copies.valid(last)):
             assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
             file, offset = store._where(last, place)
             with open(file.path, "r+b") as damaged:
@@ -244,8 +243,8 @@ def test_the_order_that_a_power_cut_needs(
         return calling
 
     with engine(model, *TWO, f"tiered.overlap={overlap}", drives=[drive]) as ours:
-        ours.offloaded.enable_page_index(model=tmp_path)
-        ours.offloaded.account.commits = True
+        ours.offloaded.enable_manifest(model=tmp_path)
+        ours.offloaded.manifest.commits = True
         for name in ("pwrite", "pwritev", "fdatasync"):
             monkeypatch.setattr(os, name, seen(name))
         for number, data in enumerate(batches(3), 1):

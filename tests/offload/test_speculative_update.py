@@ -296,7 +296,7 @@ def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder
 
         def look(_: torch.Tensor) -> None:
             numbers = sorted(updater._ahead.written)
-            seen.append([(n, store.places.holding(n)) for n in numbers])
+            seen.append([(n, store.copies.valid(n)) for n in numbers])
 
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(look)
         train(ours, batches(1))
@@ -305,7 +305,7 @@ def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder
         ahead = [n for n, page in enumerate(store.pages) if page.unit in blocks and page.unit != min(blocks)]
         assert set(ahead) <= {number for number, _ in seen[0]}
         before = dict(seen[0])
-        assert all(store.places.holding(number) == 1 - before[number] for number in ahead)
+        assert all(store.copies.valid(number) == 1 - before[number] for number in ahead)
 
 
 def test_a_unit_that_is_told_of_too_late_is_not_offered_to_the_next_step(folder: Path, drive: Path) -> None:

@@ -28,8 +28,8 @@ import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.pages.checksums import DamagedPage
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
+from offload_trainer.offloading.pages.page_copies import DamagedPage
 from offload_trainer.plan.tiered.state_formats import state_format
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -485,7 +485,7 @@ def test_a_changed_page_of_state_is_always_found(words: list[str], folder: Path)
         train(ours, batches(2))
         ours.synchronize()
         store = ours.offloaded.store
-        file, offset = store._where(0, store.places.holding(0))
+        file, offset = store._where(0, store.copies.valid(0))
         change(file.path, offset + 40)
         name = next(iter(ours.offloaded.state.pieces(0)))[0]
         wrong = rf"state: page 0, \d+ bytes at {offset}, is damaged.*its master does not have the CRC-32"

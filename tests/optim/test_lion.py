@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import offload_trainer as ot
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.pages.index import read_store
+from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan
@@ -121,7 +121,7 @@ def test_a_state_from_before_there_were_rules_is_adamws(tmp_path: Path) -> None:
 def test_masters_of_a_dead_run_are_where_its_index_says(model: Path, tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     with engine(model, "optim.name=lion", *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
-        ours.offloaded.enable_page_index(model=tmp_path)
+        ours.offloaded.enable_manifest(model=tmp_path)
         train(ours, batches(2))
         ours.synchronize()  # the update may overlap what follows the step
         (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")

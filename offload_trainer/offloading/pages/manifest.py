@@ -1,18 +1,29 @@
-"""Define the index files that a run writes next to its page files, and read and validate them.
+"""Write, read and validate the manifest of a run's page files, which says what a dead run's files contain.
 
     store.json   in each private directory: the page layout, the position of each weight's master, the model's directory
     progress     with one copy of each page: the step of the files, and whether an update was running
     record       with two copies, in the first directory only: the step, the valid copy and checksums of each page,
                  and the engine's and the training loop's state at that step
 
-`pages/index.py` writes these files during training.
+A killed process loses no completed write, because the kernel still has it; pages in RAM are lost. With two copies of
+each page the files always contain one whole step. An update writes the copies that are not valid, and then a record
+that names the new ones:
+
+    pages written ── synced ───────────────────┐
+    `commit` (step counts, training position) ─┴── record ── synced ── the next update may write
+
+The same holds after a power cut: pages are durable before the record that names them, and the record is durable before
+the old copies are overwritten. `pages/stored_masters.py` reads the masters of a dead run.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,53 +31,24 @@ from typing import Annotated, Any
 from pydantic import Field, Strict, with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.shadow_pages import places_of
+from offload_trainer.offloading.pages.page_copies import PageCopies, copies_of_bits
+from offload_trainer.offloading.pages.store import size_of_home
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import ALIGN, ELSEWHERE, Page, Unit
-from offload_trainer.plan.tiered.state_formats import Field as PageField
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.safe_files import EXACT, Count, Flag, Line, Steps, file_bytes, parsed, read_back, shown
-from offload_trainer.storage.ab_record import read_record, torn_slot
+from offload_trainer.storage.ab_record import Record, read_record, torn_slot
+from offload_trainer.storage.atomic_io import sync_directory, write_text
 
 DESCRIPTION, PROGRESS, RECORD = "store.json", "progress", "record"
-OF_PROGRESS = 64  # bytes
 FIX = "Export the run's newest checkpoint"
+_PROGRESS_BYTES = 64
 
 _PageElements = Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
 _Home = Annotated[int, Strict(), Field(ge=ELSEWHERE, lt=1000)]
 
 
-def description(
-    drives: Sequence[Path],
-    units: Sequence[Unit],
-    pages: Sequence[Page],
-    *,
-    format: StateFormat,
-    model: Path,
-    places: int,
-    run: str,
-) -> dict[str, Any]:
-    """Return the content of store.json: the pages in the files of `drives`, their copies, and the weights on them.
-
-    `places` is the number of copies of each page. `run` is the run's id, which its record contains as well.
-    """
-    return {
-        "run": run,
-        "drives": [str(drive.resolve()) for drive in drives],
-        "rule": format.rule.name,
-        "states": format.moments.name,
-        "pages": [asdict(page) for page in pages],
-        "weights": [
-            {"name": place.weight.name, "shape": list(place.weight.shape), "unit": unit.index, "start": place.start}
-            for unit in units
-            for place in unit.places
-            if place.weight.trainable
-        ],
-        "fixed": [place.weight.name for unit in units for place in unit.places if not place.weight.trainable],
-        "model": str(model.absolute()),
-        "boot": boot() if places == 1 else "",  # two copies are consistent after a power cut, too
-        "places": places,
-    }
+# -- contents ----------------------------------------------------------------------------------------------------------
 
 
 @with_config(EXACT)
@@ -109,12 +91,55 @@ class StoreManifest:
     boot: str
     rule: RuleName = "adamw"  # earlier versions had no other
     places: Annotated[int, Strict(), Field(ge=1, le=2)] = 1  # copies of each page on a drive
-    run: Line = ""  # earlier versions had none
+    run: Line = ""  # the run's id, which its record contains as well; earlier versions had none
 
     @property
-    def fields(self) -> dict[str, PageField]:
-        """The fields of each page, in order."""
-        return state_format(self.rule, self.states).fields
+    def format(self) -> StateFormat:
+        return state_format(self.rule, self.states)
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Return the bytes of each page."""
+        format = self.format
+        return [format.page_bytes(page.elements) for page in self.pages]
+
+    @property
+    def record(self) -> tuple[Path, int]:
+        """Return the record's path and its maximum size in bytes."""
+        pages, fields = len(self.pages), len(self.format.fields)
+        names = sum(len(json.dumps(weight.name)) + 14 for weight in self.weights)
+        directory = Path(self.drives[0]) if self.drives else Path()
+        return directory / RECORD, 1024 + (2 * -(-pages // 8) + 8 * fields * pages) + names
+
+
+def manifest_of(
+    drives: Sequence[Path],
+    units: Sequence[Unit],
+    pages: Sequence[Page],
+    *,
+    format: StateFormat,
+    model: Path,
+    copies: int,
+    run: str,
+) -> StoreManifest:
+    """Return the manifest of the files of `drives`: the pages in them, their number of copies, and the weights."""
+    places = [(unit, place) for unit in units for place in unit.places]
+    return StoreManifest(
+        run=run,
+        drives=[str(drive.resolve()) for drive in drives],
+        rule=format.rule.name,
+        states=format.moments.name,
+        pages=[ManifestPage(page.unit, page.start, page.elements, page.home) for page in pages],
+        weights=[
+            ManifestWeight(place.weight.name, place.weight.shape, unit.index, place.start)
+            for unit, place in places
+            if place.weight.trainable
+        ],
+        fixed=[place.weight.name for _, place in places if not place.weight.trainable],
+        model=str(model.absolute()),
+        boot=boot() if copies == 1 else "",  # two copies are consistent after a power cut, too
+        places=copies,
+    )
 
 
 @with_config(EXACT)
@@ -135,20 +160,110 @@ class Newest:
     """
 
     step: Steps
-    newest: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]  # bit map, see `ShadowPages.bits`
+    newest: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]  # bit map, see `PageCopies.newest_bits`
     sums: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")] = ""  # checksums by page and field; in early versions empty
     run: Line = ""
     engine: EngineState | None = None
     train: dict[Line, Count] | None = None  # position of the training loop
 
-    def places(self, count: int) -> list[int]:
+    def copies(self, count: int) -> list[int]:
         """Return the valid copy of each of `count` pages; raise ValueError if the record has another number."""
-        return places_of(bytes.fromhex(self.newest), count)
+        return copies_of_bits(bytes.fromhex(self.newest), count)
 
 
-def most_of_record(pages: int, names: Sequence[str], *, fields: int) -> int:
-    """Return the maximum size in bytes of a record for `pages` pages of `fields` fields and the weights `names`."""
-    return 1024 + (2 * -(-pages // 8) + 8 * fields * pages) + sum(len(json.dumps(name)) + 14 for name in names)
+# -- while a run lives -------------------------------------------------------------------------------------------------
+
+
+class ManifestWriter:
+    """The manifest of one run's page files, in each of the run's private directories `drives`."""
+
+    def __init__(
+        self,
+        drives: Sequence[Path],
+        units: Sequence[Unit],
+        pages: Sequence[Page],
+        *,
+        format: StateFormat,
+        model: Path,
+        copies: PageCopies | None = None,
+        sync: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write store.json to each directory, and open the record or the progress files.
+
+        `copies` tracks the pages' copies; `sync` makes written pages durable. Files that were taken over from an
+        earlier process keep that run's id.
+        """
+        self._copies = copies if copies is not None and copies.count > 1 and drives else None
+        self._sync, self._lasting = sync, all(page.home >= 0 for page in pages)
+        self.commits = False  # an update is recorded only together with the content that `commit` adds
+        self._record: Record | None = None
+        self._descriptors: list[int] = []
+        taken_over = bool(drives) and (drives[0] / DESCRIPTION).exists()
+        self._run = (read_description(drives[0]).run if taken_over else "") or secrets.token_hex(16)
+        count = 2 if self._copies else 1
+        manifest = manifest_of(drives, units, pages, format=format, model=model, copies=count, run=self._run)
+        for drive in drives:
+            write_text(drive / DESCRIPTION, json.dumps(asdict(manifest)))
+        self._lock = threading.Lock()
+        self._step, self._under_way = 0, False
+        self._committed: Mapping[str, Any] | None = None  # content from `commit`, kept while the update is running
+        if self._copies is not None:
+            for drive in drives:  # the directory entries must be durable, too
+                sync_directory(drive.parent)
+                sync_directory(drive.parent.parent)
+            self._record = Record(drives[0] / RECORD, most=manifest.record[1])
+            if self._record.is_new:  # from now on a file without a record is a damaged one
+                first = {"step": 0, "newest": "", "run": self._run}
+                self._record.write(json.dumps(first).encode(), lasting=True)
+        else:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            self._descriptors = [os.open(drive / PROGRESS, flags, 0o666) for drive in drives]
+
+    def note(self, step: int, *, updating: bool) -> None:
+        """Record that the files contain the state after `step` updates.
+
+        With `updating`, an update is running, and some pages may already have the next state. With two copies of each
+        page that is not written to the record, because the update does not change the copies that the record names.
+        """
+        if self._record is None:
+            note = json.dumps({"step": step, "updating": updating}).ljust(_PROGRESS_BYTES).encode()
+            for descriptor in self._descriptors:
+                os.pwrite(descriptor, note, 0)
+            return
+        if not updating and self._lasting:
+            self._sync()
+        with self._lock:
+            self._step, self._under_way = step, updating
+            if not updating and (self._committed is not None or not self.commits):
+                self._write()
+
+    def commit(self, step: int, content: Mapping[str, Any]) -> None:
+        """Add content to the record of the state after `step` updates, and write the record.
+
+        If the update is still running, the record is written when it ends. The next update may begin only after this.
+        """
+        with self._lock:
+            self._committed = content
+            if not self._under_way:
+                self._step = step
+                self._write()
+
+    def _write(self) -> None:
+        assert self._record is not None
+        assert self._copies is not None
+        committed, self._committed = self._committed or {}, None
+        pages = {"newest": self._copies.newest_bits().hex(), "sums": self._copies.newest_sums().hex()}
+        content = {"step": self._step, "run": self._run} | pages | dict(committed)
+        self._record.write(json.dumps(content).encode(), lasting=self._lasting)
+
+    def close(self) -> None:
+        if self._record is not None:
+            self._record.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+# -- after it has died -------------------------------------------------------------------------------------------------
 
 
 def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
@@ -159,7 +274,7 @@ def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
 def read_progress(directory: Path) -> Progress:
     """Read the progress file of pages with one copy; raise UserError if it is damaged or there was no update yet."""
     try:
-        record = file_bytes(directory / PROGRESS, most=OF_PROGRESS)
+        record = file_bytes(directory / PROGRESS, most=_PROGRESS_BYTES)
         if record:
             return parsed(record, Progress)
     except (ValueError, FileNotFoundError) as error:
@@ -167,23 +282,23 @@ def read_progress(directory: Path) -> Progress:
     raise nothing_yet(directory)
 
 
-def read_newest(told: StoreManifest, *, fix: str = FIX) -> Newest | None:
+def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
     """Read the record of pages with two copies; return None before the first update.
 
     Raises:
         UserError: the record is missing, damaged, or of another run or version.
     """
-    path, most = _record_of(told)
-    if not told.run:
+    path, most = manifest.record
+    if not manifest.run:
         raise UserError(f"{path} is of an earlier version, which kept no checksums of pages: use that version for it")
     try:
         found = parsed(read_record(path, most=most), Newest)
-        if found.run != told.run:
+        if found.run != manifest.run:
             raise ValueError(f"it is of another run than the {DESCRIPTION} next to it")
         if not found.newest:
             return None
-        found.places(len(told.pages))
-        wanted = len(told.fields) * len(told.pages)
+        found.copies(len(manifest.pages))
+        wanted = len(manifest.format.fields) * len(manifest.pages)
         if len(found.sums) != 8 * wanted:
             raise ValueError(f"it has {len(found.sums) // 8} checksums, and the pages have {wanted} fields")
         return found
@@ -193,17 +308,10 @@ def read_newest(told: StoreManifest, *, fix: str = FIX) -> Newest | None:
         raise UserError(f"{path} cannot be read: {error}. {fix}") from error
 
 
-def torn_record(told: StoreManifest) -> bool:
+def torn_record(manifest: StoreManifest) -> bool:
     """Return whether one of the record's two slots is damaged, so that the other may be of the previous step."""
-    path, most = _record_of(told)
+    path, most = manifest.record
     return torn_slot(path, most=most)
-
-
-def _record_of(told: StoreManifest) -> tuple[Path, int]:
-    """Return the record's path and its maximum size in bytes."""
-    directory = Path(told.drives[0]) if told.drives else Path()
-    names = [weight.name for weight in told.weights]
-    return directory / RECORD, most_of_record(len(told.pages), names, fields=len(told.fields))
 
 
 def nothing_yet(directory: Path) -> UserError:
@@ -211,15 +319,28 @@ def nothing_yet(directory: Path) -> UserError:
     return UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
 
 
-def refuse_outside(directory: Path, told: StoreManifest) -> None:
+def refuse_outside(directory: Path, manifest: StoreManifest) -> None:
     """Raise ValueError unless every directory that store.json names contains the same store.json, and one is this."""
     ours = file_bytes(directory / DESCRIPTION)
-    for drive in map(Path, told.drives):
-        account = drive / DESCRIPTION
-        if not account.is_file() or account.stat().st_size != len(ours) or file_bytes(account) != ours:
+    for drive in map(Path, manifest.drives):
+        path = drive / DESCRIPTION
+        if not path.is_file() or path.stat().st_size != len(ours) or file_bytes(path) != ours:
             raise ValueError(f"{shown(str(drive))} is not one of its run's directories: it holds no such {DESCRIPTION}")
-    if directory.resolve() not in [Path(drive).resolve() for drive in told.drives]:
-        raise ValueError(f"{directory / DESCRIPTION} is of the run in {shown(', '.join(told.drives))}")
+    if directory.resolve() not in [Path(drive).resolve() for drive in manifest.drives]:
+        raise ValueError(f"{directory / DESCRIPTION} is of the run in {shown(', '.join(manifest.drives))}")
+
+
+def files_of(manifest: StoreManifest) -> list[Path]:
+    """Return the page file on each drive; raise ValueError if one is missing or too short for its pages."""
+    files = [Path(drive) / "state" for drive in manifest.drives]
+    sizes, homes = manifest.page_bytes, [page.home for page in manifest.pages]
+    if max(homes, default=0) >= len(files):
+        raise ValueError(f"{DESCRIPTION} has a page on drive {max(homes)} of {len(files)}")
+    for home, file in enumerate(files):
+        need = manifest.places * size_of_home(sizes, homes, home)
+        if need and (not file.is_file() or file.stat().st_size < need):
+            raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
+    return files
 
 
 def boot() -> str:

@@ -30,14 +30,14 @@ class PageSnapshot:
         """Take a snapshot; `weights` are needed to join split masters."""
         self._weights = weights
         self._store, self._numbers = store, numbers
-        self._places = {number: store.places.holding(number) for number in numbers}
+        self._copies = {number: store.copies.valid(number) for number in numbers}
         self._read = 0  # pages before this number have been read and may change
         self._closed = False
         self._changed = threading.Condition()
 
     def wait_for(self, number: int) -> None:
         """Wait until page `number` may change."""
-        if self._store.places.free(number) != self._places[number]:
+        if self._store.copies.free(number) != self._copies[number]:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._read > number)
@@ -55,7 +55,7 @@ class PageSnapshot:
             while free and away:
                 following, buffer = away.popleft(), free.pop()
                 data = buffer[: self._store.bytes_of(following)]
-                future = self._store.read(following, data, place=self._places[following])
+                future = self._store.read(following, data, copy=self._copies[following])
                 arriving.append((buffer, future))
             if self._closed:
                 raise TrainerError("the state was let go of before it was written")

@@ -1,8 +1,8 @@
 """Store optimizer state by page, and weights or gradient sums by unit, in RAM, on the device or in files on drives.
 
     PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
-                 on a drive in one or two copies (`shadow_pages.py`): `read` returns the copy that the last `flip` chose
-                 on a drive with checksums (`checksums.py`), which are compared at each read
+                 on a drive in one or two copies (`page_copies.py`): `read` returns the copy that the last `flip` chose,
+                 and compares its checksums
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
 
 Training transfers whole aligned ranges. Initialisation, saving and loading access single weights at any offset (`get`,
@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.pages.checksums import DamagedPage, PageChecksums
+from offload_trainer.offloading.pages.page_copies import DamagedPage, PageCopies
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, ELSEWHERE, RAM, Page, aligned
 from offload_trainer.plan.tiered.state_formats import StateFormat
@@ -93,13 +93,13 @@ class PageStore:
         transfers: Transfers,
         device: Device,
         node: Node,
-        sums: PageChecksums,
+        copies: PageCopies,
     ) -> None:
         """Allocate memory for the pages in RAM and on the device. All ranks of a node call it.
 
         Pages in RAM and in `files` exist once per node; the caller decides which rank updates which page. Pages of
-        other nodes (home ELSEWHERE) take no memory. `sums` holds these pages' checksums and their number of copies;
-        with two copies each file is twice as large.
+        other nodes (home ELSEWHERE) take no memory. `copies` tracks these pages' copies on drives; with two copies each
+        file is twice as large.
         """
         self.pages = tuple(pages)
         self.format = format
@@ -107,8 +107,10 @@ class PageStore:
         self._sizes = [format.page_bytes(page.elements) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
-        self._apart = [size_of_home(self._sizes, homes, home) for home in range(len(files))]  # bytes from copy 0 to 1
-        self.sums, self.places = sums, sums.places
+        self._copy_bytes = [
+            size_of_home(self._sizes, homes, home) for home in range(len(files))
+        ]  # bytes from copy 0 to 1
+        self.copies = copies
         self._memory = node.memory(size_of_home(self._sizes, homes, RAM))
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
         if self._on_device.numel():
@@ -152,63 +154,63 @@ class PageStore:
             start += field.padded(elements)
         return found
 
-    def read(self, number: int, buffer: torch.Tensor, *, place: int | None = None) -> Future:
+    def read(self, number: int, buffer: torch.Tensor, *, copy: int | None = None) -> Future:
         """Fill `buffer` (uint8, the page's size) from the page's drive or from the device.
 
-        From a drive this reads the valid copy, or copy `place` if given. From the device it reads the content after the
+        From a drive this reads the valid copy, or `copy` if given. From the device it reads the content after the
         work queued so far on the side stream. The future raises DamagedPage if the page differs from what was written.
         """
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(resident, buffer)
-        place = self.places.holding(number) if place is None else place
-        read = self._transfers.read(*self._where(number, place), buffer)
-        return followed(read, partial(self._compare, number, place, buffer))
+        copy = self.copies.valid(number) if copy is None else copy
+        read = self._transfers.read(*self._where(number, copy), buffer)
+        return followed(read, partial(self._compare, number, copy, buffer))
 
     def write(self, number: int, buffer: torch.Tensor) -> Future:
         """Write the page's new bytes. With two copies on a drive the valid copy stays until `flip`."""
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(buffer, resident)
-        place = self.places.free(number)
-        self.places.written(number)
-        write = self._transfers.write(*self._where(number, place), buffer)
-        return followed(write, partial(self.sums.keep, number, place, buffer))
+        copy = self.copies.free(number)
+        self.copies.written(number)
+        write = self._transfers.write(*self._where(number, copy), buffer)
+        return followed(write, partial(self.copies.keep_sums, number, copy, buffer))
 
-    def _compare(self, number: int, place: int, data: torch.Tensor, field: str | None = None) -> None:
+    def _compare(self, number: int, copy: int, data: torch.Tensor, field: str | None = None) -> None:
         """Raise DamagedPage if the checksums of `data` differ from those of what was written."""
-        wrong = self.sums.differing(number, place, data, field=field)
+        wrong = self.copies.differing(number, copy, data, field=field)
         if wrong is not None:
-            (file, offset), size = self._where(number, place), self._sizes[number]
+            (file, offset), size = self._where(number, copy), self._sizes[number]
             raise DamagedPage(
                 f"{file.path}: page {number}, {size} bytes at {offset}, is damaged, or of another step or run: its "
                 f"{wrong} does not have the CRC-32 that it was written with; dmesg may say more of the drive"
             )
 
     def _compare_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
-        number, place, field = self._field_at[file, offset]
-        self._compare(number, place, data, field)
+        number, copy, field = self._field_at[file, offset]
+        self._compare(number, copy, data, field)
 
     def _keep_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
-        number, place, field = self._field_at[file, offset]
-        self.sums.keep(number, place, data, field=field)
+        number, copy, field = self._field_at[file, offset]
+        self.copies.keep_sums(number, copy, data, field=field)
 
     def flip(self) -> None:
         """Make the copies that this rank has written since the last call the valid ones, after all writes ended."""
-        self.places.flip()
+        self.copies.flip()
 
     def forget_written(self) -> None:
         """Roll pages with two copies back to the last `flip`, after all writes have ended."""
-        self.places.forget()
+        self.copies.forget()
 
     def sync(self) -> None:
         """Flush all files to stable storage, so that completed writes survive a power cut."""
         for file in self._files:
             file.sync()
 
-    def _where(self, number: int, place: int) -> tuple[DriveFile, int]:
+    def _where(self, number: int, copy: int) -> tuple[DriveFile, int]:
         home = self.pages[number].home
-        return self._files[home], self._offsets[number] + place * self._apart[home]
+        return self._files[home], self._offsets[number] + copy * self._copy_bytes[home]
 
     def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Copy to or from the device on the side stream, in order with the updates there."""
@@ -286,13 +288,13 @@ class PageStore:
             inside = self.on_device(number)
         if inside is not None:
             return self.fields(number, inside)[field]
-        page, place = self.pages[number], self.places.newest(number)
-        file, offset = self._where(number, place)
+        page, copy = self.pages[number], self.copies.newest(number)
+        file, offset = self._where(number, copy)
         for name, kind in self.format.fields.items():
             if name == field:
                 break
             offset += kind.padded(page.elements)
-        self._field_at[file, offset] = number, place, field
+        self._field_at[file, offset] = number, copy, field
         data = self._cache.open(file, offset, kind.padded(page.elements), modify=modify)
         return data[: kind.bytes(page.elements)].view(DTYPES[kind.dtype])
 

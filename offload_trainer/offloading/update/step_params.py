@@ -4,7 +4,7 @@
 updated during the backward, with the parameters that are expected:
 
     a unit's gradients are complete ──> its pages on drives are read and updated as if the step were not clipped
-    state      is written to the page's second copy (`shadow_pages.py`); the copy of the previous step stays valid
+    state      is written to the page's second copy (`page_copies.py`); the copy of the previous step stays valid
     weights    are written in place: a unit whose gradients are complete is not used again in this step
     decision   step as expected: the pages are valid; at the step's end one small record switches all copies
                step clipped: the pages are updated again from the valid copies

@@ -20,7 +20,7 @@ from offload_trainer.offloading.pages.page_copies import PageCopies
 from offload_trainer.offloading.pages.store import PageStore, UnitStore, size_of_home
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
-from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, SharedGradients
+from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.native_adam import Sum, zlib_sum
@@ -83,7 +83,7 @@ class Stores:
     state: PageStore
     weights: PlacedWeights
     fetches: WeightFetches
-    gradients: AnyGradients
+    gradients: Gradients | SharedGradients
     update_progress: UpdateProgress
 
 
@@ -128,7 +128,7 @@ def allocate_stores(
     return Stores(state, weights, fetches, gradients, _update_progress(layout, weights, device))
 
 
-def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> AnyGradients:
+def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> Gradients | SharedGradients:
     units, homes, transfers = layout.units, layout.homes, drives.transfers
     sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
     files = drives.files("gradients", sums, homes.gradients)

@@ -28,6 +28,7 @@ from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.offloading.allocation import Drives, Layout, allocate_stores
 from offload_trainer.offloading.device import Device, trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.gradients.norms import global_norm
 from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.named_state import TieredSnapshot, TieredState
 from offload_trainer.offloading.pages.page_copies import DamagedPage
@@ -176,7 +177,7 @@ class OffloadedModel:
 
     def _refuse_another(self, name: str) -> None:
         """Raise UserError for a second micro-batch's gradient if gradients are kept in 16 bits."""
-        if not self.adds_up and self.gradients.has(name):
+        if not self.adds_up and name in self.gradients.arrived:
             raise UserError(
                 f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums in "
                 "16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
@@ -251,12 +252,12 @@ class OffloadedModel:
 
         Each operation reads the sum, and an in-place operation writes it back.
         """
-        if not self.gradients.has(name):
+        if name not in self.gradients.arrived:
             return None
         like, place, of_step = self.parameters[name][0], self._device.place, self._cleared
 
         def read() -> torch.Tensor:
-            if of_step != self._cleared or not self.gradients.has(name):
+            if of_step != self._cleared or name not in self.gradients.arrived:
                 raise UserError(
                     f"this gradient of {name} was used up by a step or dropped by zero_grad(): read .grad anew after "
                     "the next backward; clone() keeps values"
@@ -270,7 +271,7 @@ class OffloadedModel:
 
     def drop_gradient(self, name: str) -> None:
         """Drop the gradient sum of one weight, as if it had no gradient in this step."""
-        if self.gradients.has(name):
+        if name in self.gradients.arrived:
             self._change(lambda sums: sums.forget(name))
 
     def scale_gradients(self, factor: float) -> None:
@@ -376,7 +377,7 @@ class OffloadedModel:
     def norm(self) -> float:
         """Return the global norm of the gradient sums, unscaled; infinite or NaN if any element is."""
         self.gradients.finish()
-        return self.gradients.norm()
+        return global_norm(self.gradients.norms())
 
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norm of each gradient sum in the model's order (fp32, 0-dim, on the CPU).

@@ -20,7 +20,7 @@ from late_copies import LateDevice
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, InFlight, Ring
-from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
+from offload_trainer.offloading.gradients.norms import global_norm, norm_of, ordered_norm
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.storage.host_memory import host_buffer
@@ -183,7 +183,7 @@ def test_units_may_have_different_homes(tmp_path: Path) -> None:
                     gradients.read(unit.index, 0, buffer, after=None).wait()
                 else:
                     buffer.copy_(inside)
-            found.append((gradients.norm(), torch.cat(read)))
+            found.append((global_norm(gradients.norms()), torch.cat(read)))
     file.close()
     for norm, read in found[1:]:
         assert norm == found[0][0]
@@ -294,7 +294,9 @@ def test_a_tied_weights_gradients_meet_on_the_device() -> None:
         device.let_go()
         gradients.finish()
         assert gradients.arrived == {"wte"}
-        assert gradients.norm() == float(torch.linalg.vector_norm(norm_of(given["wte"].reshape(-1)).reshape(1)))
+        assert global_norm(gradients.norms()) == float(
+            torch.linalg.vector_norm(norm_of(given["wte"].reshape(-1)).reshape(1))
+        )
 
 
 @pytest.mark.usefixtures("nothing_is_small")

@@ -18,15 +18,17 @@ from test_gradients import model, names, places, sums
 
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients import norms
+from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
-from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients, SharedGradients, SharedNorms
+from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients, SharedNorms
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import norm_shards
 from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
 
+AnyGradients = Gradients | SharedGradients
 MICRO = 2  # micro-batches of each rank
 
 
@@ -100,7 +102,7 @@ def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torc
         if place.weight.name in gradients.arrived:
             held = gradients.store.get(unit.index, place.start, place.weight.numel)
             found[place.weight.name] = held.view(torch.int32)
-    return gradients.norm(), gradients.arrived, found
+    return norms.global_norm(gradients.norms()), frozenset(gradients.arrived), found
 
 
 @pytest.mark.parametrize("home", [RAM, 0])

@@ -8,14 +8,15 @@ Autograd's thread waits only if too many bytes are in flight, on the device (`In
 (`Ring`), and then only for the oldest copy. Gradients from
 several uses of a tied weight are added on the device first, as autograd does. Norms are computed as gradients arrive.
 `norm` sums them in the model's order, so that neither the placement nor the order of arrival changes a bit of it.
-`Gradients` serves one rank; with several ranks `offloading/ranks/sharded_gradients.py` takes its place.
+`Gradients` serves one rank; with several ranks `ranks/sharded_gradients.py` takes its place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -34,20 +35,50 @@ _ALIGN = 64  # bytes
 Complete = Callable[[int, Any, BaseException | None], None]
 
 
-class TiedGradients:
-    """The partial gradients of tied weights in a micro-batch, until all uses have contributed."""
+class GradientSums(Protocol):
+    """What the update needs of gradient sums: those of one rank (`Gradients`), or of several (`ShardedGradients`)."""
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
-        self._counts = counts
+    dtype: torch.dtype
+    store: UnitStore  # the sums outside the device
+
+    def watch(self, complete: Complete) -> None:
+        """Call `complete` for each unit when all its weights have their gradients of the step's last backward.
+
+        With several ranks no rank uses the unit's weights in this step any more by then. The call comes from any
+        thread, including autograd's. A unit with a weight that has no gradient in that backward is not reported.
+        """
+
+    def on_device(self, unit: int) -> torch.Tensor | None:
+        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
+
+    def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
+        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
+
+        `after` is the event on the device after which the sums are complete.
+        """
+
+
+class GradientIntake:
+    """The weights that gradients come for, which of them have one in this step, and partial gradients of tied ones."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.place: dict[str, tuple[Unit, Place]] = {
+            place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
+        }
+        self.names: dict[int, list[str]] = {unit.index: [] for unit in units}  # trainable weights of each unit
+        for name, (unit, _) in self.place.items():
+            self.names[unit.index].append(name)
+        self.arrived: set[str] = set()  # weights with a gradient in this step
         self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # number of uses so far, and their sum
 
-    def add(self, name: str, flat: torch.Tensor) -> torch.Tensor | None:
-        """Add a gradient from one use; return the sum once all uses have one, else None."""
-        if self._counts[name] == 1:
+    def add(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return a weight's gradient (1-D), the sum over its uses in the micro-batch; None if a use is missing yet."""
+        flat, uses = gradient.detach().reshape(-1), self.place[name][1].weight.uses
+        if uses == 1:
             return flat
         seen, before = self._partial.pop(name, (0, None))
         flat = flat if before is None else before.add_(flat)
-        if seen + 1 == self._counts[name]:
+        if seen + 1 == uses:
             return flat
         self._partial[name] = seen + 1, flat
         return None
@@ -93,32 +124,30 @@ class Gradients:
         """
         self.dtype = dtype
         self._device = device
-        self._place: dict[str, tuple[Unit, Place]] = {
-            place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
-        }
+        self._intake = GradientIntake(units)
         pinned = device.is_cuda
         trained = [unit.trained for unit in units]
         self.store = UnitStore(
             trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=Node()
         )
-        self._on_device = _resident(units, homes, device=device, dtype=dtype)
+        there = [unit for unit in units if homes[unit.index] == DEVICE]
+        parts = device.buffer(sum(unit.trained for unit in there), dtype).split([unit.trained for unit in there])
+        self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
         self._host = HostAccumulator(units, self.store, stagings=stagings, alone=not device.is_cuda)
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
-        self._order = tuple(name for name in order if name in self._place)
+        self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
-        self._arrived: set[str] = set()  # weights with a gradient in this step
-        self._uses = TiedGradients({name: place.weight.uses for name, (_, place) in self._place.items()})
         self._landing: dict[str, Future] = {}  # direct copies to host memory in flight
         self._complete: Complete | None = None
         self._lacking: dict[int, set[str]] = {}  # by unit: weights without a gradient in the last micro-batch so far
 
     def watch(self, complete: Complete) -> None:
-        """Call `complete` for each unit when all its weights have their gradients of the step's last backward.
-
-        The call comes from any thread, including autograd's. Units with a weight that has no gradient in that backward
-        are not reported.
-        """
         self._complete = complete
+
+    @property
+    def arrived(self) -> Set[str]:
+        """Return the names of the weights that have a gradient in this step."""
+        return self._intake.arrived
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -127,19 +156,19 @@ class Gradients:
 
         `last`: this is the step's last micro-batch, so the norm of the sum is computed.
         """
-        flat = self._uses.add(name, gradient.detach().reshape(-1))
+        flat = self._intake.add(name, gradient)
         if flat is not None:
             self._add(name, flat, last=last)
 
     def end_of_backward(self, *, last: bool) -> None:
         """End a micro-batch: add the partial gradients of tied weights of which not all uses were reached."""
-        for name, flat in self._uses.rest():
+        for name, flat in self._intake.rest():
             self._add(name, flat, last=last)
 
     def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
-        unit, place = self._place[name]
-        first = name not in self._arrived
-        self._arrived.add(name)
+        unit, place = self._intake.place[name]
+        first = name not in self._intake.arrived
+        self._intake.arrived.add(name)
         if first and last:
             self._norms[name] = norm_of(flat)
         resident, host = self.on_device(unit.index), self.store.host(unit.index)
@@ -159,47 +188,38 @@ class Gradients:
 
     def _got(self, name: str, unit: Unit, complete: Complete) -> None:
         """Note a weight's last gradient; when its unit has all of them, report the unit once the sums are stored."""
-        lacking = self._lacking.setdefault(unit.index, _trained(unit))
+        names = self._intake.names[unit.index]
+        lacking = self._lacking.setdefault(unit.index, set(names))
         lacking.discard(name)
         if not lacking:
-            made, landing = self._device.mark(), [self._landing.get(one) for one in _trained(unit)]
+            made, landing = self._device.mark(), [self._landing.get(one) for one in names]
             added = done() if unit.index in self._on_device else self._host.complete(unit.index)
-            home = together([added, *(future for future in landing if future is not None)])
-            home.then(lambda error: complete(unit.index, made, error))
+            stored = together([added, *(future for future in landing if future is not None)])
+            stored.then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:
         """Copy a gradient through the ring buffer in pieces, which the accumulator's thread adds to the sums."""
-        unit, place = self._place[name]
+        unit, place = self._intake.place[name]
         pieces = flat.split(self._ring.largest_piece // flat.itemsize)
         gone = Future(parts=len(pieces))
-        landing = self._landing.pop(name, None)
+        landing = self._landing.pop(name, None) or done()
         start = place.start
         for piece in pieces:
             memory, read = self._ring.take(piece.nbytes)
             values = memory.view(piece.dtype)
             arrived = self._device.download(piece, values)
             arrived.then(gone.finish_part)
-            self._host.put(self._adding(unit.index, start, values, [landing, arrived], first=first), read)
+            add = partial(self._host.add, unit.index, start, values, after=(landing, arrived), first=first)
+            self._host.put(add, read)
             start += piece.numel()
         self._in_flight.add(flat.nbytes, gone)
         if norm:
-            self._host.put(lambda: self._take_norm(name), Future())
 
-    def _adding(
-        self, unit: int, start: int, values: torch.Tensor, after: Sequence[Future | None], *, first: bool
-    ) -> Callable[[], None]:
-        def work() -> None:
-            for future in after:
-                if future is not None:
-                    future.wait()
-            self._host.add(unit, start, values, first=first)
+            def take_norm() -> None:
+                sums = self._host.collecting(unit.index)
+                self._norms[name] = self._norm_of_sum(sums[place.start : place.start + place.weight.numel])
 
-        return work
-
-    def _take_norm(self, name: str) -> None:
-        unit, place = self._place[name]
-        sums = self._host.collecting(unit.index)
-        self._norms[name] = self._norm_of_sum(sums[place.start : place.start + place.weight.numel])
+            self._host.put(take_norm, Future())
 
     def _norm_of_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the norm of a sum over micro-batches; `values` may be on the device or in host memory."""
@@ -212,36 +232,28 @@ class Gradients:
         self._in_flight.synchronize()
         self._host.finish()
 
-    def norm(self) -> float:
-        """Return the global norm of the sums, unscaled; infinite or NaN if any element is. Call `finish` before."""
-        norms = self.norms()
-        return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
-
     def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
         """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before.
 
         An `order` other than 2 reads every sum again.
         """
-        arrived = [name for name in self._order if name in self._arrived]
+        arrived = [name for name in self._order if name in self.arrived]
         if order != 2.0:
             return {
                 name: torch.linalg.vector_norm(self.sums(name), order, dtype=torch.float32).cpu() for name in arrived
             }
-        norms = {name: self._norm_of(name) for name in arrived}
+        for name in arrived:
+            if name not in self._norms:  # the last micro-batch did not use the weight
+                self._norms[name] = self._norm_of_sum(self.sums(name))
+        norms = {name: self._norms[name] for name in arrived}
         far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
         if far:
             norms |= zip(far, torch.stack([norms[name] for name in far]).cpu(), strict=True)
         return norms
 
-    def _norm_of(self, name: str) -> torch.Tensor:
-        """Return a weight's norm; compute it now if the last micro-batch did not use the weight."""
-        if name not in self._norms:
-            self._norms[name] = self._norm_of_sum(self.sums(name))
-        return self._norms[name]
-
     def sums(self, name: str) -> torch.Tensor:
         """Return the sum of one weight (1-D): a view on the device, else a copy. Call `finish` before."""
-        unit, place = self._place[name]
+        unit, place = self._intake.place[name]
         resident = self.on_device(unit.index)
         if resident is None:
             return self.store.get(unit.index, place.start, place.weight.numel)
@@ -249,7 +261,7 @@ class Gradients:
 
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set the sum of one weight that has a gradient. Call `finish` before."""
-        unit, place = self._place[name]
+        unit, place = self._intake.place[name]
         resident, flat = self.on_device(unit.index), values.reshape(-1)
         if resident is None:
             self.store.replace(unit.index, place.start, flat)
@@ -259,42 +271,28 @@ class Gradients:
 
     def scale(self, factor: float) -> None:
         """Multiply all sums by `factor`, rounded to their dtype as in torch. Call `finish` before."""
-        for name in self._arrived:
+        for name in self.arrived:
             self.replace(name, self.sums(name).mul_(factor))
 
     def forget(self, name: str) -> None:
         """Drop the sum of one weight, as if it had no gradient in this step. Call `finish` before."""
-        self._arrived.discard(name)
+        self._intake.arrived.discard(name)
         self._norms.pop(name, None)
         self._landing.pop(name, None)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
-        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
         return self._on_device.get(unit)
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
-        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
-
-        `after` is the event on the device after which the sums are complete.
-        """
         resident = self.on_device(unit)
         if resident is not None:
             return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
         return self.store.read(unit, start, buffer)
 
-    def has(self, name: str) -> bool:
-        """Return whether the weight has a gradient in this step."""
-        return name in self._arrived
-
-    @property
-    def arrived(self) -> frozenset[str]:
-        """Return the names of the weights that have a gradient in this step."""
-        return frozenset(self._arrived)
-
     def clear(self) -> None:
         """Begin the next step, whose gradients overwrite the stored sums."""
         self._norms.clear()
-        self._arrived.clear()
+        self._intake.arrived.clear()
         self._landing.clear()
         self._lacking.clear()
         self._host.clear()
@@ -302,20 +300,6 @@ class Gradients:
     def close(self) -> None:
         """Wait for the accumulator's queued work, successful or not, and end its thread."""
         self._host.close()
-
-
-def _trained(unit: Unit) -> set[str]:
-    return {place.weight.name for place in unit.places if place.weight.trainable}
-
-
-def _resident(
-    units: Sequence[Unit], homes: Sequence[int], *, device: Device, dtype: torch.dtype
-) -> dict[int, torch.Tensor]:
-    """Allocate the sums on the device as one flat tensor; return each unit's part."""
-    held = [unit for unit in units if homes[unit.index] == DEVICE]
-    sizes = [unit.trained for unit in held]
-    parts = device.buffer(sum(sizes), dtype).split(sizes)
-    return {unit.index: part for unit, part in zip(held, parts, strict=True)}
 
 
 class InFlight:

@@ -9,7 +9,7 @@ nothing more is added, and every wait raises the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,8 +178,13 @@ class HostAccumulator:
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 
-    def add(self, unit: int, start: int, values: torch.Tensor, *, first: bool) -> None:
-        """Add to a unit's sums from element `start` on, or overwrite them if these gradients are the first."""
+    def add(self, unit: int, start: int, values: torch.Tensor, *, after: Iterable[Future], first: bool) -> None:
+        """Add to a unit's sums from element `start` on, or overwrite them if these gradients are the first.
+
+        `after`: the copies after which `values` and the sums are in host memory.
+        """
+        for copy in after:
+            copy.wait()
         target = self.collecting(unit)[start : start + values.numel()]
         size = _ALONE if self._alone else max(1, values.numel())
         for part, more in zip(target.split(size), values.split(size), strict=True):

@@ -9,7 +9,7 @@ With a GPU a sum may be on the GPU, in host memory or on a drive, and torch's no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -26,6 +26,11 @@ def clip_factor(norm: float, *, limit: float) -> float:
     if not limit:
         return 1.0
     return float(torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0))
+
+
+def global_norm(norms: Mapping[str, torch.Tensor]) -> float:
+    """Return the norm of all gradients from each weight's, in the model's order; infinite or NaN if any element is."""
+    return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
 
 
 def norm_of(flat: torch.Tensor) -> torch.Tensor:

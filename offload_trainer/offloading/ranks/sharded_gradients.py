@@ -24,14 +24,14 @@ the unit's sums are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients.collector import Complete, Gradients, TiedGradients
+from offload_trainer.offloading.gradients.collector import Complete, GradientIntake
 from offload_trainer.offloading.gradients.host_accumulator import StagedSums
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm
 from offload_trainer.offloading.pages.store import UnitStore
@@ -77,9 +77,7 @@ class SharedGradients:
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._node = device, node
-        self._place: dict[str, tuple[Unit, Place]] = {
-            place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
-        }
+        self._intake = GradientIntake(units)
         self._sums = StagedSums(units, store, stagings=GRADIENT_BUFFERS, node=node)
         size = exchange_bytes(units, item_bytes=given.itemsize)
         boxes = node.memory_of_each(size, pinned=device.is_cuda)
@@ -87,7 +85,7 @@ class SharedGradients:
         inbox = largest_range(units, ranks=node.world)
         self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.elsewhere}
         self._turns = [unit for unit in reversed(units) if unit.trained]  # in the order of the backward
-        self._names = {unit.index: _trained(unit) for unit in units}
+        self._names = self._intake.names
         most = max(len(names) for names in self._names.values())
         marks = node.memory_of_each(OUTBOXES * most)
         self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight has a gradient
@@ -95,10 +93,8 @@ class SharedGradients:
             rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere
         }  # what ranks of other nodes sent
         ordered = device.place.type != "cpu"
-        placed = [self._place[name] for name in order if name in self._place]
+        placed = [self._intake.place[name] for name in order if name in self._intake.place]
         self._norms = SharedNorms(placed, node, dtype=self.dtype, ordered=ordered)
-        self._uses = TiedGradients({name: place.weight.uses for name, (_, place) in self._place.items()})
-        self._arrived: set[str] = set()  # weights with a gradient in this step, on any rank
         self._waiting: dict[str, torch.Tensor] = {}  # gradients of this micro-batch whose unit's turn has not come
         self._laid: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
@@ -109,26 +105,26 @@ class SharedGradients:
         self._complete: Complete | None = None
 
     def watch(self, complete: Complete) -> None:
-        """Call `complete` for each unit in the step's last backward, when this rank's sums of it are stored.
-
-        By then no rank uses the unit's weights in this step any more. The call comes from any thread. A unit with a
-        weight that has no gradient in this step on any rank is not reported.
-        """
         self._complete = complete
+
+    @property
+    def arrived(self) -> Set[str]:
+        """Return the names of the weights that have a gradient in this step on any rank."""
+        return self._intake.arrived
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
         """Add a gradient of this micro-batch from one use of a weight. This may wait for the other ranks."""
         self._last = last
-        flat = self._uses.add(name, gradient.detach().reshape(-1))
+        flat = self._intake.add(name, gradient)
         if flat is not None:
             self._take(name, flat)
 
     def _take(self, name: str, flat: torch.Tensor) -> None:
         assert name not in self._waiting, name
         assert name not in self._laid, name
-        unit = self._place[name][0]
+        unit = self._intake.place[name][0]
         if self._turn == len(self._turns) or unit is not self._turns[self._turn]:
             self._waiting[name] = flat
             return
@@ -139,7 +135,7 @@ class SharedGradients:
     def end_of_backward(self, *, last: bool) -> None:
         """End a micro-batch: exchange the remaining units, also those with missing gradients."""
         self._last = last
-        for name, flat in self._uses.rest():
+        for name, flat in self._intake.rest():
             self._take(name, flat)
         while self._turn < len(self._turns):
             self._exchange()
@@ -149,7 +145,7 @@ class SharedGradients:
 
     def _lay_out(self, name: str, flat: torch.Tensor) -> None:
         """Start copying a gradient of the current unit to this rank's outbox."""
-        place = self._place[name][1]
+        place = self._intake.place[name][1]
         box = self._boxes[self._node.rank][self._round % OUTBOXES]
         self._copies.append(self._device.download(flat, box[place.start :][: flat.numel()]))
         self._laid.add(name)
@@ -202,11 +198,11 @@ class SharedGradients:
         ]
         self._add_up(unit, box, dict(zip(self._names[unit.index], givers, strict=True)))
         self._taken.discard(unit.index)
-        if self._last and not self._arrived.isdisjoint(self._names[unit.index]):
+        if self._last and not self._intake.arrived.isdisjoint(self._names[unit.index]):
             leaves = self.store.host(unit.index) is None
-            self._norms.take(unit.index, self._sums.collecting(unit.index), self._arrived, leaves=leaves)
+            self._norms.take(unit.index, self._sums.collecting(unit.index), self._intake.arrived, leaves=leaves)
             self._taken.add(unit.index)
-            if self._complete is not None and self._arrived.issuperset(self._names[unit.index]):
+            if self._complete is not None and self._intake.arrived.issuperset(self._names[unit.index]):
                 self._tell(unit, self._complete)
 
     def _tell(self, unit: Unit, complete: Complete) -> None:
@@ -224,13 +220,13 @@ class SharedGradients:
         sums = self._sums.collecting(unit.index)
         first, end = range_of_rank(unit, self._node.rank, ranks=self._node.world)
         for name, ranks in givers.items():
-            place = self._place[name][1]
+            place = self._intake.place[name][1]
             here = slice(max(first, place.start), min(end, place.start + place.weight.numel))
             for rank in ranks:
                 if here.start < here.stop:
                     target, values = sums[here], self._given(rank, box, here, first=first)
-                    target.add_(values) if name in self._arrived else target.copy_(values)
-                self._arrived.add(name)
+                    target.add_(values) if name in self._intake.arrived else target.copy_(values)
+                self._intake.arrived.add(name)
 
     def _given(self, rank: int, box: int, here: slice, *, first: int) -> torch.Tensor:
         """Return another rank's gradients for elements `here` of this rank's shard, which begins at `first`."""
@@ -245,39 +241,24 @@ class SharedGradients:
         self._sums.send_all()
         self._node.barrier()
 
-    def norm(self) -> float:
-        """Return the global norm of the sums, unscaled; infinite or NaN if any element is. Call `finish` before."""
-        norms = self.norms()
-        return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
-
     def norms(self) -> dict[str, torch.Tensor]:
         """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before."""
         for unit in self._turns:
             sums = self.store.host(unit.index)
             if sums is not None and unit.index not in self._taken:  # the last micro-batch was not announced
-                self._norms.take(unit.index, sums, self._arrived, leaves=False)
-        return self._norms.of(self._arrived)
+                self._norms.take(unit.index, sums, self._intake.arrived, leaves=False)
+        return self._norms.of(self._intake.arrived)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """Return None, because these sums are never on the device."""
         return None
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
-        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from a drive."""
         return self.store.read(unit, start, buffer)
-
-    def has(self, name: str) -> bool:
-        """Return whether the weight has a gradient in this step on any rank."""
-        return name in self._arrived
-
-    @property
-    def arrived(self) -> frozenset[str]:
-        """Return the names of the weights that have a gradient in this step on any rank."""
-        return frozenset(self._arrived)
 
     def clear(self) -> None:
         """Begin the next step, whose gradients overwrite the sums. All ranks must have passed a barrier after use."""
-        self._arrived.clear()
+        self._intake.arrived.clear()
         self._taken.clear()
         self._sums.clear()
         self._norms.clear()
@@ -285,10 +266,6 @@ class SharedGradients:
     def close(self) -> None:
         """Drop gradients that wait for their unit's turn."""
         self._waiting.clear()
-
-
-def _trained(unit: Unit) -> list[str]:
-    return [place.weight.name for place in unit.places if place.weight.trainable]
 
 
 @dataclass(frozen=True)
@@ -367,6 +344,3 @@ def _share(unit: Unit, place: Place, norm: PiecewiseNorm, *, node: Node, numbers
     parts = norm_parts(unit, place, width=norm.width, rank=node.rank, ranks=node.world)
     taken = numbers + (parts.starts.start - place.start) // norm.width
     return _Share(unit.index, norm, slice(numbers, numbers + norm.pieces), taken, parts)
-
-
-AnyGradients = Gradients | SharedGradients

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.update_staging import Route, host_slot
 from offload_trainer.storage.host_memory import host_buffer
@@ -58,7 +58,7 @@ class PagePipeline:
         self,
         store: PageStore,
         weights: PlacedWeights,
-        gradients: AnyGradients,
+        gradients: GradientSums,
         *,
         device: Device,
         routes: Sequence[Route],

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.snapshot import PageSnapshot
 from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.ranks.sharded_gradients import AnyGradients
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
@@ -61,7 +61,7 @@ class Updater:
         self,
         store: PageStore,
         weights: PlacedWeights,
-        gradients: AnyGradients,
+        gradients: GradientSums,
         update_progress: UpdateProgress,
         *,
         device: Device,

@@ -149,7 +149,7 @@ class Checkpoints:
             finally:
                 snapshot.close()
 
-        if snapshot.behind:
+        if snapshot.concurrent:
             self._worker = self._worker or Workers(1, "save")
             self._worker.put(ending(future, partial(work, self._beside_training)))
         else:
@@ -247,7 +247,7 @@ class Checkpoints:
                 "space there, and the same command resumes from the newest of them"
             ) from error
         if group.rank == 0:
-            self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.behind)
+            self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.concurrent)
 
     def _finish(self, new: Path, final: Path, files: dict[str, Any], state: TrainState) -> None:
         """Write the files that the engine does not write, then rename the directory to its final name."""

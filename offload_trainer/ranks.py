@@ -282,7 +282,7 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
 
 def _mesh_of(members: Sequence[int], *, patience: float) -> Mesh:
     assert _joined is not None
-    with _noticing():
+    with _as_peer_failure():
         return _joined.listener.mesh(members, patience=patience, within=_SETTING_UP, look=_joined.everybody.check)
 
 
@@ -335,7 +335,7 @@ def _private_file() -> str:
 
 
 @contextmanager
-def _noticing() -> Iterator[None]:
+def _as_peer_failure() -> Iterator[None]:
     """Convert a communication error into PeerFailed: the rank that ended reports the reason."""
     try:
         yield
@@ -349,7 +349,7 @@ def barrier(*, stalled: float = STALLED) -> None:
     After `stalled` seconds, rank 0 raises TrainerError that names the missing ranks; the others raise PeerFailed.
     """
     if _joined:
-        with naming_the_late(stalled):
+        with naming_missing_ranks(stalled):
             _joined.everybody.barrier(patience=patience_in_step(stalled))
 
 
@@ -359,10 +359,10 @@ def patience_in_step(stalled: float) -> float:
 
 
 @contextmanager
-def naming_the_late(stalled: float) -> Iterator[None]:
+def naming_missing_ranks(stalled: float) -> Iterator[None]:
     """Convert a timeout into TrainerError that names the missing ranks, on rank 0; raise PeerFailed otherwise."""
     try:
-        with _noticing():
+        with _as_peer_failure():
             yield
     except PeerFailed as error:
         if isinstance(error.__cause__, PeerTimeout) and place_here()[0] == 0:
@@ -383,7 +383,7 @@ def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
     if not _joined or not values.numel():
         return
     group = _joined.everybody if group is None else group
-    with _noticing():
+    with _as_peer_failure():
         if not isinstance(group, Mesh):
             dist.broadcast(values.view(torch.uint8), src=source, group=group)
         elif group.rank == source:
@@ -392,13 +392,13 @@ def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
             group.exchange([], [(source, _bytes_of(values))])
 
 
-def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
+def all_gather_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
     """All-gather in place: `values` (1-D, contiguous) has one equal part per rank, and part `number` is this rank's.
 
     On a GPU the operation is queued on the current stream.
     """
     parts = values.view(torch.uint8)
-    with _noticing():
+    with _as_peer_failure():
         if not isinstance(group, Mesh):
             mine = parts.chunk(dist.get_world_size(group))[number]
             dist.all_gather_into_tensor(parts, mine, group=group)
@@ -414,7 +414,7 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
     `parts` must be contiguous. On a GPU the operation is queued on the current stream.
     """
     come = torch.empty_like(parts)
-    with _noticing():
+    with _as_peer_failure():
         if not isinstance(group, Mesh):
             dist.all_to_all_single(come.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
             return come
@@ -440,18 +440,18 @@ def send_recv(
     begun = group.begin(*parts)
 
     def wait() -> None:
-        with _noticing():
+        with _as_peer_failure():
             begun.result()
 
     return wait
 
 
-def add_up(values: torch.Tensor, *, group: Mesh) -> None:
+def all_reduce(values: torch.Tensor, *, group: Mesh) -> None:
     """All-reduce `values` (on the CPU) in place by summation; exact if at most one rank has a nonzero per element."""
     told = torch.empty((len(group.members), values.numel()), dtype=values.dtype)
     mine = group.members.index(group.rank)
     told[mine] = values.reshape(-1)
-    with _noticing():
+    with _as_peer_failure():
         group.exchange(
             [(peer, _bytes_of(told[mine])) for peer in group.others],
             [(peer, _bytes_of(told[number])) for number, peer in enumerate(group.members) if peer != group.rank],
@@ -464,11 +464,11 @@ def share(value: Any, *, source: int, group: Mesh | None, kind: Any = Any) -> An
     group = _joined.everybody if _joined and group is None else group
     if group is None:
         return value
-    with _noticing():
-        return _read(group.broadcast(_told(value) if group.rank == source else b"", source=source), kind)
+    with _as_peer_failure():
+        return _decode(group.broadcast(_encode(value) if group.rank == source else b"", source=source), kind)
 
 
-def _told(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     """Encode a value of plain types, paths and dataclasses of those as JSON."""
     return json.dumps(value, default=_plain).encode()
 
@@ -479,7 +479,7 @@ def _plain(value: Any) -> Any:
     return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
-def _read(told: bytes, kind: Any) -> Any:
+def _decode(told: bytes, kind: Any) -> Any:
     try:
         return parsed(told, kind, finite=False)
     except ValueError as error:
@@ -507,7 +507,7 @@ class Group:
         told = share(_failure(failed), source=0, group=self.mesh) if self.mesh else None
         if failed is not None:
             raise failed
-        _raise_elsewhere([told])
+        _raise_peer_failure([told])
 
     def each(self, work: Callable[[], T], kind: Any = Any) -> list[T]:
         """Do `work` on every rank; return all results, of type `kind`, in the order of ranks.
@@ -523,7 +523,7 @@ class Group:
         told = _gathered([_failure(failed), mine], self.mesh, tuple[Any, list[kind]])
         if failed is not None:
             raise failed
-        _raise_elsewhere([wrong for wrong, _ in told])
+        _raise_peer_failure([wrong for wrong, _ in told])
         return [value for _, values in told for value in values]
 
 
@@ -532,7 +532,7 @@ def _failure(failed: Exception | None) -> list[Any] | None:
     return None if failed is None else [getattr(failed, "exit_code", LOST), str(failed)]
 
 
-def _raise_elsewhere(told: Sequence[Sequence[Any] | None]) -> None:
+def _raise_peer_failure(told: Sequence[Sequence[Any] | None]) -> None:
     for wrong in told:
         if wrong is not None:
             raise PeerFailed(wrong[1], code=wrong[0])
@@ -591,12 +591,12 @@ def all_gather_json(value: Any, kind: Any = Any) -> list[Any]:
 def _gathered(value: Any, mesh: Mesh | None, kind: Any) -> list[Any]:
     if mesh is None:
         return [value]
-    with _noticing():
-        return [_read(told, kind) for told in mesh.all_gather(_told(value))]
+    with _as_peer_failure():
+        return [_decode(told, kind) for told in mesh.all_gather(_encode(value))]
 
 
 def wait_for_all(*, group: Mesh | None = None) -> None:
     """Block until all ranks of the group (None: all ranks) have called this."""
     if _joined:
-        with _noticing():
+        with _as_peer_failure():
             (group or _joined.everybody).barrier()

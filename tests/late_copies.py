@@ -144,7 +144,7 @@ class LateDevice:
         into.fill_(float("nan"))
         return late(lambda: into.copy_(values))
 
-    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+    def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reached(self) -> Future:

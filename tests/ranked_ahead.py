@@ -23,7 +23,7 @@ from bench_of_engines import engine as plain_engine
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
-from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep
 from offload_trainer.offloading.update.updater import Updater
 
@@ -35,7 +35,7 @@ told: set[int] = set()
 def watch() -> None:
     """Start every step speculatively, and record how many of its pages were kept."""
     MispredictionWatch.rarely = True  # type: ignore[method-assign, assignment]
-    its, tell, clear = SpeculativeStep.kept, SharedGradients._tell, SharedGradients.clear
+    its, tell, clear = SpeculativeStep.kept, ShardedGradients._tell, ShardedGradients.clear
 
     def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
         numbers = its(ahead, *given)
@@ -51,7 +51,7 @@ def watch() -> None:
         clear(self)
 
     SpeculativeStep.kept = seen  # type: ignore[method-assign]
-    SharedGradients._tell, SharedGradients.clear = telling, clearing  # type: ignore[method-assign]
+    ShardedGradients._tell, ShardedGradients.clear = telling, clearing  # type: ignore[method-assign]
     undo, (rank, world) = Updater._undo, ranks.place_here()
 
     def undoing(self: Any, ahead: SpeculativeStep) -> None:
@@ -69,7 +69,7 @@ def plant(ours: Any, *, accumulate: int) -> None:
     def last(gradient: torch.Tensor) -> torch.Tensor:
         step, number = divmod(seen[0], accumulate)
         seen[0] += 1
-        ahead, end = updater._ahead, time.monotonic() + 300
+        ahead, end = updater._speculative, time.monotonic() + 300
         if ahead is not None:
             wanted = {n for n in updater.numbers if store.pages[n].home >= 0 and store.pages[n].unit in told}
             while not (ahead.error or wanted <= ahead.written.keys()):

@@ -23,7 +23,7 @@ from offload_trainer.engine import tiered
 from offload_trainer.offloading.ranks.collective_fetch import Copy, PendingGather
 from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 
 counts: Counter[str] = Counter()
 
@@ -41,9 +41,14 @@ class Adding(TorchDispatchMode):
 
 def count() -> None:
     """Install the counters."""
-    lay_out, add_up, send = SharedGradients._lay_out, SharedGradients._add_up, SharedGradients._sent_and_received
-    barrier, send_recv, across, exchange = Node.barrier, Node.send_recv, Node.across, Node.exchange
-    fill, join_parts, rounds, all_to_all = PendingGather.fill, ranks.join_parts, Node.rounds, tiered.all_to_all
+    lay_out, all_reduce, send = ShardedGradients._lay_out, ShardedGradients._add_up, ShardedGradients._sent_and_received
+    barrier, send_recv, across, exchange = Node.barrier, Node.send_recv, Node.broadcast_across, Node.exchange
+    fill, all_gather_parts, rounds, all_to_all = (
+        PendingGather.fill,
+        ranks.all_gather_parts,
+        Node.fetch_matching,
+        tiered.all_to_all,
+    )
     # not empty while an exchange is created for matching rounds, which do not count as agreements
     of_rounds: list[bool] = []
     sending: list[bool] = []  # not empty while the exchanged bytes are gradients rather than parts of norms
@@ -54,7 +59,7 @@ def count() -> None:
 
     def adding(self: Any, *args: Any, **words: Any) -> None:
         with Adding():
-            add_up(self, *args, **words)
+            all_reduce(self, *args, **words)
 
     def meeting(self: Node) -> None:
         counts["meets"] += 1
@@ -91,8 +96,8 @@ def count() -> None:
             counts["gradients_in"] += sum(values.nbytes for _, values in into)
         else:
             for way, parts in (("in", into), ("out", out)):
-                counts["norms_among"] += sum(values.nbytes for rank, values in parts if rank in self.here)
-                counts[f"norms_{way}"] += sum(values.nbytes for rank, values in parts if rank not in self.here)
+                counts["norms_among"] += sum(values.nbytes for rank, values in parts if rank in self.local_ranks)
+                counts[f"norms_{way}"] += sum(values.nbytes for rank, values in parts if rank not in self.local_ranks)
         return send_recv(self, out, into)
 
     def crossing(self: Node, values: torch.Tensor, *, source: int, **words: Any) -> None:
@@ -109,10 +114,10 @@ def count() -> None:
 
         fill(self, into, copying)
 
-    def joining(values: torch.Tensor, number: int, *, group: Any) -> None:
+    def make_all_gather(values: torch.Tensor, number: int, *, group: Any) -> None:
         each = len(group.members)
         counts["from_others"] += values.nbytes // each * (each - 1)
-        join_parts(values, number, group=group)
+        all_gather_parts(values, number, group=group)
 
     def to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
         counts["pieces"] += parts.nbytes // len(parts) * (len(parts) - 1)  # all parts except its own
@@ -122,15 +127,15 @@ def count() -> None:
     for owner, name, counting in (
         (tiered, "all_to_all", to_all),
         (PendingGather, "fill", filling),
-        (ranks, "join_parts", joining),
-        (SharedGradients, "_lay_out", laying_out),
-        (SharedGradients, "_add_up", adding),
-        (SharedGradients, "_sent_and_received", sent_and_received),
+        (ranks, "all_gather_parts", make_all_gather),
+        (ShardedGradients, "_lay_out", laying_out),
+        (ShardedGradients, "_add_up", adding),
+        (ShardedGradients, "_sent_and_received", sent_and_received),
         (Node, "barrier", meeting),
         (Node, "exchange", exchanging),
-        (Node, "rounds", making_rounds),
+        (Node, "fetch_matching", making_rounds),
         (Node, "send_recv", trading),
-        (Node, "across", crossing),
+        (Node, "broadcast_across", crossing),
     ):
         setattr(owner, name, counting)
 

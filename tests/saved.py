@@ -14,7 +14,7 @@ from offload_trainer.ranks import ALONE, Group
 class Small:
     """An engine, and its own snapshot, whose state is one file of a few bytes."""
 
-    rank, world, behind = 0, 1, False
+    rank, world, concurrent = 0, 1, False
 
     def snapshot(self) -> Small:
         return self

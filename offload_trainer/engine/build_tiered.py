@@ -87,8 +87,8 @@ def opened(
         unit_buffers=sizes.unit_buffers,
         copies=sizes.places,
         node=node,
-        behind=sizes.overlap,
-        ahead=sizes.ahead,
+        overlap_forward=sizes.overlap,
+        overlap_backward=sizes.ahead,
         ring_bytes=gradient_ring(
             units,
             homes.gradients,

@@ -34,7 +34,7 @@ class Snapshot(Protocol):
     """An engine's state at one moment, to be written once."""
 
     @property
-    def behind(self) -> bool:
+    def concurrent(self) -> bool:
         """Return whether another thread may write it while the engine continues to train."""
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:

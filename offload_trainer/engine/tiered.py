@@ -77,8 +77,8 @@ class TieredEngine:
         self._scale = LossScale.of(optim, dtype=work.dtype)
         with ExitStack() as stack:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
-            self._place, self._behind, self._hidden = parts.device.place, parts.layout.behind, 0.0
-            self._watch = MispredictionWatch() if parts.layout.ahead else None
+            self._place, self._overlaps, self._hidden = parts.device.place, parts.layout.overlap_forward, 0.0
+            self._watch = MispredictionWatch() if parts.layout.overlap_backward else None
             self._node, self._together = parts.layout.node, work.sequence
             self.rank, self.world = self._node.rank // self._together, self._node.world // self._together
             context = parameters_without_memory()
@@ -150,8 +150,8 @@ class TieredEngine:
             grad_norm=norm,
             loss_scale=scale,
             skipped=norm is None,
-            hidden=hidden if self._behind else 0.0,
-            resume_hint=self._behind,
+            hidden=hidden if self._overlaps else 0.0,
+            resume_hint=self._overlaps,
         )
 
     @contextmanager
@@ -160,7 +160,7 @@ class TieredEngine:
         before = self.offloaded.update_progress.waited
         with clock.phase(name):
             yield
-        if self._behind:
+        if self._overlaps:
             clock.move(self.offloaded.update_progress.waited - before, from_=name, to="wait")
 
     def synchronize(self) -> None:
@@ -235,7 +235,7 @@ class TieredEngine:
         """
         ours, scale = self.offloaded, self._scale
         assert ours.manifest is not None
-        state = ours.state.beside(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
+        state = ours.state.scalars(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
         ours.manifest.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
 
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:

@@ -100,15 +100,15 @@ class PartitionedInputs:
     def begin(self) -> None:
         """Do nothing, because a block needs no preparation."""
 
-    def keep(self, tensor: torch.Tensor) -> Any:
+    def pack_input(self, tensor: torch.Tensor) -> Any:
         """Copy this rank's piece of a block input; return its handle."""
         piece = piece_of(tensor, self._place, count=self._count)
         return _Piece(self._host.pack_hook(piece) if self._host else piece, tensor.shape)
 
-    def leave(self, tensor: torch.Tensor) -> Any:
+    def pack_other(self, tensor: torch.Tensor) -> Any:
         return tensor.detach()
 
-    def give(self, kept: Any) -> torch.Tensor:
+    def unpack(self, kept: Any) -> torch.Tensor:
         """Return the whole tensor of a handle; an input is all-gathered, so all ranks of the group call it."""
         if not isinstance(kept, _Piece):
             left: torch.Tensor = kept

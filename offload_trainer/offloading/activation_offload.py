@@ -38,7 +38,7 @@ class Hooks(Protocol):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SavedInput:
     """An offloaded input: its forward, and its number in that forward."""
 
     forward: int
@@ -61,7 +61,7 @@ class _Buffer:
     filled: Future = field(default_factory=done)
     readers: list[Future] = field(default_factory=list)  # transfers that still read from it
 
-    def of(self, kept: _Kept) -> torch.Tensor:
+    def of(self, kept: _SavedInput) -> torch.Tensor:
         return self.memory[: kept.size].view(kept.dtype)
 
     @property
@@ -80,14 +80,14 @@ class Activations:
         device: Device,
         files: Sequence[DriveFile],
         transfers: Transfers,
-        otherwise: Hooks | None = None,
+        other_hooks: Hooks | None = None,
     ) -> None:
         """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
 
         Without `files` all inputs are kept in host memory; otherwise the files store `inputs.homes(len(files))`.
-        `otherwise` receives everything else that autograd saves with the inputs.
+        `other_hooks` receives everything else that autograd saves with the inputs.
         """
-        self._device, self._transfers, self._otherwise = device, transfers, otherwise
+        self._device, self._transfers, self._other_hooks = device, transfers, other_hooks
         self._inputs, self._files = inputs, tuple(files)
         self._homes = inputs.homes(len(files))
         self._offsets = offsets([inputs.size] * len(self._homes), self._homes)
@@ -96,11 +96,11 @@ class Activations:
         made = [_Buffer(memory[n * inputs.size :][: inputs.size], ring=bool(files)) for n in range(count)]
         self._ring = made if files else []
         self._own = {} if files else dict(enumerate(made))
-        self._forward, self._within = 0, False  # number of the current forward, and whether it is running
-        self._kept: list[_Kept] = []  # inputs of this forward, by number
+        self._forward, self._in_forward = 0, False  # number of the current forward, and whether it is running
+        self._kept: list[_SavedInput] = []  # inputs of this forward, by number
         self._written: dict[int, Future] = {}
-        self._leaving: deque[Future] = deque()  # copies from the device, the oldest first
-        self._coming: dict[int, tuple[torch.Tensor, ReturnCopy]] = {}
+        self._downloads: deque[Future] = deque()  # copies from the device, the oldest first
+        self._prefetched: dict[int, tuple[torch.Tensor, ReturnCopy]] = {}
 
     def attach(self, model: nn.Module) -> None:
         """Make the checkpointed blocks of `model` store their inputs here, also if checkpointing is enabled again."""
@@ -108,7 +108,7 @@ class Activations:
 
     def begin(self) -> None:
         """Raise UserError if no whole forward is running."""
-        if not self._within:
+        if not self._in_forward:
             raise UserError(
                 "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
                 "whole forwards keep: call the model"
@@ -118,20 +118,20 @@ class Activations:
     def forward(self) -> Iterator[None]:
         """Wrap each forward that a backward follows; its inputs replace those of the previous forward."""
         self._kept.clear()
-        self._coming.clear()
+        self._prefetched.clear()
         self._forward += 1
-        self._within = True
+        self._in_forward = True
         try:
             yield
         finally:
-            self._within = False
+            self._in_forward = False
         self._look_ahead(len(self._kept) - 1)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def keep(self, tensor: torch.Tensor) -> _Kept:
+    def pack_input(self, tensor: torch.Tensor) -> _SavedInput:
         """Start copying a block input to its host buffer, and from there to its drive; return its handle."""
-        kept = _Kept(self._forward, len(self._kept), tensor.shape, tensor.dtype)
+        kept = _SavedInput(self._forward, len(self._kept), tensor.shape, tensor.dtype)
         self._kept.append(kept)
         buffer = self._buffer(kept)
         buffer.free.wait()
@@ -139,16 +139,16 @@ class Activations:
         buffer.filled = self._device.keep(tensor.detach().view(-1), buffer.of(kept))
         if buffer.ring:
             buffer.readers.append(self._write(kept, buffer))
-        self._leaving.append(buffer.filled)
-        if len(self._leaving) > INPUTS_UNDER_WAY:
-            self._leaving.popleft().wait()  # otherwise inputs in flight would fill the device's memory
+        self._downloads.append(buffer.filled)
+        if len(self._downloads) > INPUTS_UNDER_WAY:
+            self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
 
-    def leave(self, tensor: torch.Tensor) -> Any:
-        """Save any other tensor with the `otherwise` hooks, or on the device."""
-        return self._otherwise.pack(tensor) if self._otherwise else tensor.detach()
+    def pack_other(self, tensor: torch.Tensor) -> Any:
+        """Save any other tensor with the `other_hooks` hooks, or on the device."""
+        return self._other_hooks.pack(tensor) if self._other_hooks else tensor.detach()
 
-    def _buffer(self, kept: _Kept) -> _Buffer:
+    def _buffer(self, kept: _SavedInput) -> _Buffer:
         if self._ring and kept.number < self._inputs.count and kept.size <= self._inputs.size:
             return self._ring[kept.number % len(self._ring)]
         buffer = self._own.get(kept.number)
@@ -158,11 +158,11 @@ class Activations:
             buffer = self._own[kept.number] = _Buffer(host_buffer(kept.size, pinned=self._device.is_cuda))
         return buffer
 
-    def _place(self, kept: _Kept, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
+    def _place(self, kept: _SavedInput, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
         size = -(-kept.size // SECTOR) * SECTOR
         return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
 
-    def _write(self, kept: _Kept, buffer: _Buffer) -> Future:
+    def _write(self, kept: _SavedInput, buffer: _Buffer) -> Future:
         """Start writing an input to its drive once the buffer is filled."""
         place = self._place(kept, buffer)
         written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
@@ -170,31 +170,31 @@ class Activations:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def give(self, kept: Any) -> torch.Tensor:
+    def unpack(self, kept: Any) -> torch.Tensor:
         """Return a saved tensor on the device, and prefetch the input of the previous block.
 
         Raises:
             UserError: another forward has replaced the input.
         """
-        if not isinstance(kept, _Kept):
-            saved: torch.Tensor = self._otherwise.unpack(kept) if self._otherwise else kept
+        if not isinstance(kept, _SavedInput):
+            saved: torch.Tensor = self._other_hooks.unpack(kept) if self._other_hooks else kept
             return saved
         if kept.forward != self._forward:
             raise UserError(
                 "another forward came between a forward and its backward, and what the first one kept is gone: with "
                 "offload_activations each backward follows its forward"
             )
-        coming = self._coming.pop(kept.number) if kept.number in self._coming else self._bring(kept)
+        coming = self._prefetched.pop(kept.number) if kept.number in self._prefetched else self._fetch(kept)
         values, returned = coming
         returned.arrival.wait()
         self._look_ahead(kept.number - 1)
         return values.view(kept.shape)
 
     def _look_ahead(self, number: int) -> None:
-        if number >= 0 and not self._coming:
-            self._coming[number] = self._bring(self._kept[number])
+        if number >= 0 and not self._prefetched:
+            self._prefetched[number] = self._fetch(self._kept[number])
 
-    def _bring(self, kept: _Kept) -> tuple[torch.Tensor, ReturnCopy]:
+    def _fetch(self, kept: _SavedInput) -> tuple[torch.Tensor, ReturnCopy]:
         """Start copying an input to the device, and then reading the next input into the same buffer."""
         buffer = self._buffer(kept)
         if buffer.number != kept.number:
@@ -208,7 +208,7 @@ class Activations:
             self._read(self._kept[ahead], buffer)
         return values, returned
 
-    def _read(self, kept: _Kept, buffer: _Buffer) -> None:
+    def _read(self, kept: _SavedInput, buffer: _Buffer) -> None:
         """Fill the buffer from the drive as soon as it is free."""
         place = self._place(kept, buffer)
         before = together([buffer.free, self._written[kept.number]])

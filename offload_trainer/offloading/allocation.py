@@ -20,7 +20,7 @@ from offload_trainer.offloading.pages.page_copies import PageCopies
 from offload_trainer.offloading.pages.store import PageStore, UnitStore, size_of_home
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
-from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.native_adam import Sum, zlib_sum
@@ -69,8 +69,8 @@ class Layout:
     format: StateFormat  # format of the optimizer state
     page_buffers: int  # host buffers for pages that are read from or written to a drive
     unit_buffers: int  # device buffers for blocks whose weights are offloaded
-    behind: bool  # the update runs on a thread and overlaps the next forward
-    ahead: bool  # the update of pages on drives may start during the backward
+    overlap_forward: bool  # the update runs on a thread and overlaps the next forward
+    overlap_backward: bool  # the update of pages on drives may start during the backward
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
     copies: int  # copies of each page on a drive, 1 or 2
     node: Node = field(default_factory=Node)  # the ranks that share this placement
@@ -83,7 +83,7 @@ class Stores:
     state: PageStore
     weights: PlacedWeights
     fetches: WeightFetches
-    gradients: Gradients | SharedGradients
+    gradients: Gradients | ShardedGradients
     update_progress: UpdateProgress
 
 
@@ -106,7 +106,7 @@ def allocate_stores(
         node=node,
         copies=PageCopies(homes.pages, format=layout.format, count=layout.copies, node=node, compute=page_sum),
     )
-    if len(node.here) > 1:
+    if len(node.local_ranks) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
             memory = state.in_memory(number) if homes.of_rank(number, node.rank) else None
             if memory is not None:
@@ -128,7 +128,7 @@ def allocate_stores(
     return Stores(state, weights, fetches, gradients, _update_progress(layout, weights, device))
 
 
-def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> Gradients | SharedGradients:
+def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> Gradients | ShardedGradients:
     units, homes, transfers = layout.units, layout.homes, drives.transfers
     sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
     files = drives.files("gradients", sums, homes.gradients)
@@ -138,7 +138,7 @@ def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
         store = UnitStore(
             trained, homes.gradients, dtype=dtype, files=files, transfers=transfers, pinned=False, node=node
         )
-        return SharedGradients(units, store, given=layout.dtype, device=device, order=order, node=node)
+        return ShardedGradients(units, store, given=layout.dtype, device=device, order=order, node=node)
     return Gradients(
         units,
         homes.gradients,
@@ -163,12 +163,12 @@ def _update_progress(layout: Layout, weights: PlacedWeights, device: Device) -> 
     pages = [page for number, page in enumerate(homes.pages) if homes.of_rank(number, node.rank)]
     if node.world == 1:
         return UpdateProgress(pages)
-    connections, barrier = SideGroup(across=node.all_alike), node.exchange()
+    connections, barrier = SideGroup(across=node.counterpart_groups), node.exchange()
 
     def agree(unit: int) -> None:
         barrier(unit)
-        with device.beside(after=device.mark()):
-            weights.broadcast_unit(layout.units[unit], beside=connections)
+        with device.side_stream(after=device.mark()):
+            weights.broadcast_unit(layout.units[unit], connections=connections)
             there = device.reached()
         there.wait()
         if len(node.nodes) > 1:

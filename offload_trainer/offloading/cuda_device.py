@@ -38,7 +38,7 @@ class CudaDevice:
         self.place = device
         self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._keeping, self._returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._beside = torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device)
         self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
         self._lock = threading.Lock()
         self._waiter, self._stager, self._passed, self._downloaded = map(
@@ -170,10 +170,10 @@ class CudaDevice:
         return ReturnCopy(arrival, left)
 
     @contextmanager
-    def beside(self, *, after: torch.cuda.Event | None) -> Iterator[None]:
-        with torch.cuda.device(self.place), torch.cuda.stream(self._beside):
+    def side_stream(self, *, after: torch.cuda.Event | None) -> Iterator[None]:
+        with torch.cuda.device(self.place), torch.cuda.stream(self._side):
             if after is not None:
-                self._beside.wait_event(after)
+                self._side.wait_event(after)
             yield
 
     def reached(self) -> Future:

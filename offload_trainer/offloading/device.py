@@ -4,7 +4,7 @@
     upload    host memory -> the device                                 (new weights from the update)
     download  the device -> host memory                                 (gradients)
     keep, bring_back   the device -> host memory -> the device          (inputs of checkpointed blocks)
-    beside    computation on a side stream                              (the update of state on the device)
+    side_stream  computation beside forward and backward                   (the update of state on the device)
 
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
@@ -89,7 +89,7 @@ class Device(Protocol):
         """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`."""
         ...
 
-    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+    def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
         """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
         ...
 
@@ -138,7 +138,7 @@ class CpuDevice:
         into.copy_(values)
         return done()
 
-    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+    def side_stream(self, *, after: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reached(self) -> Future:

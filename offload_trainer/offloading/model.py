@@ -87,7 +87,7 @@ class OffloadedModel:
         self.before_sums: Callable[[], None] = lambda: None  # called before a gradient sum is read or changed
         self.closed = False
         self.adds_up = True  # gradients of several micro-batches may be accumulated
-        self._reads_ahead = False  # prefetch pages when the next backward begins
+        self._prefetches_pages = False  # prefetch pages when the next backward begins
         self.manifest: ManifestWriter | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
@@ -109,8 +109,8 @@ class OffloadedModel:
                 kernels=kernels,
                 routes=routes,
                 slots=layout.page_buffers,
-                behind=layout.behind,
-                ahead=layout.ahead,
+                overlap_forward=layout.overlap_forward,
+                overlap_backward=layout.overlap_backward,
             )
             stack.callback(self.updater.close)
             self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
@@ -142,7 +142,7 @@ class OffloadedModel:
             stream.attach(wanted)
             if any(unit.is_part for unit in self.units):
                 keep_weights(self._module, stream)
-        if layout.behind:
+        if layout.overlap_forward:
             resident_guard = ResidentGuard(*held, place=self._device.place)
             resident_guard.attach(wanted)
         return stream, resident_guard
@@ -150,16 +150,14 @@ class OffloadedModel:
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
         hooks = [
-            use.register_post_accumulate_grad_hook(self._hand_over(n))
-            for n in self.trained
-            for use in self.parameters[n]
+            use.register_post_accumulate_grad_hook(self._collect(n)) for n in self.trained for use in self.parameters[n]
         ]
         if not self._device.is_cuda:
             hooks += trim_heap_between(self._blocks())
         for hook in hooks:
             stack.callback(hook.remove)
 
-    def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
+    def _collect(self, name: str) -> Callable[[nn.Parameter], None]:
         def hook(parameter: nn.Parameter) -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, parameter.grad = parameter.grad, None
@@ -190,7 +188,7 @@ class OffloadedModel:
         name, sizes = f"activations-{self.node.rank}", [inputs.size] * inputs.count
         files = self._drives.files(name, sizes, homes, shared=False) if drives else []
         kept = Activations(
-            inputs, device=self._device, files=files, transfers=self._drives.transfers, otherwise=self.stream
+            inputs, device=self._device, files=files, transfers=self._drives.transfers, other_hooks=self.stream
         )
         self._open.callback(kept.close)
         kept.attach(self._module)
@@ -219,7 +217,7 @@ class OffloadedModel:
                     self.state.put_master(name, master.float().reshape(-1))
             self.state.flush()
 
-        self.node.once(put)
+        self.node.on_first_rank(put)
         self.weights.broadcast_all()
 
     # -- reading weights outside their modules ------------------------------------------------------------------------
@@ -262,7 +260,7 @@ class OffloadedModel:
                     f"this gradient of {name} was used up by a step or dropped by zero_grad(): read .grad anew after "
                     "the next backward; clone() keeps values"
                 )
-            return self._settled().sums(name).to(place, copy=True).view(like.shape)
+            return self._complete_sums().sums(name).to(place, copy=True).view(like.shape)
 
         def write(values: torch.Tensor) -> None:
             self._change(lambda sums: sums.replace(name, values))
@@ -277,20 +275,20 @@ class OffloadedModel:
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradient sums by `factor` in place."""
         self.gradients.finish()
-        self._one_ranks().scale(factor)
+        self._unsharded().scale(factor)
         self.taken += 1
 
-    def _settled(self) -> Gradients:
+    def _complete_sums(self) -> Gradients:
         """Return the gradient sums once they are complete and `before_sums` has applied pending changes (clipping)."""
         self.before_sums()
         self.gradients.finish()
-        return self._one_ranks()
+        return self._unsharded()
 
     def _change(self, change: Callable[[Gradients], None]) -> None:
-        change(self._settled())
+        change(self._complete_sums())
         self.taken += 1
 
-    def _one_ranks(self) -> Gradients:
+    def _unsharded(self) -> Gradients:
         assert isinstance(self.gradients, Gradients)  # with several ranks the sums are sharded and cannot be read here
         return self.gradients
 
@@ -331,7 +329,7 @@ class OffloadedModel:
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
-                self.updater.begin_ahead()
+                self.updater.begin_last_backward()
             return_now()  # a forward leaves holes in the heap, and the first gradient, that of the head, is large
             yield
             self.gradients.end_of_backward(last=last)
@@ -342,8 +340,8 @@ class OffloadedModel:
 
         `last`: it is the step's last micro-batch.
         """
-        self._reads_ahead = last
-        if not self.update_progress.under_way:
+        self._prefetches_pages = last
+        if not self.update_progress.is_running:
             self._begin_backward()
         if self.stream is None:
             yield
@@ -356,9 +354,9 @@ class OffloadedModel:
     def _begin_backward(self) -> None:
         """Wait for the previous update, because the backward overwrites the gradient sums that it reads."""
         self.synchronize()
-        if self._reads_ahead:
-            self._reads_ahead = False
-            self.updater.moving.read_ahead()
+        if self._prefetches_pages:
+            self._prefetches_pages = False
+            self.updater.pipeline.prefetch()
 
     def synchronize(self) -> None:
         """Wait until no update is running; raise the error of the last one, if any."""
@@ -372,7 +370,7 @@ class OffloadedModel:
     def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """Announce the expected `step`, so that pages on drives are updated during the step's last backward."""
         steps = {name: count + 1 for name, count in self.steps.items()}
-        self.updater.expect(self._decision(rules, steps, scale=scale))
+        self.updater.expect(self._step_params(rules, steps, scale=scale))
 
     def norm(self) -> float:
         """Return the global norm of the gradient sums, unscaled; infinite or NaN if any element is."""
@@ -385,7 +383,7 @@ class OffloadedModel:
         Weights without a gradient are absent.
         """
         self.gradients.finish()
-        return self._one_ranks().norms(order)
+        return self._unsharded().norms(order)
 
     def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """Update the weights in `rules` that have a gradient, with `scale` times their gradient sums.
@@ -396,7 +394,7 @@ class OffloadedModel:
         Raises:
             TrainerError: a drive failed, here or at a later wait. The state is then partly of the previous step.
         """
-        assert not self.update_progress.under_way  # the backward has waited for the previous update
+        assert not self.update_progress.is_running  # the backward has waited for the previous update
         self.state.flush()
         arrived = self.gradients.arrived & rules.keys()
         self._note(updating=True)
@@ -404,13 +402,13 @@ class OffloadedModel:
             self.steps[name] += 1
         if self.stream:
             self.stream.forget()
-        decision = self._decision({name: rules[name] for name in arrived}, self.steps, scale=scale)
+        params = self._step_params({name: rules[name] for name in arrived}, self.steps, scale=scale)
         self.node.barrier()  # rank 0 has recorded the update, and no rank still computes with the old weights
-        self.updater.start(decision, at_end=self._all_home)
+        self.updater.start(params, at_end=self._end_of_update)
         if self.resident_guard is not None:
             self.resident_guard.begin()
 
-    def _all_home(self) -> None:
+    def _end_of_update(self) -> None:
         """Make this rank's new pages the valid ones and record the step, after all ranks' new weights have arrived."""
         self.store.flip()
         self._note(updating=False)
@@ -445,9 +443,9 @@ class OffloadedModel:
         if self.manifest:
             self.manifest.note(self.steps_done, updating=updating)
 
-    def _decision(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
-        noise_of = self._seed if self.store.format.moments.stochastic else None
-        return step_params_of(self.units, rules, steps, scale=scale, noise_of=noise_of)
+    def _step_params(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
+        noise_seed = self._seed if self.store.format.moments.stochastic else None
+        return step_params_of(self.units, rules, steps, scale=scale, noise_seed=noise_seed)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -462,7 +460,7 @@ class OffloadedModel:
     def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
         """Return a snapshot of the current state. The next update waits for pages that are not written yet."""
         self.synchronize()
-        state = self.state.beside(self.steps, loss_scale=loss_scale, good_steps=good_steps)
+        state = self.state.scalars(self.steps, loss_scale=loss_scale, good_steps=good_steps)
         return TieredSnapshot(self.state, state, self.updater.snapshot())
 
     @torch.no_grad()
@@ -478,7 +476,7 @@ class OffloadedModel:
             UserError: a page does not have its checksum.
         """
         self.store.copies.begin(newest, sums)
-        self.node.each(self._make_weights)
+        self.node.on_each_rank(self._make_weights)
         self.weights.broadcast()
         self.steps = {name: state.steps_of(name) for name in self.trained}
 
@@ -494,7 +492,7 @@ class OffloadedModel:
         """Load the state that a snapshot wrote, with this or another layout. All ranks call it."""
         self.synchronize()
         self.drop()
-        self.updater.moving.forget_ahead()
+        self.updater.pipeline.drop_prefetched()
         if self.stream:
             self.stream.forget()  # before weights change, because a prefetch could read a mix of old and new ones
         state = self.state.load(directory, self.node)

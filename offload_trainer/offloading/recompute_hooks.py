@@ -31,14 +31,14 @@ class BlockInputStore(Protocol):
     def begin(self) -> None:
         """Prepare for a block that a backward will recompute."""
 
-    def keep(self, tensor: torch.Tensor) -> Any:
+    def pack_input(self, tensor: torch.Tensor) -> Any:
         """Store a block's input, which is contiguous and not empty; return a handle that autograd saves instead."""
 
-    def leave(self, tensor: torch.Tensor) -> Any:
+    def pack_other(self, tensor: torch.Tensor) -> Any:
         """Return a handle for any other tensor that `checkpoint` saves of a block's arguments."""
 
-    def give(self, kept: Any) -> torch.Tensor:
-        """Return the tensor of a handle from `keep` or `leave`."""
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Return the tensor of a handle from `pack_input` or `pack_other`."""
 
 
 def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
@@ -55,25 +55,25 @@ def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
 class WeightReferences(Protocol):
     """The references to offloaded weights (`WeightPrefetcher`)."""
 
-    def place_of(self, tensor: torch.Tensor) -> Any:
+    def reference_of(self, tensor: torch.Tensor) -> Any:
         """Return the reference of a tensor that views an offloaded weight, or None for any other tensor."""
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Return the weight of a reference, on the device."""
 
 
-def keep_weights(model: nn.Module, places: WeightReferences) -> None:
+def keep_weights(model: nn.Module, references: WeightReferences) -> None:
     """Make `model`'s checkpointed blocks save weights as references, and everything else as torch does."""
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None:
-            setattr(module, "_gradient_checkpointing_func", _without_weights(checkpoint, places))  # noqa: B010
+            setattr(module, "_gradient_checkpointing_func", _without_weights(checkpoint, references))  # noqa: B010
 
 
-def _without_weights(checkpoint: Callable[..., Any], places: WeightReferences) -> Callable[..., Any]:
+def _without_weights(checkpoint: Callable[..., Any], references: WeightReferences) -> Callable[..., Any]:
     def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
         def inside(*given: Any, **named: Any) -> Any:
-            with BlockSavedTensors(places).hooks():
+            with BlockSavedTensors(references).hooks():
                 return function(*given, **named)
 
         return checkpoint(inside, *args, **words)
@@ -84,8 +84,8 @@ def _without_weights(checkpoint: Callable[..., Any], places: WeightReferences) -
 class BlockSavedTensors:
     """Saved-tensor hooks inside a checkpointed block: weights as references, other tensors through torch's hooks."""
 
-    def __init__(self, places: WeightReferences) -> None:
-        self._places, self._others = places, hooks_of_autograd()
+    def __init__(self, references: WeightReferences) -> None:
+        self._references, self._others = references, hooks_of_autograd()
         self._computed = -1  # id of the backward in which the block was recomputed
         if self._others is not None:
             self._first = self._others[0](torch.empty(0))  # unpacking this first tensor triggers the recomputation
@@ -94,15 +94,15 @@ class BlockSavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        place = self._places.place_of(tensor)
-        if place is not None:
-            return _Place(place)
+        reference = self._references.reference_of(tensor)
+        if reference is not None:
+            return _Reference(reference)
         return self._others[0](tensor) if self._others else tensor.detach()
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, _Place):
+        if isinstance(saved, _Reference):
             self._compute_again()
-            return self._places.unpack(saved.place)
+            return self._references.unpack(saved.reference)
         found: torch.Tensor = self._others[1](saved) if self._others else saved
         return found
 
@@ -114,29 +114,29 @@ class BlockSavedTensors:
             self._others[1](self._first)
 
 
-def recompute_views(places: WeightReferences) -> None:
+def recompute_views(references: WeightReferences) -> None:
     """Make active selective checkpointing recompute views of weights, because their memory will be reused."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _CachingTorchDispatchMode) and not hasattr(mode.policy_fn, "without_views_of"):
-            mode.policy_fn = _without_views(mode.policy_fn, places)
+            mode.policy_fn = _without_views(mode.policy_fn, references)
 
 
-def _without_views(policy: Callable[..., Any], places: WeightReferences) -> Callable[..., Any]:
+def _without_views(policy: Callable[..., Any], references: WeightReferences) -> Callable[..., Any]:
     def without_views(context: Any, operation: Any, *args: Any, **words: Any) -> Any:
         results = context.op_output if isinstance(context.op_output, list | tuple) else [context.op_output]
-        if any(isinstance(one, torch.Tensor) and places.place_of(one) is not None for one in results):
+        if any(isinstance(one, torch.Tensor) and references.reference_of(one) is not None for one in results):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return policy(context, operation, *args, **words)
 
-    without_views.without_views_of = places  # type: ignore[attr-defined]
+    without_views.without_views_of = references  # type: ignore[attr-defined]
     return without_views
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Reference:
     """A saved reference to a weight."""
 
-    place: Any
+    reference: Any
 
 
 def _keeping(checkpoint: Callable[..., Any], keeper: BlockInputStore) -> Callable[..., Any]:
@@ -150,11 +150,11 @@ def _keeping(checkpoint: Callable[..., Any], keeper: BlockInputStore) -> Callabl
 
         def pack(tensor: torch.Tensor) -> Any:
             if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
-                return keeper.keep(tensor)
-            return keeper.leave(tensor)
+                return keeper.pack_input(tensor)
+            return keeper.pack_other(tensor)
 
         keeper.begin()
-        with torch.autograd.graph.saved_tensors_hooks(pack, keeper.give):
+        with torch.autograd.graph.saved_tensors_hooks(pack, keeper.unpack):
             return checkpoint(function, *args, **words)
 
     keeping.kept_by = keeper  # type: ignore[attr-defined]

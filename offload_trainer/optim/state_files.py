@@ -158,7 +158,7 @@ class BlockingSnapshot:
     state: EngineState
     files: Sequence[StateFile]
     writes: bool  # this rank writes the files
-    behind: bool = False
+    concurrent: bool = False
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
         written = write_files(directory, self.files, writes=self.writes)

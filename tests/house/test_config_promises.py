@@ -272,7 +272,7 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
     if facts["engine"] == "TieredEngine":
         facts["kernel"] = type(engine.offloaded.updater._kernel).__name__
         facts["pages"] = len(engine.offloaded.store.pages)
-        facts["page buffers"] = len(engine.offloaded.updater.moving._slots)
+        facts["page buffers"] = len(engine.offloaded.updater.pipeline._slots)
         stream = engine.offloaded.stream
         facts["unit buffers"] = [slot.size for slot in stream._rings.slots] if stream else []
         facts["readers"] = len(getattr(getattr(engine.offloaded._drives.transfers, "_readers", None), "_threads", []))

@@ -225,13 +225,13 @@ def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path)
     inputs = [torch.randn(size, generator=generator) for size in (900, 5000, 700, 1000)]
     for _ in range(2):
         with kept.forward():
-            handles = [kept.keep(one) for one in inputs]
+            handles = [kept.pack_input(one) for one in inputs]
         for number in (3, 2, 1, 0):
-            assert torch.equal(kept.give(handles[number]), inputs[number])
+            assert torch.equal(kept.unpack(handles[number]), inputs[number])
     with kept.forward():
-        handles = [kept.keep(one) for one in inputs[:1] * 2]
+        handles = [kept.pack_input(one) for one in inputs[:1] * 2]
     for number in (0, 1):  # a different order from the previous one
-        assert torch.equal(kept.give(handles[number]), inputs[0])
+        assert torch.equal(kept.unpack(handles[number]), inputs[0])
     kept.close()
     transfers.close()
     device.close()
@@ -245,9 +245,9 @@ def test_any_order_is_right(order: Sequence[int], tmp_path: Path) -> None:
     inputs = [torch.full((1000,), float(number)) for number in range(11)]
     for _ in range(3):
         with kept.forward():
-            handles = [kept.keep(one) for one in inputs]
+            handles = [kept.pack_input(one) for one in inputs]
         for number in order:
-            assert torch.equal(kept.give(handles[number]), inputs[number])
+            assert torch.equal(kept.unpack(handles[number]), inputs[number])
     kept.close()
     for file in files:
         file.close()

@@ -180,8 +180,8 @@ def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
     """Right after a step the updated weights are NaN; after a wait none are."""
     held = threading.Event()
     with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
-        walk = Updater._walk
-        patch.setattr(Updater, "_walk", lambda *given: (held.wait(), walk(*given)))
+        walk = Updater._update_all
+        patch.setattr(Updater, "_update_all", lambda *given: (held.wait(), walk(*given)))
         train(ours, batches(1))
         uses = [use for name in ours.offloaded.trained for use in ours.offloaded.parameters[name]]
         assert all(use.isnan().all() for use in uses)
@@ -305,12 +305,12 @@ def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch
 def test_closed_while_an_update_is_under_way_it_ends(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walk, go = Updater._walk, threading.Event()
-    monkeypatch.setattr(Updater, "_walk", lambda *given: (go.wait(300), walk(*given)))
+    walk, go = Updater._update_all, threading.Event()
+    monkeypatch.setattr(Updater, "_update_all", lambda *given: (go.wait(300), walk(*given)))
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
         ours.offloaded.enable_manifest(model=folder)
         train(ours, batches(1))
-        assert ours.offloaded.update_progress.under_way
+        assert ours.offloaded.update_progress.is_running
         threading.Timer(0.1, go.set).start()
         ours.close()
         (progress,) = drive.glob("offload-trainer/run-*/progress")
@@ -352,7 +352,7 @@ def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pyt
 
 def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later 0.2 s update is split into waiting and hidden time; an update without overlap reports neither."""
-    walk, wait, waited_for = Updater._walk, UpdateProgress._wait, threading.Event()
+    walk, wait, waited_for = Updater._update_all, UpdateProgress._wait, threading.Event()
 
     def waiting(update_progress: UpdateProgress, future: Future) -> None:
         if not future.done:
@@ -365,7 +365,7 @@ def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: py
         walk(updater, step)
 
     monkeypatch.setattr(UpdateProgress, "_wait", waiting)
-    monkeypatch.setattr(Updater, "_walk", slowly)
+    monkeypatch.setattr(Updater, "_update_all", slowly)
     for how in (BEHIND, "tiered.overlap=off"):
         clock = PhaseClock()
         with engine(gpt2(folder), "--ram-fraction", "1", how) as ours:
@@ -387,8 +387,8 @@ def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: py
 
 @pytest.mark.skipif(ON_GPU, reason="there the model leaves the CPU to the update")
 def test_beside_a_model_on_the_cpu_the_update_computes_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, seen = Updater._walk, []
-    monkeypatch.setattr(Updater, "_walk", lambda *given: (seen.append(torch.get_num_threads()), walk(*given)))
+    walk, seen = Updater._update_all, []
+    monkeypatch.setattr(Updater, "_update_all", lambda *given: (seen.append(torch.get_num_threads()), walk(*given)))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

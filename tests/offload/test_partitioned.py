@@ -16,7 +16,7 @@ def test_parts_make_the_input_again(shape: tuple[int, ...], away: bool, monkeypa
     """Three ranks rebuild rows of any length, though 3 need not divide the number of elements."""
     given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
     ranks = [PartitionedInputs(place=place, count=3, group=None, away=away) for place in range(3)]
-    kept = [rank.keep(given) for rank in ranks]
+    kept = [rank.pack_input(given) for rank in ranks]
 
     def gather(into: torch.Tensor, own: torch.Tensor, *, group: Any) -> None:
         pieces = [piece_of(given, place, count=3) for place in range(3)]
@@ -25,7 +25,7 @@ def test_parts_make_the_input_again(shape: tuple[int, ...], away: bool, monkeypa
 
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
     for rank, part in zip(ranks, kept, strict=True):
-        whole = rank.give(part)
+        whole = rank.unpack(part)
         assert torch.equal(whole, given)
         assert not whole.requires_grad
 
@@ -42,4 +42,4 @@ def test_a_part_holds_nothing_of_the_rest() -> None:
 def test_what_is_no_input_stays_as_it_is() -> None:
     kept = PartitionedInputs(place=0, count=2, group=None)
     mask = torch.ones(3)
-    assert torch.equal(kept.give(kept.leave(mask)), mask)
+    assert torch.equal(kept.unpack(kept.pack_other(mask)), mask)

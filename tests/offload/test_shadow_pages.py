@@ -288,7 +288,7 @@ def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: P
         late.cancel()
         assert_same(masters(ours), plain(model, 1)[1])
         train(ours, batches(2)[1:])
-        assert ours.offloaded.update_progress.under_way
+        assert ours.offloaded.update_progress.is_running
         (tmp_path / "saved").mkdir()
         snapshot.write(tmp_path / "saved")
         assert_same(masters(ours), plain(model, 2)[1])

@@ -21,14 +21,14 @@ from offload_trainer.offloading.gradients import norms
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
-from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients, SharedNorms
+from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import norm_shards
 from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
 
-AnyGradients = Gradients | SharedGradients
+AnyGradients = Gradients | ShardedGradients
 MICRO = 2  # micro-batches of each rank
 
 
@@ -75,7 +75,7 @@ class ThreadOfNode(Node):
 
         return wait
 
-    def add_up(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: torch.Tensor) -> None:
         self._place.given[self.rank] = values.clone()
         self.barrier()
         values.copy_(sum(self._place.given.values()))  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_sums_are_those_of_one_rank(
         made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}
         store = UnitStore(trained, [home] * len(units), **made_of)  # type: ignore[arg-type]
         order = names(units)
-        gradients = SharedGradients(units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node)
+        gradients = ShardedGradients(units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node)
         try:
             return steps(gradients, rank=rank, world=world, barrier=node.barrier)
         except BaseException:
@@ -177,7 +177,7 @@ def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypa
     place = Place(world, nodes=world)
 
     def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:
-        ours = SharedNorms(placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered)
+        ours = ShardedNorms(placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered)
         found = []
         for _ in range(2):
             for unit in units:

@@ -1,6 +1,6 @@
 """Tests of the speculative update, which starts during the backward, before its step is decided.
 
-It has the bits of plain torch, whatever the decision. Most tests pause the backward before its first block until every
+It has the bits of plain torch, whatever the params. Most tests pause the backward before its first block until every
 possible page is updated, so that the outcome does not depend on timing. Tests with late copies and drives do not pause
 it.
 """
@@ -79,9 +79,9 @@ def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> No
     updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
 
     def wait(_: torch.Tensor) -> None:
-        ahead, end = updater._ahead, time.monotonic() + 300
+        ahead, end = updater._speculative, time.monotonic() + 300
         if ahead is not None:
-            complete = {unit for unit, lacking in gradients._lacking.items() if not lacking}
+            complete = {unit for unit, lacking in gradients._missing.items() if not lacking}
             wanted = {number for number, page in enumerate(pages) if page.home >= 0 and page.unit in complete}
             while not (ahead.error or wanted <= ahead.written.keys()):
                 assert time.monotonic() < end
@@ -146,7 +146,7 @@ def test_accumulation_and_frozen_weights(
 
 @pytest.mark.usefixtures("always")
 def test_experts_that_are_not_used(folder: Path, drive: Path) -> None:
-    """Blocks with unused experts never become complete; they are updated after the decision."""
+    """Blocks with unused experts never become complete; they are updated after the params."""
     model, data = model_directory(folder / "mixtral", "mixtral", tied=False), batches(6, rows=1, length=3)
     with engine(model, *REFERENCE) as reference:
         expected, weights = train(reference, data), masters(reference)
@@ -208,17 +208,17 @@ def test_a_step_that_is_skipped_changes_nothing(
 def test_pages_count_only_where_all_that_they_follow_from_is_as_expected() -> None:
     unit = units_of(ModelShape((Weight("w", (60, 100), unit="h.0", block=True),), 1, 100, 50, 16))
     rule, steps = {"w": AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1)}, {"w": 3}
-    expected = step_params_of(unit, rule, steps, scale=0.5, noise_of=7)
+    expected = step_params_of(unit, rule, steps, scale=0.5, noise_seed=7)
     others = [
-        step_params_of(unit, rule, steps, scale=0.25, noise_of=7),
+        step_params_of(unit, rule, steps, scale=0.25, noise_seed=7),
         # the new weight has more steps, so the noise differs
-        step_params_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_of=7),
-        step_params_of(unit, rule, {"w": 2}, scale=0.5, noise_of=None),
-        step_params_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps, scale=0.5, noise_of=7),
-        step_params_of(unit, {}, steps, scale=0.5, noise_of=7),
+        step_params_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_seed=7),
+        step_params_of(unit, rule, {"w": 2}, scale=0.5, noise_seed=None),
+        step_params_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps, scale=0.5, noise_seed=7),
+        step_params_of(unit, {}, steps, scale=0.5, noise_seed=7),
     ]
-    assert expected.says_the_same(step_params_of(unit, rule, dict(steps), scale=0.5, noise_of=7), 0)
-    assert not any(expected.says_the_same(other, 0) for other in others)
+    assert expected.same_for(step_params_of(unit, rule, dict(steps), scale=0.5, noise_seed=7), 0)
+    assert not any(expected.same_for(other, 0) for other in others)
 
 
 @pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive"])
@@ -295,7 +295,7 @@ def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder
         hold_up(ours)
 
         def look(_: torch.Tensor) -> None:
-            numbers = sorted(updater._ahead.written)
+            numbers = sorted(updater._speculative.written)
             seen.append([(n, store.copies.valid(n)) for n in numbers])
 
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(look)
@@ -311,11 +311,11 @@ def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder
 def test_a_unit_that_is_told_of_too_late_is_not_offered_to_the_next_step(folder: Path, drive: Path) -> None:
     with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
         hold_up(ours)
-        moving, seen = ours.offloaded.updater.moving, []
+        moving, seen = ours.offloaded.updater.pipeline, []
 
         def late(_: torch.Tensor) -> None:
-            moving.offer(SpeculativeStep(step_params_of((), {}, {}, scale=1.0, noise_of=None)), 0, None, None)
-            seen.append((len(moving._waiting), len(moving._inside)))
+            moving.offer(SpeculativeStep(step_params_of((), {}, {}, scale=1.0, noise_seed=None)), 0, None, None)
+            seen.append((len(moving._waiting), len(moving._in_slots)))
 
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(late)
         train(ours, batches(1))
@@ -328,7 +328,7 @@ def test_a_page_in_ram_waits_for_the_decision(folder: Path, drive: Path) -> None
         seen = []
         updater, pages = ours.offloaded.updater, ours.offloaded.store.pages
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(
-            lambda _: seen.extend(pages[number].home for number in updater._ahead.written)
+            lambda _: seen.extend(pages[number].home for number in updater._speculative.written)
         )
         train(ours, batches(1))
     assert set(seen) == {0}
@@ -446,7 +446,7 @@ def test_the_seconds_behind_the_backward_are_hidden(folder: Path, drive: Path, m
     update, slept = Updater._update, []
 
     def slowly(updater: Updater, *given: Any, **words: Any) -> None:
-        if updater._ahead is not None and not slept:
+        if updater._speculative is not None and not slept:
             slept.append(time.sleep(0.1))
         update(updater, *given, **words)
 

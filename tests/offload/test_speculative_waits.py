@@ -136,7 +136,7 @@ def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path,
         offer(moving, step, unit, mark, error)
 
     def looked(its: Any, unit: int, *given: Any, after: Any) -> Any:
-        if ours.offloaded.updater._ahead is not None:
+        if ours.offloaded.updater._speculative is not None:
             found.append(after is made[unit])
         return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
 
@@ -160,14 +160,14 @@ def test_state_is_read_in_the_order_of_the_last_backward(folder: Path, drive: Pa
     words = [*HOMES["a third in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
     with engine(gpt2(folder), *words, FULL, drives=[drive]) as ours:
         hold_up(ours)
-        moving, pages = ours.offloaded.updater.moving, ours.offloaded.store.pages
+        moving, pages = ours.offloaded.updater.pipeline, ours.offloaded.store.pages
         train(ours, batches(1))
         ours.synchronize()
         order = [n for unit in moving._order for n, page in enumerate(pages) if page.unit == unit and page.home >= 0]
         assert len(order) > 4
 
         def wait(*_: Any) -> None:
-            until(lambda: len(moving._early) == 4)
+            until(lambda: len(moving._prefetched) == 4)
             seen.append(list(read))
 
         seen: list[list[int]] = []
@@ -199,14 +199,14 @@ def test_what_the_next_forward_needs_first_comes_first(
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]
     with engine(gpt2(folder), *words, drives=[drive]) as ours:
         writes.hold["state"], writes.patience = 2, 60.0
-        moving, lacking = ours.offloaded.updater.moving, ours.offloaded.gradients._lacking
+        moving, lacking = ours.offloaded.updater.pipeline, ours.offloaded.gradients._missing
 
         def go(_: torch.Tensor) -> None:
             complete = {unit for unit, its in lacking.items() if not its}
             until(lambda: len(writes.held) == 2 and complete <= set(moving._order))  # Another thread offers the units.
             assert len(read) == 2
             writes.go.set()
-            until(lambda: not moving._waiting and not moving._inside)
+            until(lambda: not moving._waiting and not moving._in_slots)
             assert len(read) > 4
             assert read[2:] == sorted(read[2:])
 
@@ -223,7 +223,7 @@ def test_a_backward_waits_until_pages_may_be_offered(
     with engine(gpt2(folder), *HOMES["nothing in RAM"], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         train(ours, batches(1))
-        assert len(ours.offloaded.updater.moving._order) > 1
+        assert len(ours.offloaded.updater.pipeline._order) > 1
 
 
 @pytest.mark.usefixtures("always")
@@ -263,7 +263,7 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
     with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         first = train(ours, batches(1))
-        moving = ours.offloaded.updater.moving
+        moving = ours.offloaded.updater.pipeline
         moving._order = order = sorted(moving._order, reverse=True)
 
         def out_of_turn(self: PagePipeline, step: object, unit: int, *more: Any) -> None:
@@ -276,7 +276,7 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
                 with deciding:
                     passed.set()
                 end = time.monotonic() + 5
-                while late and len(self._early) < len(self._slots) and time.monotonic() < end:
+                while late and len(self._prefetched) < len(self._slots) and time.monotonic() < end:
                     time.sleep(0.0005)
                 if late:
                     offer(self, *late.pop())

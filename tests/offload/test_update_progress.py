@@ -28,7 +28,7 @@ def ranks() -> Any:
 
 
 def home(ranks: list[UpdateProgress]) -> list[list[bool]]:
-    return [[one.is_home(unit) for unit in UNITS] for one in ranks]
+    return [[one.is_ready(unit) for unit in UNITS] for one in ranks]
 
 
 def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgress]) -> None:
@@ -39,8 +39,8 @@ def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgr
     second.completion_callback(0)(None)
     for one in ranks:
         one.wait(0)  # The first rank has no pages of unit 1, but must wait for it too.
-    assert not first.is_home(1)
-    assert not first.is_home(2)
+    assert not first.is_ready(1)
+    assert not first.is_ready(2)
     second.completion_callback(1)(None)
     for one in ranks:
         one.wait_for_pages()

@@ -96,8 +96,8 @@ def test_ranks_exchange_tensors_as_torch_does(monkeypatch: pytest.MonkeyPatch) -
         for rank in range(COUNT):
             whole[rank][5 * rank : 5 * rank + 5] = rank + 1
         sums = [values.clone() for values in whole]
-        together(lambda rank: ranks.join_parts(whole[rank], rank, group=every[rank]))
-        together(lambda rank: ranks.add_up(sums[rank], group=every[rank]))
+        together(lambda rank: ranks.all_gather_parts(whole[rank], rank, group=every[rank]))
+        together(lambda rank: ranks.all_reduce(sums[rank], group=every[rank]))
         wanted = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(5)
         assert all(torch.equal(values, wanted) for values in (*whole, *sums))
 

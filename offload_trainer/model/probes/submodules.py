@@ -141,12 +141,12 @@ class _Needed:
         found = (self._names.get(weight.data_ptr()) for weight in module.parameters(module not in self._divisible))
         self.names.extend(name for name in found if name)
 
-    def place_of(self, tensor: torch.Tensor) -> _Saved | None:
+    def reference_of(self, tensor: torch.Tensor) -> _Saved | None:
         name = self._names.get(tensor.untyped_storage().data_ptr())
         return _Saved(name, tensor.detach()) if name else None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        return self.place_of(tensor) or tensor.detach()
+        return self.reference_of(tensor) or tensor.detach()
 
     def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         if not isinstance(saved, _Saved):

@@ -133,13 +133,13 @@ class Gradients:
         there = [unit for unit in units if homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
-        self._host = HostAccumulator(units, self.store, stagings=stagings, alone=not device.is_cuda)
+        self._host = HostAccumulator(units, self.store, stagings=stagings, single_threaded=not device.is_cuda)
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
-        self._landing: dict[str, Future] = {}  # direct copies to host memory in flight
+        self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
         self._complete: Complete | None = None
-        self._lacking: dict[int, set[str]] = {}  # by unit: weights without a gradient in the last micro-batch so far
+        self._missing: dict[int, set[str]] = {}  # by unit: weights without a gradient in the last micro-batch so far
 
     def watch(self, complete: Complete) -> None:
         self._complete = complete
@@ -179,22 +179,22 @@ class Gradients:
             if last and not first:
                 self._norms[name] = self._norm_of_sum(target)
         elif first and host is not None and flat.dtype is self.dtype:
-            self._landing[name] = self._device.download(flat, host[here])
-            self._in_flight.add(flat.nbytes, self._landing[name])
+            self._downloads[name] = self._device.download(flat, host[here])
+            self._in_flight.add(flat.nbytes, self._downloads[name])
         else:
             self._add_in_host_memory(name, flat, first=first, norm=last and not first)
         if last and self._complete is not None:
-            self._got(name, unit, self._complete)
+            self._note_last(name, unit, self._complete)
 
-    def _got(self, name: str, unit: Unit, complete: Complete) -> None:
+    def _note_last(self, name: str, unit: Unit, complete: Complete) -> None:
         """Note a weight's last gradient; when its unit has all of them, report the unit once the sums are stored."""
         names = self._intake.names[unit.index]
-        lacking = self._lacking.setdefault(unit.index, set(names))
-        lacking.discard(name)
-        if not lacking:
-            made, landing = self._device.mark(), [self._landing.get(one) for one in names]
+        missing = self._missing.setdefault(unit.index, set(names))
+        missing.discard(name)
+        if not missing:
+            made, download = self._device.mark(), [self._downloads.get(one) for one in names]
             added = done() if unit.index in self._on_device else self._host.complete(unit.index)
-            stored = together([added, *(future for future in landing if future is not None)])
+            stored = together([added, *(future for future in download if future is not None)])
             stored.then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:
@@ -202,14 +202,14 @@ class Gradients:
         unit, place = self._intake.place[name]
         pieces = flat.split(self._ring.largest_piece // flat.itemsize)
         gone = Future(parts=len(pieces))
-        landing = self._landing.pop(name, None) or done()
+        download = self._downloads.pop(name, None) or done()
         start = place.start
         for piece in pieces:
             memory, read = self._ring.take(piece.nbytes)
             values = memory.view(piece.dtype)
             arrived = self._device.download(piece, values)
             arrived.then(gone.finish_part)
-            add = partial(self._host.add, unit.index, start, values, after=(landing, arrived), first=first)
+            add = partial(self._host.add, unit.index, start, values, after=(download, arrived), first=first)
             self._host.put(add, read)
             start += piece.numel()
         self._in_flight.add(flat.nbytes, gone)
@@ -278,7 +278,7 @@ class Gradients:
         """Drop the sum of one weight, as if it had no gradient in this step. Call `finish` before."""
         self._intake.arrived.discard(name)
         self._norms.pop(name, None)
-        self._landing.pop(name, None)
+        self._downloads.pop(name, None)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         return self._on_device.get(unit)
@@ -293,8 +293,8 @@ class Gradients:
         """Begin the next step, whose gradients overwrite the stored sums."""
         self._norms.clear()
         self._intake.arrived.clear()
-        self._landing.clear()
-        self._lacking.clear()
+        self._downloads.clear()
+        self._missing.clear()
         self._host.clear()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from offload_trainer.plan.tiered.layout import Unit, range_of_rank
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 # Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
-_ALONE = (1 << 15) - 1
+_SINGLE_THREADED = (1 << 15) - 1
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Staging:
 
     buffer: torch.Tensor
     unit: int | None = None
-    brought: bool = False  # the buffer contains the unit's earlier sums
+    loaded: bool = False  # the buffer contains the unit's earlier sums
     writing: Future | None = None
 
 
@@ -63,8 +63,8 @@ class StagedSums:
         self._send(ring[-1])  # most likely complete; later gradients are added to it after reading it back
         staging = ring[0]
         ring.append(ring.pop(0))  # the least recently used buffer is first
-        self._settle(staging)
-        staging.unit, staging.brought = unit, False
+        self._wait_for_write(staging)
+        staging.unit, staging.loaded = unit, False
 
     def collecting(self, unit: int) -> torch.Tensor:
         """Return the host memory that currently holds the unit's sums."""
@@ -74,34 +74,34 @@ class StagedSums:
         self.claim(unit)
         staging = self._staging_of(unit)
         assert staging is not None
-        if not staging.brought:
-            self._bring(self._units[unit], staging)
+        if not staging.loaded:
+            self._load(self._units[unit], staging)
         return staging.buffer[: self._units[unit].trained]
 
     def _staging_of(self, unit: int) -> _Staging | None:
         ring = self._stagings[self._units[unit].block]
         return next((staging for staging in ring if staging.unit == unit), None)
 
-    def _bring(self, unit: Unit, staging: _Staging) -> None:
+    def _load(self, unit: Unit, staging: _Staging) -> None:
         """Read a unit's earlier sums from the drive, if there are any."""
-        first, end = self._stretch(unit)
+        first, end = self._own_range(unit)
         if unit.index not in self._written:
             _clear_between(unit, staging.buffer, first=first, end=end)
         elif first < end:
             for other in self._stagings[unit.block]:
-                self._settle(other)
+                self._wait_for_write(other)
             self._store.read(unit.index, first, staging.buffer[first:end]).wait()
-        staging.brought = True
+        staging.loaded = True
 
-    def _stretch(self, unit: Unit) -> tuple[int, int]:
+    def _own_range(self, unit: Unit) -> tuple[int, int]:
         return range_of_rank(unit, self._node.rank, ranks=self._node.world)
 
     def _send(self, staging: _Staging) -> None:
         """Start writing a unit's sums to their drive."""
         unit, staging.unit = staging.unit, None
-        if unit is None or not staging.brought:
+        if unit is None or not staging.loaded:
             return
-        first, end = self._stretch(self._units[unit])
+        first, end = self._own_range(self._units[unit])
         if first < end:
             staging.writing = self._store.write(unit, first, staging.buffer[first:end])
         self._written.add(unit)
@@ -114,7 +114,7 @@ class StagedSums:
         self._send(staging)
         return staging.writing or done()
 
-    def _settle(self, staging: _Staging) -> None:
+    def _wait_for_write(self, staging: _Staging) -> None:
         """Wait until the buffer's contents are on their drive."""
         if staging.writing is not None:
             staging.writing.wait()
@@ -126,7 +126,7 @@ class StagedSums:
         for staging in stagings:
             self._send(staging)
         for staging in stagings:
-            self._settle(staging)
+            self._wait_for_write(staging)
 
     def clear(self) -> None:
         """Begin the next step; call it after `send_all`."""
@@ -136,9 +136,9 @@ class StagedSums:
 class HostAccumulator:
     """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
 
-    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, alone: bool) -> None:
-        """Start the thread. `stagings`: see `StagedSums`. `alone`: add with one thread, because all cores compute."""
-        self._staged, self._alone = StagedSums(units, store, stagings=stagings, node=Node()), alone
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, single_threaded: bool) -> None:
+        """Start the thread. `stagings`: see `StagedSums`. `single_threaded`: all cores compute."""
+        self._staged, self._single_threaded = StagedSums(units, store, stagings=stagings, node=Node()), single_threaded
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
 
@@ -164,10 +164,10 @@ class HostAccumulator:
 
     def complete(self, unit: int) -> Future:
         """Return a future that completes when all queued work is done and the most recent unit's sums are stored."""
-        begun, home = Future(), Future()
-        begun.then(lambda error: home.finish_part(error) if error is not None else None)
-        self.put(lambda: self._staged.send(unit).then(home.finish_part), begun)
-        return home
+        begun, stored = Future(), Future()
+        begun.then(lambda error: stored.finish_part(error) if error is not None else None)
+        self.put(lambda: self._staged.send(unit).then(stored.finish_part), begun)
+        return stored
 
     def clear(self) -> None:
         """Begin the next step; call it after `finish`."""
@@ -186,7 +186,7 @@ class HostAccumulator:
         for copy in after:
             copy.wait()
         target = self.collecting(unit)[start : start + values.numel()]
-        size = _ALONE if self._alone else max(1, values.numel())
+        size = _SINGLE_THREADED if self._single_threaded else max(1, values.numel())
         for part, more in zip(target.split(size), values.split(size), strict=True):
             part.copy_(more) if first else part.add_(more)
 

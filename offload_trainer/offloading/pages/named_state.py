@@ -62,7 +62,7 @@ class TieredState:
         """Return the shapes of the trainable or of the frozen weights by name."""
         return {name: self.places[name][1].weight.shape for name in self.names(trainable=trainable)}
 
-    def beside(self, steps: Mapping[str, int], *, loss_scale: float | None, good_steps: int) -> EngineState:
+    def scalars(self, steps: Mapping[str, int], *, loss_scale: float | None, good_steps: int) -> EngineState:
         """Return the part of the state that is not tensors; `steps` counts each weight's updates."""
         most = max(steps.values(), default=0)
         return EngineState(
@@ -127,9 +127,9 @@ class TieredState:
 
         All ranks call it. Each rank reads its own pages; one rank of each node reads the frozen weights.
         """
-        node.once(lambda: self._load_fixed(directory))
+        node.on_first_rank(lambda: self._load_fixed(directory))
         self.weights.broadcast_frozen()
-        state = node.each(lambda: self._load_pages(directory))
+        state = node.on_each_rank(lambda: self._load_pages(directory))
         self.weights.broadcast()
         return state
 
@@ -203,10 +203,10 @@ class TieredSnapshot:
     Updates wait for the pages that are not written yet; forward and backward do not wait.
     """
 
-    held: TieredState
+    owner: TieredState
     state: EngineState
     pages: PageSnapshot
-    behind: bool = True
+    concurrent: bool = True
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
         """Write one file per field with all ranks of `group`; return the manifest's entries on rank 0, else {}.
@@ -214,9 +214,9 @@ class TieredSnapshot:
         Raises:
             TrainerError: the disk or a drive failed.
         """
-        names = self.held.names(trainable=True)
-        fields = self.held.store.format.whole.fields
-        entries = {field: [self.held.entry(field, name) for name in names] for field in fields}
+        names = self.owner.names(trainable=True)
+        fields = self.owner.store.format.whole.fields
+        entries = {field: [self.owner.entry(field, name) for name in names] for field in fields}
         written: dict[str, Any] = {}
         headers: dict[str, Piece] = {}
 
@@ -226,8 +226,8 @@ class TieredSnapshot:
 
         def end() -> None:
             if names:  # without trainable weights the frozen ones need not be written
-                written.update(write_files(directory, self.held.fixed_files(), writes=True))
-            self.held.weights.flush()
+                written.update(write_files(directory, self.owner.fixed_files(), writes=True))
+            self.owner.weights.flush()
             write_engine_state(directory, self.state)
 
         group.first(begin)
@@ -247,11 +247,11 @@ class TieredSnapshot:
         return {field: writer.close() for field, writer in writers.items()}
 
     def _put(self, writer: PlacedWriter, field: str, number: int, values: torch.Tensor) -> None:
-        kind, page = self.held.store.format.whole.fields[field], self.held.store.pages[number]
-        for name, stretch in self.held.pieces(number):
+        kind, page = self.owner.store.format.whole.fields[field], self.owner.store.pages[number]
+        for name, stretch in self.owner.pieces(number):
             stored = values[stretch.start // kind.per : kind.entries(stretch.stop)]
             refuse_to_save(name, stored, field=field)
-            within = page.start + stretch.start - self.held.places[name][1].start
+            within = page.start + stretch.start - self.owner.places[name][1].start
             writer.put(name, within // kind.per, stored)
 
     def close(self) -> None:

@@ -214,7 +214,7 @@ class PageStore:
 
     def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Copy to or from the device on the side stream, in order with the updates there."""
-        with self._device.beside(after=None):
+        with self._device.side_stream(after=None):
             into.copy_(values, non_blocking=True)
             return self._device.reached()
 

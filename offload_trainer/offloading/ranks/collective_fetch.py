@@ -36,10 +36,12 @@ class WeightFetches:
         self._store, self._node = store, node
         self._reads: SharedReads | None = None
         if node.world > 1 and any(home >= 0 for home in store.homes):
-            self._reads = SharedReads(units, store, node=node, rounds=node.rounds(), barrier=SideGroup().barrier)
+            self._reads = SharedReads(
+                units, store, node=node, rounds=node.fetch_matching(), barrier=SideGroup().barrier
+            )
         self._gathers: WeightAllGather | None = None
         if node.by_parts and any(store.elements):
-            self._gathers = WeightAllGather(node, rounds=node.rounds(), join=node.joining(gpus=gpus))
+            self._gathers = WeightAllGather(node, rounds=node.fetch_matching(), join=node.make_all_gather(gpus=gpus))
 
     def source(self, unit: int) -> torch.Tensor | Read:
         """Return the source of a unit's weights: host memory, or a function that fills a buffer.
@@ -127,7 +129,7 @@ class Turns:
     """The turns of one rank's fetches, and the thread that carries out those that all ranks do together."""
 
     def __init__(self, rounds: FetchMatching, name: str) -> None:
-        self._rounds, self._thread = rounds, Workers(1, name)
+        self._matching, self._thread = rounds, Workers(1, name)
         self._waiting: list[Turn] = []  # fetches that may not have begun or may lack a destination
 
     def announce(self, unit: int) -> Turn:
@@ -141,7 +143,7 @@ class Turns:
         def begin(together: bool, error: BaseException | None) -> None:
             turn.begin_together(self._thread) if together else turn.begin_alone(error)
 
-        self._rounds.ask(unit, begin)
+        self._matching.ask(unit, begin)
         return turn
 
     def cancel(self) -> None:
@@ -205,7 +207,7 @@ class SharedReads:
             elements, node = self._elements[unit], self._node
             whole = self._buffers[self._next][:elements]
             self._next = (self._next + 1) % SHARED_READS
-            first, end = part_of(elements, node.rank - node.here.start, ranks=len(node.here))
+            first, end = part_of(elements, node.rank - node.local_ranks.start, ranks=len(node.local_ranks))
             if first < end:
                 self._store.read(unit, first, whole[first:end]).wait()
             self._copied.wait()  # after the barrier other ranks may overwrite the previous unit's buffer
@@ -260,8 +262,8 @@ class WeightAllGather:
 
     def want(self, unit: int, host: torch.Tensor) -> PendingGather:
         """Announce that this rank needs the unit `host` next, and return the fetch."""
-        turn, rank = self._turns.announce(unit), self._node.rank - self._node.here.start
-        return PendingGather(turn, host, rank=rank, ranks=len(self._node.here), join=self._join)
+        turn, rank = self._turns.announce(unit), self._node.rank - self._node.local_ranks.start
+        return PendingGather(turn, host, rank=rank, ranks=len(self._node.local_ranks), join=self._join)
 
     def cancel(self) -> None:
         self._turns.cancel()

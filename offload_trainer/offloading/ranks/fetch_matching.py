@@ -13,10 +13,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from offload_trainer.ranks import group_of, naming_the_late, patience_in_step
+from offload_trainer.ranks import group_of, naming_missing_ranks, patience_in_step
 from offload_trainer.storage.transfer import Future, Workers, ending
 
-_MEET = -1
+_BARRIER = -1
 _NUMBER = struct.Struct("!q")
 
 Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
@@ -54,7 +54,7 @@ class FetchMatching:
         self._thread.put(look)
 
     def _until_all_meet(self) -> None:
-        while set(self._round(_MEET)) != {_MEET}:
+        while set(self._round(_BARRIER)) != {_BARRIER}:
             pass
 
     def _round(self, mine: int) -> list[int]:
@@ -80,8 +80,8 @@ def exchange_of(*, stalled: float) -> Exchange:
     mesh, patience = group_of(), patience_in_step(stalled)
 
     def exchange(mine: int) -> list[int]:
-        with naming_the_late(stalled):
-            told = mesh.all_gather_equal(_NUMBER.pack(mine), patience=patience)
-        return [int(_NUMBER.unpack(one)[0]) for one in told]
+        with naming_missing_ranks(stalled):
+            numbers = mesh.all_gather_equal(_NUMBER.pack(mine), patience=patience)
+        return [int(_NUMBER.unpack(one)[0]) for one in numbers]
 
     return exchange

@@ -1,11 +1,11 @@
 """Provide shared memory and collective operations for the ranks of a run, on one node or several.
 
-    memory     host memory that all ranks of a node share; each rank writes its own part
-    barrier    what ranks wrote before it, all ranks read after it
-    broadcast  from one rank's device to all devices: NCCL between GPUs, sockets between CPUs
-    across     broadcast in host memory from one rank to the ranks with the same position on the other nodes
-    send_recv  point-to-point transfers in host memory between any ranks
-    joining    all-gather in place between the devices of a node's ranks
+    memory             host memory that all ranks of a node share; each rank writes its own part
+    barrier            what ranks wrote before it, all ranks read after it
+    broadcast          from one rank's device to all devices: NCCL between GPUs, sockets between CPUs
+    broadcast_across   in host memory, from one rank to the ranks with the same position on the other nodes
+    send_recv          point-to-point transfers in host memory between any ranks
+    make_all_gather    all-gather in place between the devices of a node's ranks
 
 Each node stores the optimizer state of its own ranks, and all weights. With a single rank every operation is local and
 does not wait.
@@ -41,36 +41,36 @@ class Node:
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self.nodes = ranks.nodes() if together else (range(1),)
         self.number = next(number for number, its in enumerate(self.nodes) if self.rank in its)
-        self.by_parts = by_parts and len(self.here) > 1
+        self.by_parts = by_parts and len(self.local_ranks) > 1
         self._stalled = stalled
         self._between_gpus: Any = None
-        self._rounds: FetchMatching | None = None
-        self._trading: Any = ranks.group_of() if self.world > 1 else None
+        self._matching: FetchMatching | None = None
+        self._point_to_point: Any = ranks.group_of() if self.world > 1 else None
         several = len(self.nodes) > 1
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
-        self._across = ranks.group_of(self.all_alike) if several else None
+        self._across = ranks.group_of(self.counterpart_groups) if several else None
 
     @property
-    def here(self) -> range:
+    def local_ranks(self) -> range:
         """Return the ranks of this node."""
         return self.nodes[self.number]
 
     @property
-    def elsewhere(self) -> list[int]:
+    def remote_ranks(self) -> list[int]:
         """Return the ranks of other nodes."""
-        return [rank for rank in range(self.world) if rank not in self.here]
+        return [rank for rank in range(self.world) if rank not in self.local_ranks]
 
     @property
     def is_first(self) -> bool:
         """Return whether this is the first rank of its node, which does work that is done once per node."""
-        return self.rank == self.here.start
+        return self.rank == self.local_ranks.start
 
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
         """Return `size` zeroed bytes (uint8) that all ranks of the node share. They call it in the same order."""
-        if len(self.here) == 1 or size == 0:
+        if len(self.local_ranks) == 1 or size == 0:
             return host_buffer(size, pinned=pinned)
         descriptor = memory_file(size) if self.is_first else -1
-        pid, number = ranks.share((os.getpid(), descriptor), source=self.here.start, group=self._inside)
+        pid, number = ranks.share((os.getpid(), descriptor), source=self.local_ranks.start, group=self._inside)
         if not self.is_first:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -88,11 +88,11 @@ class Node:
         """
         if size == 0:
             return {}
-        if len(self.here) == 1:
+        if len(self.local_ranks) == 1:
             return {self.rank: self.memory(size, pinned=pinned)}
         each = -(-size // PAGE) * PAGE  # CUDA pins whole pages of memory
-        parts = [part[:size] for part in self.memory(len(self.here) * each).split(each)]
-        found = dict(zip(self.here, parts, strict=True))
+        parts = [part[:size] for part in self.memory(len(self.local_ranks) * each).split(each)]
+        found = dict(zip(self.local_ranks, parts, strict=True))
         if pinned:
             pin(found[self.rank])
         return found
@@ -104,16 +104,16 @@ class Node:
             TrainerError: a rank did not come in time.
             Elsewhere: another rank has ended.
         """
-        if self._rounds is not None:
-            self._rounds.barrier()
+        if self._matching is not None:
+            self._matching.barrier()
         elif self.world > 1:
             ranks.barrier(stalled=self._stalled)
 
-    def rounds(self) -> FetchMatching:
+    def fetch_matching(self) -> FetchMatching:
         """Return the node's `FetchMatching`, which from now on carries out `barrier` as well. All ranks call it."""
-        if self._rounds is None:
-            self._rounds = FetchMatching(self.exchange())
-        return self._rounds
+        if self._matching is None:
+            self._matching = FetchMatching(self.exchange())
+        return self._matching
 
     def exchange(self) -> Exchange:
         """Return a function that exchanges a number between one thread of each rank; see `barrier`. Collective."""
@@ -121,21 +121,21 @@ class Node:
 
     def align(self) -> None:
         """Wait until all announced rounds are done, before ranks communicate in another way."""
-        if self._rounds is not None:
-            self._rounds.barrier()
+        if self._matching is not None:
+            self._matching.barrier()
 
     def close(self) -> None:
-        if self._rounds is not None:
-            self._rounds.close()
+        if self._matching is not None:
+            self._matching.close()
 
-    def once(self, work: Callable[[], None]) -> None:
+    def on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on the first rank of each node while the others wait; an error is raised on every rank."""
         if self.world == 1:
             work()
         else:
             ranks.on_some(work, mine=self.is_first)
 
-    def each(self, work: Callable[[], T]) -> T:
+    def on_each_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's result; an error of one rank is raised on every rank."""
         if self.world == 1:
             return work()
@@ -143,58 +143,58 @@ class Node:
         ranks.everybody().each(lambda: found.append(work()))
         return found[0]
 
-    def broadcast(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
+    def broadcast(self, values: torch.Tensor, *, source: int, connections: SideGroup | None = None) -> None:
         """Broadcast `values` (1-D, contiguous, on the device) in place from rank `source`. All ranks call it.
 
-        `beside` holds the connections of the calling thread if it is not the training thread. GPUs have one group of
+        `connections` are those of the calling thread if it is not the training thread. GPUs have one group of
         connections, which only one thread may use at a time.
         """
         if self.world == 1:
             return
         if values.is_cuda and self._between_gpus is None:
             self._between_gpus = ranks.group_of(in_step=False, gpus=True)
-        between = self._between_gpus if values.is_cuda else beside.group if beside else None
+        between = self._between_gpus if values.is_cuda else connections.group if connections else None
         ranks.broadcast(values, source=source, group=between)
 
-    def joining(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
+    def make_all_gather(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
         """Return a function that all-gathers in place: (1-D device tensor with this rank's part filled, its number).
 
         It works between the ranks of a node over separate connections, for one thread of each rank. All ranks of all
         nodes call this.
         """
         group = ranks.group_of(self.nodes, gpus=gpus)
-        return lambda values, number: ranks.join_parts(values, number, group=group)
+        return lambda values, number: ranks.all_gather_parts(values, number, group=group)
 
     @property
-    def all_alike(self) -> list[tuple[int, ...]]:
+    def counterpart_groups(self) -> list[tuple[int, ...]]:
         """Return the groups of ranks with the same position on their nodes; empty with one node."""
         return list(zip(*self.nodes, strict=True)) if len(self.nodes) > 1 else []
 
     @property
-    def alike(self) -> list[int]:
+    def counterparts(self) -> list[int]:
         """Return the ranks with this rank's position on each node, in the order of the nodes."""
-        return [its[self.rank - self.here.start] for its in self.nodes]
+        return [its[self.rank - self.local_ranks.start] for its in self.nodes]
 
-    def across(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
-        """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to the ranks in `alike`.
+    def broadcast_across(self, values: torch.Tensor, *, source: int, connections: SideGroup | None = None) -> None:
+        """Broadcast `values` (1-D, contiguous, in host memory) in place from rank `source` to its `counterparts`.
 
-        All ranks in `alike` call it. `beside`: see `broadcast`.
+        All ranks in `counterparts` call it. `connections`: see `broadcast`.
         """
         if len(self.nodes) > 1:
-            ranks.broadcast(values, source=source, group=beside.across if beside else self._across)
+            ranks.broadcast(values, source=source, group=connections.across if connections else self._across)
 
     def complete(self, values: torch.Tensor, begins: Sequence[int]) -> None:
         """Fill `values` from all nodes. Node i provides the elements from `begins[i]` up to the next node's start."""
-        for source, first, end in zip(self.alike, begins, [*begins[1:], values.numel()], strict=True):
-            self.across(values[first:end], source=source)
+        for source, first, end in zip(self.counterparts, begins, [*begins[1:], values.numel()], strict=True):
+            self.broadcast_across(values[first:end], source=source)
 
     def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         """Start sending each of `out` to its rank and filling each of `into` from its rank; return the wait."""
-        return ranks.send_recv(out, into, group=self._trading)
+        return ranks.send_recv(out, into, group=self._point_to_point)
 
-    def add_up(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: torch.Tensor) -> None:
         """All-reduce `values` in place to their sum; for each element at most one rank has a value other than 0."""
-        ranks.add_up(values, group=self._trading)
+        ranks.all_reduce(values, group=self._point_to_point)
 
 
 class SideGroup:

@@ -44,7 +44,7 @@ from offload_trainer.storage.transfer import Future
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _Exchange:
     """A unit whose exchange has begun: outboxes are complete, and transfers between nodes are in flight."""
 
     unit: Unit
@@ -52,7 +52,7 @@ class _UnderWay:
     arrived: Callable[[], None]  # waits for the transfers
 
 
-class SharedGradients:
+class ShardedGradients:
     """The gradient sums of one step over all ranks, in host memory or on drives; replaces `Gradients`."""
 
     def __init__(
@@ -81,27 +81,27 @@ class SharedGradients:
         self._sums = StagedSums(units, store, stagings=GRADIENT_BUFFERS, node=node)
         size = exchange_bytes(units, item_bytes=given.itemsize)
         boxes = node.memory_of_each(size, pinned=device.is_cuda)
-        self._boxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
+        self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
         inbox = largest_range(units, ranks=node.world)
-        self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.elsewhere}
+        self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.remote_ranks}
         self._turns = [unit for unit in reversed(units) if unit.trained]  # in the order of the backward
         self._names = self._intake.names
         most = max(len(names) for names in self._names.values())
         marks = node.memory_of_each(OUTBOXES * most)
         self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight has a gradient
-        self._told = {
-            rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere
+        self._remote_marks = {
+            rank: torch.zeros(most, dtype=torch.uint8) for rank in node.remote_ranks
         }  # what ranks of other nodes sent
         ordered = device.place.type != "cpu"
         placed = [self._intake.place[name] for name in order if name in self._intake.place]
-        self._norms = SharedNorms(placed, node, dtype=self.dtype, ordered=ordered)
+        self._norms = ShardedNorms(placed, node, dtype=self.dtype, ordered=ordered)
         self._waiting: dict[str, torch.Tensor] = {}  # gradients of this micro-batch whose unit's turn has not come
-        self._laid: set[str] = set()  # weights of the current unit whose gradient is in the outbox
+        self._in_outbox: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
         self._turn = self._round = 0
-        self._under_way: _UnderWay | None = None
+        self._exchange_begun: _Exchange | None = None
         self._last = False  # the current micro-batch is the step's last
-        self._taken: set[int] = set()  # units whose partial norms are up to date
+        self._normed: set[int] = set()  # units whose partial norms are up to date
         self._complete: Complete | None = None
 
     def watch(self, complete: Complete) -> None:
@@ -119,36 +119,36 @@ class SharedGradients:
         self._last = last
         flat = self._intake.add(name, gradient)
         if flat is not None:
-            self._take(name, flat)
+            self._collect(name, flat)
 
-    def _take(self, name: str, flat: torch.Tensor) -> None:
+    def _collect(self, name: str, flat: torch.Tensor) -> None:
         assert name not in self._waiting, name
-        assert name not in self._laid, name
+        assert name not in self._in_outbox, name
         unit = self._intake.place[name][0]
         if self._turn == len(self._turns) or unit is not self._turns[self._turn]:
             self._waiting[name] = flat
             return
         self._lay_out(name, flat)
-        while self._turn < len(self._turns) and len(self._laid) == len(self._names[self._turns[self._turn].index]):
+        while self._turn < len(self._turns) and len(self._in_outbox) == len(self._names[self._turns[self._turn].index]):
             self._exchange()
 
     def end_of_backward(self, *, last: bool) -> None:
         """End a micro-batch: exchange the remaining units, also those with missing gradients."""
         self._last = last
         for name, flat in self._intake.rest():
-            self._take(name, flat)
+            self._collect(name, flat)
         while self._turn < len(self._turns):
             self._exchange()
-        self._settle()
+        self._finish_exchange()
         assert not self._waiting, f"gradients of {list(self._waiting)} after their unit's turn"
         self._turn = 0
 
     def _lay_out(self, name: str, flat: torch.Tensor) -> None:
         """Start copying a gradient of the current unit to this rank's outbox."""
         place = self._intake.place[name][1]
-        box = self._boxes[self._node.rank][self._round % OUTBOXES]
+        box = self._outboxes[self._node.rank][self._round % OUTBOXES]
         self._copies.append(self._device.download(flat, box[place.start :][: flat.numel()]))
-        self._laid.add(name)
+        self._in_outbox.add(name)
 
     def _exchange(self) -> None:
         """Exchange the current unit's gradients: synchronise all ranks, start transfers, and go to the next unit."""
@@ -156,15 +156,15 @@ class SharedGradients:
         names = self._names[unit.index]
         mark = self._marks[self._node.rank][box]
         for number, name in enumerate(names):
-            mark[number] = name in self._laid
+            mark[number] = name in self._in_outbox
         for copy in self._copies:
             copy.wait()
-        self._settle()  # after the barrier other ranks may overwrite the previous unit's outbox
+        self._finish_exchange()  # after the barrier other ranks may overwrite the previous unit's outbox
         self._sums.claim(unit.index)
         self._node.barrier()
-        self._under_way = _UnderWay(unit, box, self._sent_and_received(unit, box))
+        self._exchange_begun = _Exchange(unit, box, self._sent_and_received(unit, box))
         self._copies.clear()
-        self._laid.clear()
+        self._in_outbox.clear()
         self._turn += 1
         self._round += 1
         if self._turn < len(self._turns):
@@ -176,32 +176,32 @@ class SharedGradients:
         """Start sending gradients and marks to owners on other nodes, and receiving this rank's; return the wait."""
         node, count = self._node, len(self._names[unit.index])
         out, into = [], []
-        for rank in node.elsewhere:
+        for rank in node.remote_ranks:
             first, end = range_of_rank(unit, rank, ranks=node.world)
-            out += [(rank, self._marks[node.rank][box][:count]), (rank, self._boxes[node.rank][box][first:end])]
+            out += [(rank, self._marks[node.rank][box][:count]), (rank, self._outboxes[node.rank][box][first:end])]
         first, end = range_of_rank(unit, node.rank, ranks=node.world)
-        for rank in node.elsewhere:
-            into += [(rank, self._told[rank][:count]), (rank, self._inboxes[rank][: end - first])]
+        for rank in node.remote_ranks:
+            into += [(rank, self._remote_marks[rank][:count]), (rank, self._inboxes[rank][: end - first])]
         return node.send_recv(out, into)
 
-    def _settle(self) -> None:
+    def _finish_exchange(self) -> None:
         """Finish the exchange that has begun, if any: add all ranks' gradients to this rank's sums."""
-        if self._under_way is None:
+        if self._exchange_begun is None:
             return
-        (unit, box), node = (self._under_way.unit, self._under_way.box), self._node
-        self._under_way.arrived()
-        self._under_way = None
-        marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._told
-        told = [marks[rank].tolist() for rank in range(node.world)]
+        (unit, box), node = (self._exchange_begun.unit, self._exchange_begun.box), self._node
+        self._exchange_begun.arrived()
+        self._exchange_begun = None
+        marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._remote_marks
+        marked = [marks[rank].tolist() for rank in range(node.world)]
         givers = [
-            [rank for rank, its in enumerate(told) if its[number]] for number in range(len(self._names[unit.index]))
+            [rank for rank, its in enumerate(marked) if its[number]] for number in range(len(self._names[unit.index]))
         ]
         self._add_up(unit, box, dict(zip(self._names[unit.index], givers, strict=True)))
-        self._taken.discard(unit.index)
+        self._normed.discard(unit.index)
         if self._last and not self._intake.arrived.isdisjoint(self._names[unit.index]):
             leaves = self.store.host(unit.index) is None
             self._norms.take(unit.index, self._sums.collecting(unit.index), self._intake.arrived, leaves=leaves)
-            self._taken.add(unit.index)
+            self._normed.add(unit.index)
             if self._complete is not None and self._intake.arrived.issuperset(self._names[unit.index]):
                 self._tell(unit, self._complete)
 
@@ -230,8 +230,8 @@ class SharedGradients:
 
     def _given(self, rank: int, box: int, here: slice, *, first: int) -> torch.Tensor:
         """Return another rank's gradients for elements `here` of this rank's shard, which begins at `first`."""
-        if rank in self._boxes:
-            return self._boxes[rank][box][here]
+        if rank in self._outboxes:
+            return self._outboxes[rank][box][here]
         return self._inboxes[rank][here.start - first : here.stop - first]
 
     # -- after it -----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class SharedGradients:
         """Return the norm of each weight's sum in the model's order (fp32, 0-dim, on the CPU). Call `finish` before."""
         for unit in self._turns:
             sums = self.store.host(unit.index)
-            if sums is not None and unit.index not in self._taken:  # the last micro-batch was not announced
+            if sums is not None and unit.index not in self._normed:  # the last micro-batch was not announced
                 self._norms.take(unit.index, sums, self._intake.arrived, leaves=False)
         return self._norms.of(self._intake.arrived)
 
@@ -259,7 +259,7 @@ class SharedGradients:
     def clear(self) -> None:
         """Begin the next step, whose gradients overwrite the sums. All ranks must have passed a barrier after use."""
         self._intake.arrived.clear()
-        self._taken.clear()
+        self._normed.clear()
         self._sums.clear()
         self._norms.clear()
 
@@ -279,7 +279,7 @@ class _Share:
     parts: NormShards
 
 
-class SharedNorms:
+class ShardedNorms:
     """The norms of the weights in `places`, in the order in which they are summed."""
 
     def __init__(self, places: Sequence[tuple[Unit, Place]], node: Node, *, dtype: torch.dtype, ordered: bool) -> None:
@@ -330,7 +330,7 @@ class SharedNorms:
                 piece = torch.cat([self._cut[name][1], *ends[name]])
                 last = share.first + len(share.parts.starts) - 1
                 numbers[last : last + 1] = share.norm.of([piece], count=1)
-        self._node.add_up(numbers)
+        self._node.all_reduce(numbers)
         return {name: share.norm.total(numbers[share.numbers]) for name, share in shares.items()}
 
     def clear(self) -> None:

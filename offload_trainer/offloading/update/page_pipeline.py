@@ -80,54 +80,54 @@ class PagePipeline:
                 self._on_drives.setdefault(route.page.unit, []).append(route)
         self._waiting: deque[Route] = deque()  # pages with complete gradients, not in a slot yet
         self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete
-        self._early: list[StagedPage] = []  # prefetched pages in slots
-        self._is_early = False  # gradients are not complete yet
+        self._prefetched: list[StagedPage] = []  # prefetched pages in slots
+        self._prefetching = False  # gradients are not complete yet
         self._ready: queue.SimpleQueue[StagedPage | BaseException | None] = queue.SimpleQueue()
-        self._inside: set[int] = set()  # pages in slots that are not updated yet
+        self._in_slots: set[int] = set()  # pages in slots that are not updated yet
         self._offered_to: object = None  # the speculative step that pages are offered to
         self._order: list[int] = []  # order in which its units (or the previous step's) were offered
         self._turns: dict[int, int] = {}  # position of each unit in the previous step's offers
         self._overdue: list[Future] = []  # prefetches of units that were expected earlier and did not come
-        self._made: dict[int, Any] = {}  # event after which the gradients of an offered unit are complete
+        self._gradients_ready: dict[int, Any] = {}  # event after which the gradients of an offered unit are complete
         self._after: Any = None  # event after which all of the step's gradients are complete
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._routes)
 
-    def read_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Prefetch the first pages' state while gradients are still being computed."""
-        if not self._is_early:  # after a skipped step the pages are still in the slots
-            self._read_early(self._routes)
+        if not self._prefetching:  # after a skipped step the pages are still in the slots
+            self._prefetch(self._routes)
 
-    def _read_early(self, routes: Sequence[Route]) -> None:
+    def _prefetch(self, routes: Sequence[Route]) -> None:
         with self._lock:
-            self._is_early, self._expected = True, deque(routes)
+            self._prefetching, self._expected = True, deque(routes)
             free, self._free = self._free, []
         for slot in free:
             self._fill(slot)
 
-    def forget_ahead(self) -> None:
+    def drop_prefetched(self) -> None:
         """Discard prefetched pages, because their state will change."""
         with self._lock:
-            early, self._early = self._early, []
-            self._is_early = False
+            early, self._prefetched = self._prefetched, []
+            self._prefetching = False
             self._expected.clear()
             self._waiting.clear()
             overdue, self._overdue = self._overdue, []
         together(overdue).wait()
         for page in early:
             together(page.loaded).wait()
-            self._let_go(page)
+            self._free_slot(page)
 
-    def begin(self, *, after: Any, but: Container[int] = ()) -> None:
-        """Stage all pages except `but`; all gradients are complete after the event `after`."""
+    def begin(self, *, after: Any, skip: Container[int] = ()) -> None:
+        """Stage all pages except `skip`; all gradients are complete after the event `after`."""
         with self._lock:
-            self._after, self._offered_to, self._is_early = after, None, False
-            self._made.clear()
+            self._after, self._offered_to, self._prefetching = after, None, False
+            self._gradients_ready.clear()
             self._expected.clear()
-            early, self._early = self._early, []
-            left = (one for one in self._routes if one.number not in self._inside and one.number not in but)
+            early, self._prefetched = self._prefetched, []
+            left = (one for one in self._routes if one.number not in self._in_slots and one.number not in skip)
             self._waiting = deque(left)
             free, self._free = self._free, []
         for page in early:
@@ -145,13 +145,13 @@ class PagePipeline:
             raise arrived
         return arrived
 
-    def send(self, page: StagedPage, computed: Future) -> PendingWrite:
+    def write_back(self, page: StagedPage, computed: Future) -> PendingWrite:
         """Write an updated page back after `computed`, and then reuse its slot."""
         with self._lock:
-            self._inside.discard(page.route.number)
+            self._in_slots.discard(page.route.number)
         sent = PendingWrite(Future(), Future())
         sent.whole.then(lambda error: self._refill(page.slot, error))
-        computed.then(lambda error: self._leave(page, sent, error))
+        computed.then(lambda error: self._start_write(page, sent, error))
         return sent
 
     # -- speculative updates ------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ class PagePipeline:
 
         `interrupt`, and then `begin` or `withdraw`, ends this.
         """
-        self.forget_ahead()
+        self.drop_prefetched()
         with self._lock:
             self._offered_to = step
             order, self._order = self._order, []
             self._turns = {unit: turn for turn, unit in enumerate(order)}
-        self._read_early([route for unit in order for route in self._on_drives.get(unit, ())])
+        self._prefetch([route for unit in order for route in self._on_drives.get(unit, ())])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """Stage a unit's pages on drives; its gradients are complete after the event `made`."""
@@ -176,13 +176,13 @@ class PagePipeline:
         with self._lock:
             if step is not self._offered_to:
                 return  # the step is decided, so `begin` stages all pages
-            self._made[unit] = made
+            self._gradients_ready[unit] = made
             self._order.append(unit)
-            early = [page for page in self._early if page.route.page.unit == unit]
-            self._early = [page for page in self._early if page.route.page.unit != unit]
-            new = [route for route in self._on_drives.get(unit, ()) if route.number not in self._inside]
+            early = [page for page in self._prefetched if page.route.page.unit == unit]
+            self._prefetched = [page for page in self._prefetched if page.route.page.unit != unit]
+            new = [route for route in self._on_drives.get(unit, ()) if route.number not in self._in_slots]
             self._waiting = deque(sorted([*self._waiting, *new], key=lambda route: route.number))
-            overdue = self._not_come(self._turns.get(unit, -1))
+            overdue = self._overdue_pages(self._turns.get(unit, -1))
             free, self._free = self._free, []
         for page in early:
             self._complete(page)
@@ -191,7 +191,7 @@ class PagePipeline:
         for page, read in overdue:
             read.then(partial(self._refill, page.slot))
 
-    def _not_come(self, turn: int) -> list[tuple[StagedPage, Future]]:
+    def _overdue_pages(self, turn: int) -> list[tuple[StagedPage, Future]]:
         """Return the prefetched pages, with their reads, that must give up their slots because others need them.
 
         These are pages whose unit came before `turn` in the previous step and has not come now. If prefetched pages
@@ -201,11 +201,11 @@ class PagePipeline:
         self._expected = deque(route for route in self._expected if route.page.unit not in late)
         if self._free or not self._waiting:
             return []
-        if len(self._early) == len(self._slots):
-            late |= {page.route.page.unit for page in self._early}
-        overdue = [(page, together(page.loaded)) for page in self._early if page.route.page.unit in late]
-        self._early = [page for page in self._early if page.route.page.unit not in late]
-        self._inside.difference_update(page.route.number for page, _ in overdue)
+        if len(self._prefetched) == len(self._slots):
+            late |= {page.route.page.unit for page in self._prefetched}
+        overdue = [(page, together(page.loaded)) for page in self._prefetched if page.route.page.unit in late]
+        self._prefetched = [page for page in self._prefetched if page.route.page.unit not in late]
+        self._in_slots.difference_update(page.route.number for page, _ in overdue)
         self._overdue += [read for _, read in overdue]
         return overdue
 
@@ -217,12 +217,12 @@ class PagePipeline:
         """Discard all offered pages, and wait until no slot holds one; raise transfer errors."""
         with self._lock:
             self._offered_to = None
-            self._made.clear()
-        self.forget_ahead()
-        while self._inside:
+            self._gradients_ready.clear()
+        self.drop_prefetched()
+        while self._in_slots:
             page = self.next(wait=True)
             assert page is not None
-            self._let_go(page)
+            self._free_slot(page)
 
     def read_back(self, numbers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the valid state of each of these pages on drives; the slots must be empty."""
@@ -231,9 +231,9 @@ class PagePipeline:
             self._store.read(number, data).wait()
             yield number, data
 
-    def _let_go(self, page: StagedPage) -> None:
+    def _free_slot(self, page: StagedPage) -> None:
         with self._lock:
-            self._inside.discard(page.route.number)
+            self._in_slots.discard(page.route.number)
             self._free.append(page.slot)
 
     # -- on any thread ------------------------------------------------------------------------------------------------
@@ -246,15 +246,15 @@ class PagePipeline:
             if not coming:
                 self._free.append(slot)
                 return
-            page = self._begun(coming.popleft(), slot)
+            page = self._start_read(coming.popleft(), slot)
             if early:
-                self._early.append(page)
+                self._prefetched.append(page)
                 return
         self._complete(page)
 
-    def _begun(self, route: Route, slot: int) -> StagedPage:
+    def _start_read(self, route: Route, slot: int) -> StagedPage:
         """Start reading a page's state into a slot."""
-        self._inside.add(route.number)
+        self._in_slots.add(route.number)
         state, gradient, out = self._slots[slot]
         count, through = route.page.elements, route.through_host
         page = StagedPage(
@@ -271,7 +271,7 @@ class PagePipeline:
 
     def _complete(self, page: StagedPage) -> None:
         """Read the gradient, and the old weight for split masters; report the page when everything has arrived."""
-        page.after = self._made.get(page.route.page.unit, self._after)
+        page.after = self._gradients_ready.get(page.route.page.unit, self._after)
         if "gradient" in page.route.through_host:
             where = page.route.page
             page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=page.after))
@@ -280,7 +280,7 @@ class PagePipeline:
             page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=page.after))
         together(page.loaded).then(lambda error: self._ready.put(error or page))
 
-    def _leave(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:
+    def _start_write(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:
         """Start writing a page back. For a page that the device computed, this runs on a transfer thread."""
         route = page.route
         where, through = route.page, route.through_host

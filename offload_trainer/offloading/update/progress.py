@@ -37,7 +37,7 @@ class UpdateProgress:
         self._left: Counter[int] = Counter()  # pages of each unit that are not written yet
         self._units: dict[int, Future] = {}  # units without their new weights, or whose update failed
         self._agree, self._order = agree, tuple(units)
-        self._here: dict[int, Future] = {}  # with several ranks: this rank's pages of a unit are written
+        self._own_pages: dict[int, Future] = {}  # with several ranks: this rank's pages of a unit are written
         self._thread = Workers(1, "update_progress") if agree else None
         self._end = done()
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class UpdateProgress:
         with self._lock:
             self._left = Counter(self._pages)
             self._units = {unit: Future() for unit in (self._order if self._agree else self._pages)}
-            self._here = {unit: Future() for unit in self._pages} if self._agree else {}
+            self._own_pages = {unit: Future() for unit in self._pages} if self._agree else {}
             self._end, self._began = Future(), since or time.perf_counter()
         if self._thread is not None:
             self._thread.put(self._agree_on_all)
@@ -60,8 +60,8 @@ class UpdateProgress:
         assert self._agree is not None
         try:
             for unit in self._order:
-                if unit in self._here:
-                    self._here[unit].wait()
+                if unit in self._own_pages:
+                    self._own_pages[unit].wait()
                 self._agree(unit)
                 with self._lock:
                     future = self._units.pop(unit)
@@ -72,7 +72,7 @@ class UpdateProgress:
     def completion_callback(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
         """Return a callback for when the new weights of `pages` pages of a unit are written, or for an error."""
 
-        def told(error: BaseException | None) -> None:
+        def written(error: BaseException | None) -> None:
             if error is not None:
                 self._fail(error)
                 return
@@ -80,16 +80,16 @@ class UpdateProgress:
                 self._left[unit] -= pages
                 future = None
                 if self._left[unit] == 0:
-                    future = self._here.get(unit) if self._agree else self._units.pop(unit, None)
+                    future = self._own_pages.get(unit) if self._agree else self._units.pop(unit, None)
             if future is not None:
                 future.finish_part()
 
-        return told
+        return written
 
     def _fail(self, error: BaseException) -> None:
         """Complete all pending futures with the error."""
         with self._lock:
-            left = [*self._units.values(), *self._here.values()]
+            left = [*self._units.values(), *self._own_pages.values()]
         for future in left:
             if not future.done:
                 future.finish_part(error)
@@ -125,7 +125,7 @@ class UpdateProgress:
         """Return the total seconds of updates that were hidden behind other work."""
         return max(0.0, self._took - self.waited)
 
-    def is_home(self, unit: int) -> bool:
+    def is_ready(self, unit: int) -> bool:
         """Return whether the unit has its new weights."""
         return unit not in self._units
 
@@ -140,14 +140,14 @@ class UpdateProgress:
         self._wait(self._end)
 
     @property
-    def under_way(self) -> bool:
+    def is_running(self) -> bool:
         """Return whether an update is running."""
         return not self._end.done
 
-    def fetched(self, unit: int, fetch: Callable[[], DeviceCopy]) -> DeviceCopy:
+    def fetch_when_ready(self, unit: int, fetch: Callable[[], DeviceCopy]) -> DeviceCopy:
         """Call `fetch` as soon as the unit has its new weights: now, or on the thread that reports it."""
         future = self._units.get(unit)
-        return fetch() if future is None else _Later(future, fetch, self._wait)
+        return fetch() if future is None else _DeferredFetch(future, fetch, self._wait)
 
     def _wait(self, future: Future) -> None:
         if future.done:
@@ -160,7 +160,7 @@ class UpdateProgress:
             self.waited += time.perf_counter() - start
 
 
-class _Later:
+class _DeferredFetch:
     """A fetch that begins when its unit has its new weights."""
 
     def __init__(self, home: Future, fetch: Callable[[], DeviceCopy], wait: Callable[[Future], None]) -> None:

@@ -34,14 +34,14 @@ _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mis
 class StepParams:
     """Everything that determines a page's new state besides the page itself and its gradient."""
 
-    stretches: Sequence[Sequence[ParamRange]]  # the updated ranges of each unit
+    ranges: Sequence[Sequence[ParamRange]]  # the updated ranges of each unit
     scale: float  # factor on the gradients: clipping and the inverse of the loss scale
     noise: Noise | None  # random bits for stochastically rounded moments
 
-    def says_the_same(self, other: StepParams, unit: int) -> bool:
+    def same_for(self, other: StepParams, unit: int) -> bool:
         """Return whether both parameter sets give a unit's pages the same new state."""
         same = self.scale == other.scale and self.noise == other.noise
-        return same and self.stretches[unit] == other.stretches[unit]
+        return same and self.ranges[unit] == other.ranges[unit]
 
 
 def step_params_of(
@@ -50,17 +50,17 @@ def step_params_of(
     steps: Mapping[str, int],
     *,
     scale: float,
-    noise_of: int | None,
+    noise_seed: int | None,
 ) -> StepParams:
     """Return the parameters of a step that updates the weights in `rules`.
 
-    `steps` counts the steps of each weight, including this one. `noise_of` is the seed for stochastic rounding, if any.
+    `steps` counts the steps of each weight, including this one. `noise_seed` seeds stochastic rounding, if any.
     """
-    noise = None if noise_of is None else Noise(seed=noise_of, step=max(steps.values(), default=0))
-    return StepParams([_stretches_of(unit, rules, steps) for unit in units], scale=scale, noise=noise)
+    noise = None if noise_seed is None else Noise(seed=noise_seed, step=max(steps.values(), default=0))
+    return StepParams([_ranges_of(unit, rules, steps) for unit in units], scale=scale, noise=noise)
 
 
-def _stretches_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
+def _ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
     """Return the unit's ranges that are updated (weights in `rules`), merged where hyperparameters and steps agree."""
     places = [place for place in unit.places if place.weight.trainable]
     ends = [place.start for place in places[1:]] + [unit.trained]
@@ -86,9 +86,9 @@ class SpeculativeStep:
         self.began: float | None = None  # time of the first page
         self.error: BaseException | None = None  # the error that ended speculation
 
-    def kept(self, decision: StepParams, pages: Sequence[Page]) -> set[int]:
+    def kept(self, params: StepParams, pages: Sequence[Page]) -> set[int]:
         """Return the updated pages that are valid for the step's actual parameters."""
-        same = {unit: self.expected.says_the_same(decision, unit) for unit in {pages[n].unit for n in self.written}}
+        same = {unit: self.expected.same_for(params, unit) for unit in {pages[n].unit for n in self.written}}
         return {number for number in self.written if same[pages[number].unit]}
 
 

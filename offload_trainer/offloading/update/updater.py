@@ -7,7 +7,7 @@
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
 the order does not change a bit. `UpdateProgress` records each page that has been written back. Pages on drives
-may be updated before the step's clipping factor is known (`ahead`).
+may be updated before the step's clipping factor is known (`SpeculativeStep`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Path:
 class _Step:
     """The update of one step."""
 
-    decision: StepParams
+    params: StepParams
     after: Any  # event on the device after which all gradients are complete
     kept: Collection[int] = ()  # pages whose speculative update is valid
 
@@ -68,8 +68,8 @@ class Updater:
         kernels: tuple[Kernel, Kernel],
         routes: Sequence[Route],
         slots: int,
-        behind: bool,
-        ahead: bool = False,
+        overlap_forward: bool,
+        overlap_backward: bool = False,
     ) -> None:
         """Prepare the update.
 
@@ -82,29 +82,29 @@ class Updater:
             kernels: the CPU's kernel, and the kernel for pages on `device`.
             routes: the pages to update and how they are staged, in the order in which a forward needs them.
             slots: number of host staging buffers.
-            behind: run the update on a thread, so that it overlaps the next forward.
-            ahead: allow pages on drives to be updated during the backward.
+            overlap_forward: run the update on a thread, so that it overlaps the next forward.
+            overlap_backward: allow pages on drives to be updated during the backward.
         """
         self._store, self._weights, self._gradients, self._update_progress = store, weights, gradients, update_progress
         self._device, (self._kernel, self._device_kernel) = device, kernels
-        self.moving = PagePipeline(store, weights, gradients, device=device, routes=routes, slots=slots)
+        self.pipeline = PagePipeline(store, weights, gradients, device=device, routes=routes, slots=slots)
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
         staying = [path for path in self._paths.values() if not path.route.through_host]
-        self._staying = [path for path in staying if not path.route.on_device]
+        self._ram_paths = [path for path in staying if not path.route.on_device]
         living = [path for path in staying if path.route.on_device]
-        self._living = {unit: list(paths) for unit, paths in groupby(living, lambda path: path.route.page.unit)}
+        self._device_paths = {unit: list(paths) for unit, paths in groupby(living, lambda path: path.route.page.unit)}
         inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
-        assert not ahead or (behind and not store.format.remainders)  # split masters would lose their old weights
-        self._leaving: list[PendingWrite] = []  # pages of the current update that are being written back
-        self._coming: tuple[SpeculativeStep, Future] | None = (
-            None  # the next speculative step; the future: it accepts pages
-        )
-        self._ahead: SpeculativeStep | None = None  # the speculative updates of the current step
-        self._thread = Workers(1, "update") if behind else None
+        # Split masters would lose their old weights.
+        assert not overlap_backward or (overlap_forward and not store.format.remainders)
+        self._pending_writes: list[PendingWrite] = []  # pages of the current update that are being written back
+        # The next speculative step; its future completes when it accepts pages.
+        self._next_speculative: tuple[SpeculativeStep, Future] | None = None
+        self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
+        self._thread = Workers(1, "update") if overlap_forward else None
         if self._thread is not None and not device.is_cuda:
             _take_one_core(self._thread)
 
@@ -130,7 +130,7 @@ class Updater:
 
     def start(
         self,
-        decision: StepParams,
+        params: StepParams,
         *,
         at_end: Callable[[], None],
     ) -> None:
@@ -139,38 +139,38 @@ class Updater:
         `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
         the state is partly of the previous step and partly of this one.
         """
-        step, ahead = _Step(decision, after=self._device.mark()), self._taken()
+        step, ahead = _Step(params, after=self._device.mark()), self._end_speculation()
         self._update_progress.begin(since=ahead.began if ahead else None)
         if self._thread is None:
-            self._carry_out(step, at_end, None)
+            self._run(step, at_end, None)
             self._update_progress.finish()
         else:
-            self._thread.put(partial(self._carry_out, step, at_end, ahead))
+            self._thread.put(partial(self._run, step, at_end, ahead))
 
     @torch.no_grad()
-    def _carry_out(self, step: _Step, at_end: Callable[[], None], ahead: SpeculativeStep | None) -> None:
+    def _run(self, step: _Step, at_end: Callable[[], None], ahead: SpeculativeStep | None) -> None:
         try:
-            self._leaving = []
-            self._walk(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
+            self._pending_writes = []
+            self._update_all(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
             self._update_progress.wait_for_pages()
-            together([sent.whole for sent in self._leaving]).wait()
+            together([sent.whole for sent in self._pending_writes]).wait()
             at_end()
         except BaseException as error:
             self._update_progress.end(error)
         else:
             self._update_progress.end(None)
 
-    def _walk(self, step: _Step) -> None:
+    def _update_all(self, step: _Step) -> None:
         """Queue the device's pages, and compute the others as they arrive."""
-        self.moving.begin(after=step.after, but=step.kept)
-        for unit, paths in self._living.items():
-            with self._device.beside(after=step.after):
+        self.pipeline.begin(after=step.after, skip=step.kept)
+        for unit, paths in self._device_paths.items():
+            with self._device.side_stream(after=step.after):
                 for path in paths:
                     self._compute_on_device(path, None, step)
                 self._device.reached().then(self._update_progress.completion_callback(unit, pages=len(paths)))
-        staying, left = deque(self._staying), len(self.moving) - len(step.kept)
+        staying, left = deque(self._ram_paths), len(self.pipeline) - len(step.kept)
         while staying or left:
-            page = self.moving.next(wait=not staying)
+            page = self.pipeline.next(wait=not staying)
             if page is None:
                 path = staying.popleft()
                 self._compute(path, None, step)
@@ -179,56 +179,56 @@ class Updater:
             left -= 1
             path = self._paths[page.route.number]
             if page.route.on_device:
-                with self._device.beside(after=step.after):
+                with self._device.side_stream(after=step.after):
                     self._compute_on_device(path, page, step)
-                    self._goes_home(page.route, self.moving.send(page, self._device.reached()))
+                    self._report_written(page.route, self.pipeline.write_back(page, self._device.reached()))
             else:
                 self._compute(path, page, step)
-                self._goes_home(page.route, self.moving.send(page, done()))
+                self._report_written(page.route, self.pipeline.write_back(page, done()))
 
-    def _goes_home(self, route: Route, sent: PendingWrite) -> None:
+    def _report_written(self, route: Route, sent: PendingWrite) -> None:
         """Report the page when its weights are written, or with several ranks when its state is written as well."""
-        self._leaving.append(sent)
+        self._pending_writes.append(sent)
         home = sent.whole if self._update_progress.needs_all_ranks else sent.weights
         home.then(self._update_progress.completion_callback(route.page.unit))
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""
-        self._taken()
+        self._end_speculation()
         if self._thread is not None:
             self._thread.close()
 
     # -- speculative updates, before the step's parameters are known ---------------------------------------------------
 
-    def expect(self, decision: StepParams) -> None:
+    def expect(self, params: StepParams) -> None:
         """Announce the expected parameters of the next step.
 
         The state that its backward completes first is prefetched from now on, or after the current update.
         """
         assert self._thread is not None
-        ahead, told = SpeculativeStep(decision), Future()
-        self._coming = ahead, told
-        self._thread.put(ending(told, partial(self.moving.expect, ahead)))
+        ahead, accepting = SpeculativeStep(params), Future()
+        self._next_speculative = ahead, accepting
+        self._thread.put(ending(accepting, partial(self.pipeline.expect, ahead)))
 
-    def begin_ahead(self) -> None:
+    def begin_last_backward(self) -> None:
         """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
 
         Without expected parameters this prefetches the first pages. With them, pages on drives are updated as soon as
         their gradients are complete.
         """
-        coming, self._coming = self._coming, None
+        coming, self._next_speculative = self._next_speculative, None
         if coming is None:
-            self.moving.read_ahead()
+            self.pipeline.prefetch()
             return
         assert self._thread is not None
-        self._ahead, told = coming
-        told.wait()  # otherwise the first units would be offered too early
-        self._gradients.watch(partial(self.moving.offer, self._ahead))
-        self._thread.put(partial(self._go_ahead, self._ahead))
+        self._speculative, accepting = coming
+        accepting.wait()  # otherwise the first units would be offered too early
+        self._gradients.watch(partial(self.pipeline.offer, self._speculative))
+        self._thread.put(partial(self._update_offered, self._speculative))
 
     def skip(self) -> bool:
         """Undo the speculative updates of a step that is skipped; return whether weights had been changed."""
-        ahead = self._taken()
+        ahead = self._end_speculation()
         if ahead is None or self._thread is None:
             return False
         undone = Future()
@@ -236,22 +236,22 @@ class Updater:
         undone.wait()
         return True
 
-    def _taken(self) -> SpeculativeStep | None:
+    def _end_speculation(self) -> SpeculativeStep | None:
         """Return the speculative updates of the current step, and stop accepting pages."""
-        ahead, self._ahead = self._ahead, None
+        ahead, self._speculative = self._speculative, None
         if ahead is not None:
-            self.moving.interrupt()
+            self.pipeline.interrupt()
         return ahead
 
     @torch.no_grad()
-    def _go_ahead(self, ahead: SpeculativeStep) -> None:
+    def _update_offered(self, ahead: SpeculativeStep) -> None:
         """Update offered pages on the thread until interrupted."""
         step = _Step(ahead.expected, after=None)
         try:
-            while (page := self.moving.next(wait=True)) is not None:
+            while (page := self.pipeline.next(wait=True)) is not None:
                 ahead.began = ahead.began or time.perf_counter()
                 self._compute(self._paths[page.route.number], page, step)
-                ahead.written[page.route.number] = self.moving.send(page, done())
+                ahead.written[page.route.number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             ahead.error = error
 
@@ -259,20 +259,20 @@ class Updater:
         """Return the pages whose speculative update is valid; wait until the others can be updated again."""
         if ahead.error is not None:
             raise ahead.error
-        kept = ahead.kept(step.decision, self._store.pages)
+        kept = ahead.kept(step.params, self._store.pages)
         together([sent.whole for number, sent in ahead.written.items() if number not in kept]).wait()
         for number in kept:
-            self._goes_home(self._paths[number].route, ahead.written[number])
+            self._report_written(self._paths[number].route, ahead.written[number])
         return kept
 
     def _undo(self, ahead: SpeculativeStep) -> None:
         """Discard speculative pages, and restore their weights from the masters that are still valid."""
         if ahead.error is not None:
             raise ahead.error
-        self.moving.withdraw()
+        self.pipeline.withdraw()
         together([sent.whole for sent in ahead.written.values()]).wait()
         self._store.forget_written()
-        for number, data in self.moving.read_back(sorted(ahead.written)):
+        for number, data in self.pipeline.read_back(sorted(ahead.written)):
             page = self._store.pages[number]
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
         self._weights.flush()
@@ -314,8 +314,8 @@ class Updater:
             self._snapshot.wait_for(route.number)
         page = route.page
         fields = self._store.fields(route.number, data)
-        decision = step.decision
-        parts = within(decision.stretches[page.unit], page.start, page.start + page.elements)
+        params = step.params
+        parts = within(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest and not self._store.format.remainders:  # with split masters `out` already holds all weights
             _copy_rest(fields["master"], out, parts)
         kernel.update_page(
@@ -324,8 +324,8 @@ class Updater:
             out,
             parts,
             format=self._store.format,
-            scale=decision.scale,
-            noise=None if decision.noise is None else RoundingNoise(decision.noise, page.unit, page.start),
+            scale=params.scale,
+            noise=None if params.noise is None else RoundingNoise(params.noise, page.unit, page.start),
         )
 
 
@@ -362,10 +362,10 @@ def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
     return whole[route.page.start :][: route.page.elements]
 
 
-def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[ParamRange]) -> None:
-    """Round the masters of the elements between `stretches`."""
-    ends = [0, *(part.end for part in stretches)]
-    starts = [*(part.start for part in stretches), master.numel()]
+def _copy_rest(master: torch.Tensor, out: torch.Tensor, ranges: list[ParamRange]) -> None:
+    """Round the masters of the elements between `ranges`."""
+    ends = [0, *(part.end for part in ranges)]
+    starts = [*(part.start for part in ranges), master.numel()]
     for end, start in zip(ends, starts, strict=True):
         if start > end:
             out[end:start].copy_(master[end:start], non_blocking=True)

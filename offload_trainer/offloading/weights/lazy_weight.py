@@ -62,13 +62,13 @@ class LazyWeight(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        told = getattr(func, "__name__", "")
-        name = func.__self__.__name__ if told in ("__get__", "__set__") else told  # type: ignore[attr-defined]
+        own_name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if own_name in ("__get__", "__set__") else own_name  # type: ignore[attr-defined]
         if name in _POINTERS and not args[0].keeps:
             raise UserError(f"{name} of an offloaded tensor: each operation reads its values; clone() keeps them")
         if name in _POINTERS:
             args[0]._keep()
-        if name == "data" and told == "__set__":
+        if name == "data" and own_name == "__set__":
             raise UserError("an offloaded tensor's .data cannot be set: copy_() writes to a gradient")
         if name in ("data", "detach") and args[0].write is not None:
             return args[0]

@@ -146,7 +146,7 @@ class OffloadedParameter(nn.Parameter):
     """A parameter of an offloaded model; `offload_parameter` converts a parameter to this class."""
 
     weight: str  # name of the weight
-    lender: WeightProvider
+    provider: WeightProvider
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
 
@@ -220,11 +220,11 @@ Shared = OffloadedParameter | ParameterView
 _SHARED = frozenset([OffloadedParameter, ParameterView])  # for `type(x) in`: isinstance calls a slow metaclass
 
 
-def offload_parameter(parameter: nn.Parameter, name: str, lender: WeightProvider) -> None:
-    """Convert the parameter in place to an `OffloadedParameter`, whose values `lender` fetches."""
+def offload_parameter(parameter: nn.Parameter, name: str, provider: WeightProvider) -> None:
+    """Convert the parameter in place to an `OffloadedParameter`, whose values `provider` fetches."""
     version = parameter._version
     parameter.__class__ = OffloadedParameter
-    parameter.weight, parameter.lender, parameter.version = name, lender, version  # type: ignore[attr-defined]
+    parameter.weight, parameter.provider, parameter.version = name, provider, version  # type: ignore[attr-defined]
 
 
 def refuse_written(parameters: Iterable[nn.Parameter]) -> None:
@@ -260,19 +260,19 @@ class _Operation:
     name: str
     access: str  # "get" or "set" for a property, otherwise "call"
     writes: tuple[tuple[int, str, bool], ...]  # arguments that it writes to: position, name, is a list
-    asks: tuple[tuple[int, str], ...]  # arguments (`inplace`, `max_norm`) that make it write to its weight if set
+    writes_if_set: tuple[tuple[int, str], ...]  # arguments (`inplace`, `max_norm`) that make it write to its weight
 
 
 _ACCESS = {"__get__": "get", "__set__": "set", "__delete__": "set"}
 _WRITING_METHODS = re.compile(r"__i(add|sub|mul|matmul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
-_ANY = -1  # position of a keyword-only argument
+_KEYWORD_ONLY = -1  # position of a keyword-only argument
 
 
 @cache
 def _operation(func: Callable[..., Any]) -> _Operation:
-    told = getattr(func, "__name__", repr(func))
-    access = _ACCESS.get(told, "call")
-    name = told if access == "call" else func.__self__.__name__  # type: ignore[attr-defined]
+    own_name = getattr(func, "__name__", repr(func))
+    access = _ACCESS.get(own_name, "call")
+    name = own_name if access == "call" else func.__self__.__name__  # type: ignore[attr-defined]
     if access != "call":
         return _Operation(name, access, (), ())
     writes = [found for schema in _schemas(func, name) for found in _written(schema)]
@@ -281,8 +281,8 @@ def _operation(func: Callable[..., Any]) -> _Operation:
         writes.append((0, "self", False))
     elif plain.endswith("_") and not plain.endswith("__"):
         writes += [(0, word, several) for word in ("self", "input", "tensor") for several in (False, True)]
-    asks = tuple((at, word) for at, word in enumerate(_names_of(func)) if word in ("inplace", "max_norm"))
-    return _Operation(name, access, tuple(dict.fromkeys(writes)), asks)
+    writes_if_set = tuple((at, word) for at, word in enumerate(_names_of(func)) if word in ("inplace", "max_norm"))
+    return _Operation(name, access, tuple(dict.fromkeys(writes)), writes_if_set)
 
 
 def _names_of(func: Callable[..., Any]) -> list[str]:
@@ -309,7 +309,7 @@ def _written(schema: Any) -> Iterator[tuple[int, str, bool]]:
     for at, argument in enumerate(schema.arguments):
         kind = str(argument.type)
         if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in kind:
-            yield _ANY if argument.kwarg_only else at, argument.name, kind.startswith("List")
+            yield _KEYWORD_ONLY if argument.kwarg_only else at, argument.name, kind.startswith("List")
 
 
 @not_compiled
@@ -326,7 +326,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if access == "set":
         _refuse_setting(name, *args)
     elif access == "get" and name in ("grad", "_grad") and isinstance(args[0], OffloadedParameter):
-        return args[0].lender.gradient(args[0].weight)
+        return args[0].provider.gradient(args[0].weight)
     elif access == "get" and name in ("grad", "_grad"):
         pass
     elif access == "get" and name == "data":
@@ -349,13 +349,13 @@ def _run_with_values(
     parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
     _refuse_unsupported(func, operation.name, parameters[0])
     _refuse_writing(operation, args, kwargs)
-    lender = parameters[0].lender
-    if any(one.lender is not lender for one in parameters):  # each session fetches its own weights
-        args, kwargs = _copied(args, lender), _copied(kwargs, lender)
+    provider = parameters[0].provider
+    if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
+        args, kwargs = _copied(args, provider), _copied(kwargs, provider)
         return _run_with_values(func, args, kwargs, operation)
     with (
         torch._C.DisableTorchFunctionSubclass(),
-        lender.borrow_weights([one.weight for one in parameters]),
+        provider.borrow_weights([one.weight for one in parameters]),
     ):
         for one in found:
             if type(one) is ParameterView:
@@ -384,13 +384,13 @@ def _collect(values: Any, found: list[Shared]) -> None:
             _collect(value.values(), found)
 
 
-def _copied(given: Any, lender: WeightProvider) -> Any:
+def _copied(given: Any, provider: WeightProvider) -> Any:
     """Replace parameters and views of other lenders among (nested) arguments by copies, which autograd follows."""
     if type(given) in _SHARED:
-        return given if _parameter_of(given).lender is lender else given.clone()
+        return given if _parameter_of(given).provider is provider else given.clone()
     if isinstance(given, list | tuple):
-        return (list if isinstance(given, list) else tuple)(_copied(one, lender) for one in given)
-    return {name: _copied(one, lender) for name, one in given.items()} if isinstance(given, dict) else given
+        return (list if isinstance(given, list) else tuple)(_copied(one, provider) for one in given)
+    return {name: _copied(one, provider) for name, one in given.items()} if isinstance(given, dict) else given
 
 
 def _parameter_of(one: Shared) -> OffloadedParameter:
@@ -496,10 +496,10 @@ def _refuse_setting(name: str, parameter: Shared, value: Any = None) -> None:
             _refuse_write(f"setting .{name}", parameter.parameter)
         return
     if name == "grad" and value is None:
-        parameter.lender.drop_gradient(parameter.weight)
+        parameter.provider.drop_gradient(parameter.weight)
     if name == "grad" and value is not None:
         raise UserError(f"{parameter.weight}: gradients come from backward(); they cannot be set")
-    if name == "requires_grad" and value and not parameter.lender.trains(parameter.weight):
+    if name == "requires_grad" and value and not parameter.provider.trains(parameter.weight):
         raise UserError(f"{parameter.weight} was frozen when the model was offloaded, and has no optimizer state")
     if name == "data" and value is not parameter:
         raise UserError(
@@ -560,13 +560,13 @@ def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> 
 
 def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UserError if the operation would write to one of its offloaded arguments."""
-    out = ((_ANY, "out", False), (_ANY, "out", True)) if "out" in kwargs else ()
+    out = ((_KEYWORD_ONLY, "out", False), (_KEYWORD_ONLY, "out", True)) if "out" in kwargs else ()
     for at, name, several in operation.writes + out:
         target = args[at] if 0 <= at < len(args) else kwargs.get(name)
         for one in target if several and isinstance(target, list | tuple) else (target,):
             if isinstance(one, Shared):
                 _refuse_write(operation.name, _parameter_of(one))
-    for at, name in operation.asks:
+    for at, name in operation.writes_if_set:
         value = args[at] if at < len(args) else kwargs.get(name)
         if value not in (None, False):
             found: list[Shared] = []

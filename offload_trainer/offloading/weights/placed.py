@@ -90,31 +90,31 @@ class PlacedWeights:
         if len(node.nodes) > 1:
             node.barrier()  # all ranks of this node have received their parts from other nodes
 
-    def broadcast_unit(self, unit: Unit, *, beside: SideGroup | None = None) -> None:
-        """Broadcast one unit's updated weights; `beside` holds the connections of a calling side thread."""
+    def broadcast_unit(self, unit: Unit, *, connections: SideGroup | None = None) -> None:
+        """Broadcast one unit's updated weights; `connections` holds the connections of a calling side thread."""
         resident, node = self.resident(unit.index), self._node
         if resident is None:
-            self._broadcast_over_nodes(unit, beside=beside)
+            self._broadcast_over_nodes(unit, connections=connections)
             return
         for rank in range(node.world):
             first, end = range_of_rank(unit, rank, ranks=node.world)
-            node.broadcast(resident[first:end], source=rank, beside=beside)
+            node.broadcast(resident[first:end], source=rank, connections=connections)
 
-    def _broadcast_over_nodes(self, unit: Unit, *, beside: SideGroup | None) -> None:
+    def _broadcast_over_nodes(self, unit: Unit, *, connections: SideGroup | None) -> None:
         """Send new weights in RAM or on drives from the rank that updated them to its counterpart on other nodes."""
         node = self._node
         if len(node.nodes) == 1:
             return
         host = self.store.host(unit.index)
-        for rank in node.alike:
+        for rank in node.counterparts:
             first, end = range_of_rank(unit, rank, ranks=node.world)
             if host is not None:
-                node.across(host[first:end], source=rank, beside=beside)
+                node.broadcast_across(host[first:end], source=rank, connections=connections)
             elif first < end:
                 through = host_buffer((end - first) * self.dtype.itemsize).view(self.dtype)
                 if rank == node.rank:
                     self.store.read(unit.index, first, through).wait()
-                node.across(through, source=rank, beside=beside)
+                node.broadcast_across(through, source=rank, connections=connections)
                 if rank != node.rank:
                     self.store.write(unit.index, first, through).wait()
 

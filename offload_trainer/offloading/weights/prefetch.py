@@ -52,7 +52,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _WeightReference:
     """A view of a weight that autograd saved, as a range of its unit; `unpack` fetches the unit and rebuilds it."""
 
     unit: int
@@ -101,7 +101,7 @@ class WeightPrefetcher:
             for unit in units
         }
         self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
-        self._away = torch.full((), torch.nan, dtype=weights.dtype, device=device.place)
+        self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=device.place)
         self._backward = False
         self._then: bool | None = None
         # (is backward, previous unit, unit) -> the unit that followed last time; (None, None): start of a pass
@@ -110,10 +110,10 @@ class WeightPrefetcher:
         self._last: int | None = None
         self._recomputing: Any = None  # pack hook of the checkpointed part that was recomputed last
         self._recomputed: set[int] = set()  # units of that part
-        self._lent: dict[str, tuple[int, int]] = {}  # weights in separate memory: their unit and offset in it
+        self._borrowed: dict[str, tuple[int, int]] = {}  # weights in separate memory: their unit and offset in it
         self.then_after_backward: bool | None = None  # `then` for backwards that begin without `passing`
         for unit in units:
-            self._send_away(unit.index)
+            self._withdraw(unit.index)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -210,20 +210,20 @@ class WeightPrefetcher:
         self._before_last = self._last = None
         self._recomputing, self._recomputed = None, set()
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        return self.place_of(tensor) or tensor.detach()  # without detach a saved result refers to its own node
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightReference:
+        return self.reference_of(tensor) or tensor.detach()  # without detach a saved result refers to its own node
 
-    def place_of(self, tensor: torch.Tensor) -> _Saved | None:
+    def reference_of(self, tensor: torch.Tensor) -> _WeightReference | None:
         """Return the unit and offset of a tensor that views a ring buffer, or None for other tensors."""
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return None
         unit = self._rings.slots[number].unit
         assert unit is not None
-        return _Saved(unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return _WeightReference(unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
+    def unpack(self, saved: torch.Tensor | _WeightReference) -> torch.Tensor:
+        if not isinstance(saved, _WeightReference):
             return saved
         if unprotected() and in_backward():
             keep_by(self.pack, self.unpack)  # with create_graph the weight is saved again for the double backward
@@ -291,7 +291,9 @@ class WeightPrefetcher:
         slot = self._slots[number]
         into = slot.buffer[: self._weights.units[unit].elements]
         source, after = self._source(unit), self._device.mark()
-        slot.arrival = self._update_progress.fetched(unit, lambda: self._device.fetch(source, into, after=after))
+        slot.arrival = self._update_progress.fetch_when_ready(
+            unit, lambda: self._device.fetch(source, into, after=after)
+        )
 
     def _evict(self, number: int) -> None:
         unit, slot = self._rings.slots[number].unit, self._slots[number]
@@ -299,19 +301,19 @@ class WeightPrefetcher:
             return
         self._rings.empty(number)
         if slot.arrival is None:
-            self._send_away(unit)
+            self._withdraw(unit)
             return
         arrival, slot.arrival = slot.arrival, None
         arrival.wait()  # two transfers must not write to the same buffer
 
-    def _send_away(self, unit: int) -> None:
+    def _withdraw(self, unit: int) -> None:
         """Point the unit's parameters to the NaN placeholder."""
         for parameter, _, shape in self._parts[unit]:
-            set_memory(parameter, self._away.expand(shape))
+            set_memory(parameter, self._placeholder.expand(shape))
 
     def forget(self) -> None:
         """Evict all units and end all loans, because the weights have changed or are about to."""
-        self._take_back()
+        self._return_borrowed()
         for number in range(len(self._slots)):
             self._evict(number)
 
@@ -331,26 +333,26 @@ class WeightPrefetcher:
             name: (unit, start)
             for name, (unit, start) in places.items()
             if unit in self._parts
-            and self._is_to_be_lent(unit, start, bare=bare or (recomputing and unit not in self._recomputed))
+            and self._needs_copy(unit, start, bare=bare or (recomputing and unit not in self._recomputed))
         }
         if wanted:
             with without_modes():
-                self._take_back()
+                self._return_borrowed()
                 for unit, start in wanted.values():
                     for parameter, at, shape in self._parts[unit]:
                         if at == start:
                             set_memory(parameter, self._copy(unit, start, shape))
-            self._lent = wanted
-        lent = any(name in self._lent for name in places)
-        keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if lent and bare else nullcontext()
+            self._borrowed = wanted
+        borrowed = any(name in self._borrowed for name in places)
+        keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if borrowed and bare else nullcontext()
         with keeping:
             yield
 
-    def _is_to_be_lent(self, unit: int, start: int, *, bare: bool) -> bool:
+    def _needs_copy(self, unit: int, start: int, *, bare: bool) -> bool:
         parameter = next(parameter for parameter, at, _ in self._parts[unit] if at == start)
         with torch._C.DisableTorchFunctionSubclass():
             memory = parameter.untyped_storage().data_ptr()
-        return memory == self._away.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
+        return memory == self._placeholder.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
 
     @torch.no_grad()
     def _copy(self, unit: int, start: int, shape: torch.Size) -> torch.Tensor:
@@ -358,17 +360,17 @@ class WeightPrefetcher:
         with torch.inference_mode(False):  # the copy may be used after inference mode ends
             return self._weights.get(unit, start, shape.numel()).to(self._device.place).view(shape)
 
-    def _take_back(self) -> None:
+    def _return_borrowed(self) -> None:
         """End all loans: point the parameters to their ring buffer or to the placeholder."""
-        for unit, start in self._lent.values():
+        for unit, start in self._borrowed.values():
             number = self._rings.slot_of(unit)
             there = number is not None and self._slots[number].arrival is None
             for parameter, at, shape in self._parts[unit]:
                 if at == start and number is not None and there:
                     set_memory(parameter, self._slots[number].buffer[start : start + shape.numel()].view(shape))
                 elif at == start:
-                    set_memory(parameter, self._away.expand(shape))
-        self._lent = {}
+                    set_memory(parameter, self._placeholder.expand(shape))
+        self._borrowed = {}
 
     def close(self) -> None:
         """Wait for all fetches, successful or not."""

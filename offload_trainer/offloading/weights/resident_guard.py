@@ -31,10 +31,10 @@ class ResidentGuard:
     ) -> None:
         """Prepare the guard; `place` is the torch device."""
         self._update_progress = update_progress
-        self._away = torch.full((), torch.nan, dtype=weights.dtype, device=place)
+        self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=place)
         self._parts = _on_the_device(weights, parameters)
-        self._withheld: set[int] = set()
-        self._asked_for: set[int] = set()  # units that a module's call has asked for, ever
+        self._blocked: set[int] = set()
+        self._called: set[int] = set()  # units that a module's call has asked for, ever
 
     def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
         """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
@@ -45,7 +45,7 @@ class ResidentGuard:
 
     def _before(self, units: Sequence[int]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            self._asked_for.update(units)
+            self._called.update(units)
             self.restore(units)
 
         return not_compiled(hook)
@@ -53,25 +53,25 @@ class ResidentGuard:
     def begin(self) -> None:
         """Block the units that the update that has just begun will change."""
         for unit, parts in self._parts.items():
-            if not self._update_progress.is_home(unit):
-                self._withheld.add(unit)
+            if not self._update_progress.is_ready(unit):
+                self._blocked.add(unit)
                 for parameter, memory in parts:
-                    set_memory(parameter, self._away.expand(memory.shape))
+                    set_memory(parameter, self._placeholder.expand(memory.shape))
 
     def restore(self, units: Iterable[int]) -> None:
         """Wait until these units have their new weights, and restore their parameters' memory."""
-        for unit in self._withheld.intersection(units) if self._withheld else ():
+        for unit in self._blocked.intersection(units) if self._blocked else ():
             self._update_progress.wait(unit)
             for parameter, memory in self._parts[unit]:
                 set_memory(parameter, memory)
-            self._withheld.discard(unit)
+            self._blocked.discard(unit)
 
     def begin_forward(self) -> None:
         """Restore the units that no module's call has ever asked for: code may read their weights directly.
 
         ProphetNet reads its n-gram embeddings so. The first forward shows which they are, before the first update.
         """
-        self.restore(self._withheld - self._asked_for)
+        self.restore(self._blocked - self._called)
 
     def restore_all(self) -> None:
         """Wait for all new weights, and restore all parameters' memory."""

@@ -277,11 +277,7 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
         limit = timedelta(seconds=patience)
         return dist.new_subgroups_by_enumeration(every, backend="nccl", timeout=limit)[0]
     every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
-    return _mesh_of(next(ranks for ranks in every if _joined.rank in ranks), patience=patience)
-
-
-def _mesh_of(members: Sequence[int], *, patience: float) -> Mesh:
-    assert _joined is not None
+    members = next(ranks for ranks in every if _joined.rank in ranks)
     with _as_peer_failure():
         return _joined.listener.mesh(members, patience=patience, within=_SETTING_UP, look=_joined.everybody.check)
 

@@ -86,7 +86,10 @@ class TieredEngine:
             parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
             self._module.to(self._place)
             for name, value in source.buffers().items():
-                _set_buffer(self._module.model, name, value.to(self._place))
+                owner, _, leaf = name.rpartition(".")
+                buffers = self._module.model.get_submodule(owner)._buffers
+                assert leaf in buffers, name
+                buffers[leaf] = value.to(self._place)
             self.offloaded = OffloadedModel(
                 self._module.model,
                 parameters,
@@ -97,17 +100,13 @@ class TieredEngine:
                 seed=source.seed,
             )
             stack.callback(self.offloaded.close)
-            self._keep_inputs(work)
+            if tier := work.inputs_away:
+                self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == "nvme")
             self._attention = self._share_rows() if self._together > 1 else None
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
         self._decays = {weight.name: weight.decays for weight in source.shape.weights if weight.trainable}
-
-    def _keep_inputs(self, work: Workload) -> None:
-        """Offload block inputs of activation checkpointing if the workload says so."""
-        if home := work.inputs_away:
-            self.offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
 
     def _share_rows(self) -> DividedAttention:
         """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
@@ -126,18 +125,10 @@ class TieredEngine:
         self._module.train()
         batches = [self._piece(batch) for batch in batches]
         scale = self._scale.value
-        losses = []
-        counts = self._of_all([batch.counted for batch in batches])
-        weights = weights_in_step(counts)[self._node.rank :: self._node.world]
         rules = self._rules(lr)
         if self._watch is not None and self._watch.rarely:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
-        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
-            with self._phase(clock, "forward"), self.offloaded.forward(then=True):
-                loss = self._module(*batch.arguments(self._place, training=True))
-                losses.append(loss.detach() * weight)
-            with self._phase(clock, "backward"), self.offloaded.backward(last=number == len(batches)):
-                (loss * (scale * weight / len(counts))).backward()
+        losses = self._accumulate(batches, scale=scale, clock=clock)
         update_progress = self.offloaded.update_progress
         hidden = update_progress.hidden - self._hidden
         self._hidden = update_progress.hidden
@@ -153,6 +144,19 @@ class TieredEngine:
             hidden=hidden if self._overlaps else 0.0,
             resume_hint=self._overlaps,
         )
+
+    def _accumulate(self, batches: Sequence[Batch], *, scale: float, clock: PhaseClock) -> list[torch.Tensor]:
+        """Run forward and backward of a step's micro-batches, one after the other; return their weighted losses."""
+        counts = self._of_all([batch.counted for batch in batches])
+        weights = weights_in_step(counts)[self._node.rank :: self._node.world]
+        losses = []
+        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
+            with self._phase(clock, "forward"), self.offloaded.forward(then=True):
+                loss = self._module(*batch.arguments(self._place, training=True))
+                losses.append(loss.detach() * weight)
+            with self._phase(clock, "backward"), self.offloaded.backward(last=number == len(batches)):
+                (loss * (scale * weight / len(counts))).backward()
+        return losses
 
     @contextmanager
     def _phase(self, clock: PhaseClock, name: str) -> Iterator[None]:
@@ -171,9 +175,9 @@ class TieredEngine:
         if self._node.world == 1:
             return mine
         self._node.barrier()  # its error names a rank that stalls
-        told = all_gather_json([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
+        gathered = all_gather_json([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
         like = [one.dtype if isinstance(one, torch.Tensor) else None for one in mine]
-        every = [(its[number], like[number]) for number in range(len(mine)) for its in told]
+        every = [(its[number], like[number]) for number in range(len(mine)) for its in gathered]
         return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
@@ -206,8 +210,8 @@ class TieredEngine:
         if self._together == 1:
             return loss
         first = self.rank * self._together
-        told = self._of_all([loss * piece.counted])[first : first + self._together]
-        return sum(told) / max(1, batch.counted)
+        losses = self._of_all([loss * piece.counted])[first : first + self._together]
+        return sum(losses) / max(1, batch.counted)
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -262,10 +266,3 @@ def _one_for_each_use(model: nn.Module, *, dtype: torch.dtype, place: torch.devi
             made[names[old]].append(nn.Parameter(empty, requires_grad=old.requires_grad))
             module._parameters[key] = made[names[old]][-1]
     return made
-
-
-def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    holder = model.get_submodule(owner)
-    assert leaf in holder._buffers, name
-    holder._buffers[leaf] = value

@@ -138,7 +138,9 @@ class Activations:
         buffer.number, buffer.readers = kept.number, []
         buffer.filled = self._device.keep(tensor.detach().view(-1), buffer.of(kept))
         if buffer.ring:
-            buffer.readers.append(self._write(kept, buffer))
+            place = self._place(kept, buffer)
+            written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
+            buffer.readers.append(written)
         self._downloads.append(buffer.filled)
         if len(self._downloads) > INPUTS_UNDER_WAY:
             self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
@@ -161,12 +163,6 @@ class Activations:
     def _place(self, kept: _SavedInput, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
         size = -(-kept.size // SECTOR) * SECTOR
         return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
-
-    def _write(self, kept: _SavedInput, buffer: _Buffer) -> Future:
-        """Start writing an input to its drive once the buffer is filled."""
-        place = self._place(kept, buffer)
-        written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
-        return written
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

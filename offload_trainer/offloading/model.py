@@ -167,19 +167,15 @@ class OffloadedModel:
                     f"{name} got a sparse gradient, which AdamW does not take: make its embedding with sparse=False"
                 )
             self._begin_backward()
-            self._refuse_another(name)
+            if not self.adds_up and name in self.gradients.arrived:
+                raise UserError(
+                    f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums "
+                    "in 16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
+                )
             self.taken += 1
             self.gradients.add(name, gradient, last=self.last)
 
         return hook
-
-    def _refuse_another(self, name: str) -> None:
-        """Raise UserError for a second micro-batch's gradient if gradients are kept in 16 bits."""
-        if not self.adds_up and name in self.gradients.arrived:
-            raise UserError(
-                f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums in "
-                "16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
-            )
 
     def keep_inputs(self, inputs: BlockInputs, *, on_drives: bool) -> None:
         """Offload the block inputs that activation checkpointing keeps, to host memory or to the drives."""
@@ -476,16 +472,16 @@ class OffloadedModel:
             UserError: a page does not have its checksum.
         """
         self.store.copies.begin(newest, sums)
-        self.node.on_each_rank(self._make_weights)
+
+        def make_weights() -> None:
+            try:
+                self.state.make_weights()
+            except DamagedPage as error:
+                raise UserError(str(error)) from error
+
+        self.node.on_each_rank(make_weights)
         self.weights.broadcast()
         self.steps = {name: state.steps_of(name) for name in self.trained}
-
-    def _make_weights(self) -> None:
-        """Round this rank's weights from the masters in the page files of an earlier process."""
-        try:
-            self.state.make_weights()
-        except DamagedPage as error:
-            raise UserError(str(error)) from error
 
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:

@@ -86,7 +86,7 @@ class BlockSavedTensors:
 
     def __init__(self, references: WeightReferences) -> None:
         self._references, self._others = references, hooks_of_autograd()
-        self._computed = -1  # id of the backward in which the block was recomputed
+        self._recomputed_in = -1  # id of the backward in which the block was recomputed
         if self._others is not None:
             self._first = self._others[0](torch.empty(0))  # unpacking this first tensor triggers the recomputation
 
@@ -101,17 +101,13 @@ class BlockSavedTensors:
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _Reference):
-            self._compute_again()
+            backward = current_backward()
+            if self._others is not None and self._recomputed_in != backward:
+                self._recomputed_in = backward
+                self._others[1](self._first)  # torch recomputes the block
             return self._references.unpack(saved.reference)
         found: torch.Tensor = self._others[1](saved) if self._others else saved
         return found
-
-    def _compute_again(self) -> None:
-        """Make torch recompute the block, unless it was recomputed in this backward."""
-        now = current_backward()
-        if self._others is not None and self._computed != now:
-            self._computed = now
-            self._others[1](self._first)
 
 
 def recompute_views(references: WeightReferences) -> None:

@@ -75,23 +75,19 @@ class StagedSums:
         staging = self._staging_of(unit)
         assert staging is not None
         if not staging.loaded:
-            self._load(self._units[unit], staging)
+            first, end = self._own_range(self._units[unit])
+            if unit not in self._written:
+                _clear_between(self._units[unit], staging.buffer, first=first, end=end)
+            elif first < end:  # read back the earlier sums
+                for other in self._stagings[self._units[unit].block]:
+                    self._wait_for_write(other)
+                self._store.read(unit, first, staging.buffer[first:end]).wait()
+            staging.loaded = True
         return staging.buffer[: self._units[unit].trained]
 
     def _staging_of(self, unit: int) -> _Staging | None:
         ring = self._stagings[self._units[unit].block]
         return next((staging for staging in ring if staging.unit == unit), None)
-
-    def _load(self, unit: Unit, staging: _Staging) -> None:
-        """Read a unit's earlier sums from the drive, if there are any."""
-        first, end = self._own_range(unit)
-        if unit.index not in self._written:
-            _clear_between(unit, staging.buffer, first=first, end=end)
-        elif first < end:
-            for other in self._stagings[unit.block]:
-                self._wait_for_write(other)
-            self._store.read(unit.index, first, staging.buffer[first:end]).wait()
-        staging.loaded = True
 
     def _own_range(self, unit: Unit) -> tuple[int, int]:
         return range_of_rank(unit, self._node.rank, ranks=self._node.world)

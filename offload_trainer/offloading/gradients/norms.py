@@ -69,7 +69,7 @@ def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tens
 
 
 def _root_of_sum(sums: torch.Tensor) -> torch.Tensor:
-    filled = sums.new_zeros(1, _power_of_two(sums.numel()))
+    filled = sums.new_zeros(1, 1 << max(0, sums.numel() - 1).bit_length())  # the next power of two
     filled[0, : sums.numel()].copy_(sums)
     return _by_halves(filled)[0].sqrt()
 
@@ -116,8 +116,3 @@ def _by_halves(rows: torch.Tensor) -> torch.Tensor:
         length //= 2
         rows[:, :length].add_(rows[:, length : 2 * length])
     return rows[:, 0]
-
-
-def _power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`."""
-    return 1 << max(0, count - 1).bit_length()

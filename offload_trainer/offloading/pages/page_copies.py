@@ -20,7 +20,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.optim.checksum import Sum
+from offload_trainer.optim.native_adam import Sum
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import StateFormat
 

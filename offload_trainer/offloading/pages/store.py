@@ -52,7 +52,7 @@ class WriteBackCache:
         key = file, offset
         if key not in self._open:
             while len(self._open) >= self._places:
-                self._put_away(next(iter(self._open)))
+                self._evict(next(iter(self._open)))
             buffer = host_buffer(size)
             self._transfers.read(file, offset, buffer).wait()
             self._was_read(file, offset, buffer)
@@ -64,9 +64,9 @@ class WriteBackCache:
     def flush(self) -> None:
         """Write all changes to the files and release the memory."""
         for key in list(self._open):
-            self._put_away(key)
+            self._evict(key)
 
-    def _put_away(self, key: tuple[DriveFile, int]) -> None:
+    def _evict(self, key: tuple[DriveFile, int]) -> None:
         buffer = self._open.pop(key)
         if key in self._changed:
             self._transfers.write(*key, buffer).wait()
@@ -368,17 +368,14 @@ class UnitStore:
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on to `values` (1-D, any dtype). Call `flush` afterwards."""
-        self._whole(unit)[start : start + values.numel()].copy_(values)
+        whole = self.host(unit)
+        if whole is None:
+            size = self.elements[unit] * self.dtype.itemsize
+            whole = self._cache.open(*self._place(unit, 0), size, modify=True).view(self.dtype)
+        whole[start : start + values.numel()].copy_(values)
 
     def flush(self) -> None:
         self._cache.flush()
-
-    def _whole(self, unit: int) -> torch.Tensor:
-        inside = self.host(unit)
-        if inside is not None:
-            return inside
-        size = self.elements[unit] * self.dtype.itemsize
-        return self._cache.open(*self._place(unit, 0), size, modify=True).view(self.dtype)
 
 
 def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:

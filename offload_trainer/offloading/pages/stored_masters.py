@@ -24,7 +24,7 @@ from offload_trainer.offloading.pages.manifest import (
 )
 from offload_trainer.offloading.pages.page_copies import DamagedPage
 from offload_trainer.offloading.pages.store import offsets, size_of_home
-from offload_trainer.optim.checksum import zlib_sum
+from offload_trainer.optim.native_adam import zlib_sum
 from offload_trainer.safe_files import open_file
 from offload_trainer.units import format_count
 

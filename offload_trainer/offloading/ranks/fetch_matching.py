@@ -33,7 +33,12 @@ class FetchMatching:
     def barrier(self) -> None:
         """Wait until every rank has reached this barrier; raise the first error of any round."""
         future = Future()
-        self._thread.put(ending(future, self._until_all_meet))
+
+        def until_all_meet() -> None:
+            while set(self._round(_BARRIER)) != {_BARRIER}:
+                pass
+
+        self._thread.put(ending(future, until_all_meet))
         future.wait()
 
     def ask(self, what: int, then: Callable[[bool, BaseException | None], None]) -> None:
@@ -52,10 +57,6 @@ class FetchMatching:
                 then(together, None)
 
         self._thread.put(look)
-
-    def _until_all_meet(self) -> None:
-        while set(self._round(_BARRIER)) != {_BARRIER}:
-            pass
 
     def _round(self, mine: int) -> list[int]:
         if self._error is not None:

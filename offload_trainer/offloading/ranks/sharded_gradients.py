@@ -224,15 +224,13 @@ class ShardedGradients:
             here = slice(max(first, place.start), min(end, place.start + place.weight.numel))
             for rank in ranks:
                 if here.start < here.stop:
-                    target, values = sums[here], self._given(rank, box, here, first=first)
+                    if rank in self._outboxes:
+                        values = self._outboxes[rank][box][here]
+                    else:
+                        values = self._inboxes[rank][here.start - first : here.stop - first]
+                    target = sums[here]
                     target.add_(values) if name in self._intake.arrived else target.copy_(values)
                 self._intake.arrived.add(name)
-
-    def _given(self, rank: int, box: int, here: slice, *, first: int) -> torch.Tensor:
-        """Return another rank's gradients for elements `here` of this rank's shard, which begins at `first`."""
-        if rank in self._outboxes:
-            return self._outboxes[rank][box][here]
-        return self._inboxes[rank][here.start - first : here.stop - first]
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -289,7 +287,10 @@ class ShardedNorms:
         count = 0
         for unit, place in places:
             norm = PiecewiseNorm(place.weight.numel, ordered=ordered)
-            self._shares[place.weight.name] = _share(unit, place, norm, node=node, numbers=count)
+            parts = norm_parts(unit, place, width=norm.width, rank=node.rank, ranks=node.world)
+            first = count + (parts.starts.start - place.start) // norm.width
+            numbers = slice(count, count + norm.pieces)
+            self._shares[place.weight.name] = _Share(unit.index, norm, numbers, first, parts)
             count += norm.pieces
         self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
@@ -337,10 +338,3 @@ class ShardedNorms:
         """Begin the next step."""
         self._numbers.zero_()
         self._cut.clear()
-
-
-def _share(unit: Unit, place: Place, norm: PiecewiseNorm, *, node: Node, numbers: int) -> _Share:
-    """Return this rank's share in a weight's norm; `numbers` is the weight's first position."""
-    parts = norm_parts(unit, place, width=norm.width, rank=node.rank, ranks=node.world)
-    taken = numbers + (parts.starts.start - place.start) // norm.width
-    return _Share(unit.index, norm, slice(numbers, numbers + norm.pieces), taken, parts)

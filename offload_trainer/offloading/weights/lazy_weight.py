@@ -67,7 +67,8 @@ class LazyWeight(torch.Tensor):
         if name in _POINTERS and not args[0].keeps:
             raise UserError(f"{name} of an offloaded tensor: each operation reads its values; clone() keeps them")
         if name in _POINTERS:
-            args[0]._keep()
+            values = args[0].read()
+            args[0].read = lambda: values
         if name == "data" and own_name == "__set__":
             raise UserError("an offloaded tensor's .data cannot be set: copy_() writes to a gradient")
         if name in ("data", "detach") and args[0].write is not None:
@@ -77,10 +78,6 @@ class LazyWeight(torch.Tensor):
                 return func(*args, **(kwargs or {}))
             operation = _Operation(func, name, args, kwargs or {})
             return operation.returned(operation.done())
-
-    def _keep(self) -> None:
-        values = self.read()
-        self.read = lambda: values
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)
@@ -139,7 +136,9 @@ class _Operation:
         for stored, values, _ in self._read:
             if stored.write is not None and result is values:
                 return stored
-            if stored.write is not None and isinstance(result, torch.Tensor) and _share_memory(result, values):
+            if stored.write is None or not isinstance(result, torch.Tensor):
+                continue
+            if result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
                 return LazyWeight.of(
                     result,
                     lambda: part(self.done()),
@@ -152,7 +151,3 @@ class _Operation:
     def _write_part(self, part: Callable[[Any], torch.Tensor], new: torch.Tensor) -> None:
         part(self.done()).copy_(new)
         self._write_back()
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -423,7 +423,9 @@ def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
                 first = parameter.storage_offset() * parameter.itemsize
                 start = int(result.storage_offset() * result.itemsize - first)
                 if 0 <= start <= parameter.nbytes:
-                    _make_view(result, parameter, start)
+                    view: Any = result
+                    view.__class__ = ParameterView
+                    view.parameter, view.start = parameter, start
                     break
     elif isinstance(result, list | tuple):
         for one in result:
@@ -443,11 +445,6 @@ def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensor.values(), tensor.ccol_indices(), tensor.row_indices()
 
 
-def _make_view(tensor: Any, parameter: OffloadedParameter, start: int) -> None:
-    tensor.__class__ = ParameterView
-    tensor.parameter, tensor.start = parameter, start
-
-
 def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any) -> Any:
     """Run torch.autograd.grad with gradient edges instead of parameters, because it does not need their values.
 
@@ -457,7 +454,8 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any
     with torch._C.DisableTorchFunctionSubclass():
         if not all(one.requires_grad for one in (*outputs, *inputs) if isinstance(one, Shared)):
             return torch.autograd.grad(outputs, inputs, grad_outputs, **words)  # raises torch's error
-        outputs, edges = ([_edge(one) for one in some] for some in (outputs, inputs))
+        edge = torch.autograd.graph.get_gradient_edge
+        outputs, edges = ([edge(one) if isinstance(one, Shared) else one for one in some] for some in (outputs, inputs))
     if isinstance(grad_outputs, Shared):
         grad_outputs = grad_outputs.clone()
     elif isinstance(grad_outputs, list | tuple):
@@ -472,10 +470,6 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any
             for one, its in zip(inputs, found, strict=True)
         )
     return tuple(found)
-
-
-def _edge(one: Any) -> Any:
-    return torch.autograd.graph.get_gradient_edge(one) if isinstance(one, Shared) else one
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -53,6 +53,13 @@ class PlacedWeights:
             return None
         return self._resident[self._starts[unit] :][: self.units[unit].elements]
 
+    def values(self, memory: torch.Tensor, place: Place) -> torch.Tensor:
+        """Return a weight's values in `memory` on the device, which holds its unit as it is stored.
+
+        Every parameter gets its memory here, so a unit that is stored in another format would be decoded here.
+        """
+        return memory[place.start : place.start + place.weight.numel].view(place.weight.shape)
+
     def direct(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if the CPU can write them in place; None: use `commit`."""
         if self.homes[unit] == DEVICE:

@@ -37,7 +37,7 @@ from offload_trainer.offloading.device import Device, DeviceCopy, Read
 from offload_trainer.offloading.recompute_hooks import BlockSavedTensors, recompute_views
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.plan.tiered.layout import Unit
+from offload_trainer.plan.tiered.layout import Place, Unit
 from offload_trainer.plan.tiered.weight_streaming import Rings
 
 _END = -1  # marks the end of a pass in place of a following unit
@@ -93,11 +93,7 @@ class WeightPrefetcher:
         self._rings = Rings(units, blocks=blocks)
         self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
         self._parts = {
-            unit.index: [
-                (parameter, place.start, torch.Size(place.weight.shape))
-                for place in unit.places
-                for parameter in parameters[place.weight.name]
-            ]
+            unit.index: [(parameter, place) for place in unit.places for parameter in parameters[place.weight.name]]
             for unit in units
         }
         self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
@@ -256,8 +252,8 @@ class WeightPrefetcher:
         if slot.arrival is not None:
             slot.arrival.wait()
             slot.arrival = None
-            for parameter, start, shape in self._parts[unit]:
-                set_memory(parameter, slot.buffer[start : start + shape.numel()].view(shape))
+            for parameter, place in self._parts[unit]:
+                set_memory(parameter, self._weights.values(slot.buffer, place))
         if unit != self._last:
             self._followed[self._backward, self._before_last, self._last] = unit
             self._before_last, self._last = self._last, unit
@@ -308,8 +304,8 @@ class WeightPrefetcher:
 
     def _withdraw(self, unit: int) -> None:
         """Point the unit's parameters to the NaN placeholder."""
-        for parameter, _, shape in self._parts[unit]:
-            set_memory(parameter, self._placeholder.expand(shape))
+        for parameter, place in self._parts[unit]:
+            set_memory(parameter, self._placeholder.expand(place.weight.shape))
 
     def forget(self) -> None:
         """Evict all units and end all loans, because the weights have changed or are about to."""
@@ -339,9 +335,9 @@ class WeightPrefetcher:
             with without_modes():
                 self._return_borrowed()
                 for unit, start in wanted.values():
-                    for parameter, at, shape in self._parts[unit]:
-                        if at == start:
-                            set_memory(parameter, self._copy(unit, start, shape))
+                    for parameter, place in self._parts[unit]:
+                        if place.start == start:
+                            set_memory(parameter, self._copy(unit, place))
             self._borrowed = wanted
         borrowed = any(name in self._borrowed for name in places)
         keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if borrowed and bare else nullcontext()
@@ -349,27 +345,28 @@ class WeightPrefetcher:
             yield
 
     def _needs_copy(self, unit: int, start: int, *, bare: bool) -> bool:
-        parameter = next(parameter for parameter, at, _ in self._parts[unit] if at == start)
+        parameter = next(parameter for parameter, place in self._parts[unit] if place.start == start)
         with torch._C.DisableTorchFunctionSubclass():
             memory = parameter.untyped_storage().data_ptr()
         return memory == self._placeholder.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
 
     @torch.no_grad()
-    def _copy(self, unit: int, start: int, shape: torch.Size) -> torch.Tensor:
+    def _copy(self, unit: int, place: Place) -> torch.Tensor:
         self._update_progress.wait(unit)
         with torch.inference_mode(False):  # the copy may be used after inference mode ends
-            return self._weights.get(unit, start, shape.numel()).to(self._device.place).view(shape)
+            stored = self._weights.get(unit, place.start, place.weight.numel)
+            return stored.to(self._device.place).view(place.weight.shape)
 
     def _return_borrowed(self) -> None:
         """End all loans: point the parameters to their ring buffer or to the placeholder."""
         for unit, start in self._borrowed.values():
             number = self._rings.slot_of(unit)
             there = number is not None and self._slots[number].arrival is None
-            for parameter, at, shape in self._parts[unit]:
-                if at == start and number is not None and there:
-                    set_memory(parameter, self._slots[number].buffer[start : start + shape.numel()].view(shape))
-                elif at == start:
-                    set_memory(parameter, self._placeholder.expand(shape))
+            for parameter, place in self._parts[unit]:
+                if place.start == start and number is not None and there:
+                    set_memory(parameter, self._weights.values(self._slots[number].buffer, place))
+                elif place.start == start:
+                    set_memory(parameter, self._placeholder.expand(place.weight.shape))
         self._borrowed = {}
 
     def close(self) -> None:

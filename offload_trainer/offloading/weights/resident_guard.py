@@ -92,9 +92,7 @@ def _on_the_device(
     resident = {unit: weights.resident(unit.index) for unit in weights.units}
     return {
         unit.index: [
-            (use, memory[at.start :][: at.weight.numel].view(at.weight.shape))
-            for at in unit.places
-            for use in parameters[at.weight.name]
+            (use, weights.values(memory, place)) for place in unit.places for use in parameters[place.weight.name]
         ]
         for unit, memory in resident.items()
         if memory is not None

@@ -400,8 +400,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _user_of(connection: socket.socket) -> int:
     """Return the user id at the other end of a Unix socket, as recorded by the kernel (SO_PEERCRED)."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", told)[1])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
 
 
 def _received(connection: socket.socket, size: int) -> bytes:
@@ -415,8 +415,8 @@ def _received(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _proof(secret: bytes, role: bytes, *told: bytes) -> bytes:
-    return hmac.digest(secret, role + b"".join(told), "sha256")
+def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, role + b"".join(parts), "sha256")
 
 
 def _place(name: tuple[object, ...]) -> bytes:
@@ -433,10 +433,10 @@ def _convinced(connection: socket.socket, secret: bytes) -> bytes:
     ours = secrets.token_bytes(_NONCE)
     connection.sendall(ours)
     theirs, proof, hello = (_received(connection, size) for size in (_NONCE, _PROOF, _HELLO.size))
-    told = ours, theirs, hello, _place(connection.getsockname())
-    if not hmac.compare_digest(proof, _proof(secret, b"dials", *told)):
+    signed = ours, theirs, hello, _place(connection.getsockname())
+    if not hmac.compare_digest(proof, _proof(secret, b"dials", *signed)):
         raise ValueError("no proof")
-    connection.sendall(_proof(secret, b"answers", *told))
+    connection.sendall(_proof(secret, b"answers", *signed))
     return hello
 
 
@@ -448,12 +448,12 @@ def _convince(connection: socket.socket, hello: bytes, secret: bytes, who: str) 
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         theirs, ours = _received(connection, _NONCE), secrets.token_bytes(_NONCE)
-        told = theirs, ours, hello, _place(connection.getpeername())
-        connection.sendall(ours + _proof(secret, b"dials", *told) + hello)
+        signed = theirs, ours, hello, _place(connection.getpeername())
+        connection.sendall(ours + _proof(secret, b"dials", *signed) + hello)
         proof = _received(connection, _PROOF)
     except OSError as error:
         raise HandshakeRefused(f"{who} does not accept this rank's proof that it knows the run's secret") from error
-    if not hmac.compare_digest(proof, _proof(secret, b"answers", *told)):
+    if not hmac.compare_digest(proof, _proof(secret, b"answers", *signed)):
         raise HandshakeRefused(f"{who} does not prove that it knows the run's secret")
 
 

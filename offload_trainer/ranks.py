@@ -114,8 +114,10 @@ def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mes
         try:
             return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING), None
         except PeerTimeout as error:
-            told = f"after {_JOINING:g} s not all ranks of the run have come: {error}"
-            raise TrainerError(f"{told}; the launcher, or that rank, says why") from error
+            raise TrainerError(
+                f"after {_JOINING:g} s not all ranks of the run have come: {error}; the launcher, or that rank, says "
+                "why"
+            ) from error
 
 
 def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh, dist.Store]:
@@ -165,9 +167,9 @@ def _secret() -> bytes:
     """Return the run's secret from the environment. Raises UserError if it is missing or too short."""
     secret = os.environ.get(SECRET, "")
     if len(secret) < _LEAST_SECRET:
-        told = f"has {len(secret)} characters" if secret else "is not set"
+        problem = f"has {len(secret)} characters" if secret else "is not set"
         raise UserError(
-            f"ranks of several nodes need a secret that they prove to each other: {SECRET} {told}, and at least "
+            f"ranks of several nodes need a secret that they prove to each other: {SECRET} {problem}, and at least "
             f"{_LEAST_SECRET} are needed. Set it to the same on every node: `openssl rand -hex 32` makes one"
         )
     return secret.encode()
@@ -182,10 +184,10 @@ def _address() -> str:
     if name := os.environ.get(_INTERFACE):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             try:
-                told = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                request = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
             except OSError as error:
                 raise UserError(f"{_INTERFACE}={name}: no such network with an IPv4 address is here") from error
-            return socket.inet_ntoa(told[20:24])
+            return socket.inet_ntoa(request[20:24])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -196,9 +198,9 @@ def _address() -> str:
         raise TrainerError(f"the address of the first node, {host}, is not to be reached: {error.strerror}") from error
 
 
-def _parsed_address(told: bytes, *, of: int) -> tuple[str, int]:
+def _parsed_address(address: bytes, *, of: int) -> tuple[str, int]:
     """Parse an address from the store into (host, port). Raises TrainerError for anything else."""
-    found = re.fullmatch(r"([0-9a-f.:]{2,45}) ([0-9]{1,5})", told[:64].decode(errors="replace"))
+    found = re.fullmatch(r"([0-9a-f.:]{2,45}) ([0-9]{1,5})", address[:64].decode(errors="replace"))
     if not found:
         raise TrainerError(f"the launcher's store gives no address of rank {of}: another program has written to it")
     return found[1], int(found[2])
@@ -214,9 +216,9 @@ def _look_for_notes(store: dist.Store, secret: bytes) -> None:
             "a rank does not come, and its note is not signed with this run's secret: give every node the same "
             f"{SECRET}"
         )
-    node, _, told = note.decode().partition(" ")
+    node, _, message = note.decode().partition(" ")
     known = node == os.environ.get("GROUP_RANK")  # the rank has already printed it on this node
-    raise PeerFailed(told, code=LOST) if known else TrainerError(f"node {node} does not come: {told}")
+    raise PeerFailed(message, code=LOST) if known else TrainerError(f"node {node} does not come: {message}")
 
 
 def _sign(note: bytes, secret: bytes) -> bytes:
@@ -253,11 +255,11 @@ def nodes() -> tuple[range, ...]:
     rank, world = place_here()
     if world == 1:
         return (range(1),)
-    told = all_gather_json(int(os.environ.get("LOCAL_RANK", rank)))
-    each = world // max(1, told.count(0))
-    if told != [number % each for number in range(world)]:
+    numbers = all_gather_json(int(os.environ.get("LOCAL_RANK", rank)))
+    each = world // max(1, numbers.count(0))
+    if numbers != [number % each for number in range(world)]:
         raise UserError(
-            f"ranks are not as many on every node: they are number {', '.join(map(str, told))} of theirs; start as "
+            f"ranks are not as many on every node: they are number {', '.join(map(str, numbers))} of theirs; start as "
             "many on each (torchrun --nproc-per-node)"
         )
     return tuple(range(first, first + each) for first in range(0, world, each))
@@ -444,15 +446,15 @@ def send_recv(
 
 def all_reduce(values: torch.Tensor, *, group: Mesh) -> None:
     """All-reduce `values` (on the CPU) in place by summation; exact if at most one rank has a nonzero per element."""
-    told = torch.empty((len(group.members), values.numel()), dtype=values.dtype)
+    gathered = torch.empty((len(group.members), values.numel()), dtype=values.dtype)
     mine = group.members.index(group.rank)
-    told[mine] = values.reshape(-1)
+    gathered[mine] = values.reshape(-1)
     with _as_peer_failure():
         group.exchange(
-            [(peer, _bytes_of(told[mine])) for peer in group.others],
-            [(peer, _bytes_of(told[number])) for number, peer in enumerate(group.members) if peer != group.rank],
+            [(peer, _bytes_of(gathered[mine])) for peer in group.others],
+            [(peer, _bytes_of(gathered[number])) for number, peer in enumerate(group.members) if peer != group.rank],
         )
-    values.copy_(told.sum(0).reshape(values.shape))
+    values.copy_(gathered.sum(0).reshape(values.shape))
 
 
 def share(value: Any, *, source: int, group: Mesh | None, kind: Any = Any) -> Any:
@@ -475,9 +477,9 @@ def _plain(value: Any) -> Any:
     return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
-def _decode(told: bytes, kind: Any) -> Any:
+def _decode(data: bytes, kind: Any) -> Any:
     try:
-        return parsed(told, kind, finite=False)
+        return parsed(data, kind, finite=False)
     except ValueError as error:
         raise TrainerError(f"another rank has told what this one cannot read: {shown(str(error))}") from error
 
@@ -500,10 +502,10 @@ class Group:
                 work()
             except Exception as error:
                 failed = error
-        told = share(_failure(failed), source=0, group=self.mesh) if self.mesh else None
+        shared = share(_failure(failed), source=0, group=self.mesh) if self.mesh else None
         if failed is not None:
             raise failed
-        _raise_peer_failure([told])
+        _raise_peer_failure([shared])
 
     def each(self, work: Callable[[], T], kind: Any = Any) -> list[T]:
         """Do `work` on every rank; return all results, of type `kind`, in the order of ranks.
@@ -516,11 +518,11 @@ class Group:
             mine.append(work())
         except Exception as error:
             failed = error
-        told = _gathered([_failure(failed), mine], self.mesh, tuple[Any, list[kind]])
+        results = _gathered([_failure(failed), mine], self.mesh, tuple[Any, list[kind]])
         if failed is not None:
             raise failed
-        _raise_peer_failure([wrong for wrong, _ in told])
-        return [value for _, values in told for value in values]
+        _raise_peer_failure([wrong for wrong, _ in results])
+        return [value for _, values in results for value in values]
 
 
 def _failure(failed: Exception | None) -> list[Any] | None:
@@ -528,8 +530,8 @@ def _failure(failed: Exception | None) -> list[Any] | None:
     return None if failed is None else [getattr(failed, "exit_code", LOST), str(failed)]
 
 
-def _raise_peer_failure(told: Sequence[Sequence[Any] | None]) -> None:
-    for wrong in told:
+def _raise_peer_failure(failures: Sequence[Sequence[Any] | None]) -> None:
+    for wrong in failures:
         if wrong is not None:
             raise PeerFailed(wrong[1], code=wrong[0])
 
@@ -588,7 +590,7 @@ def _gathered(value: Any, mesh: Mesh | None, kind: Any) -> list[Any]:
     if mesh is None:
         return [value]
     with _as_peer_failure():
-        return [_decode(told, kind) for told in mesh.all_gather(_encode(value))]
+        return [_decode(data, kind) for data in mesh.all_gather(_encode(value))]
 
 
 def wait_for_all(*, group: Mesh | None = None) -> None:

@@ -7,10 +7,6 @@
 `OffloadedModel` connects the other modules of `offloading/`; engines and sessions train through it. It takes a module,
 a layout and update kernels, and does not depend on the configuration, the data or the loss. The placement never changes
 a bit of the result.
-
-Terms: a unit is a group of weights that is fetched together (a block, or a module outside the blocks). A page is a
-range of a unit's trainable weights whose optimizer state is read, updated and written together. A tier, or home, is the
-device, RAM or one of the drives. A master is the fp32 copy of a weight in the optimizer state.
 """
 
 from __future__ import annotations

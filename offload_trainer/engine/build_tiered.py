@@ -44,7 +44,7 @@ class EngineParts:
     kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
 
 
-def opened(
+def open_parts(
     work: Workload,
     placement: Placement,
     sizes: TierSizes,
@@ -99,7 +99,7 @@ def opened(
     )
     kernel, why = choose_kernel(work.kernel)
     say(why)
-    return EngineParts(layout, device, drives, (kernel, _kernel_there(layout, device, kernel, say=say)))
+    return EngineParts(layout, device, drives, (kernel, _device_kernel(layout, device, kernel, say=say)))
 
 
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
@@ -113,7 +113,7 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
     )
 
 
-def _kernel_there(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
+def _device_kernel(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
     """Return the kernel that updates pages on the device with the bits of `kernel`.
 
     Raises:

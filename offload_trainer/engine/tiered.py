@@ -17,7 +17,7 @@ from torch import nn
 
 from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
-from offload_trainer.engine.build_tiered import Say, opened
+from offload_trainer.engine.build_tiered import Say, open_parts
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.init_weights import parameters_without_memory
@@ -76,7 +76,7 @@ class TieredEngine:
         self._dtype = DTYPES[work.dtype]
         self._scale = LossScale.of(optim, dtype=work.dtype)
         with ExitStack() as stack:
-            parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
+            parts = open_parts(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._overlaps, self._hidden = parts.device.place, parts.layout.overlap_forward, 0.0
             self._watch = MispredictionWatch() if parts.layout.overlap_backward else None
             self._node, self._together = parts.layout.node, work.sequence

@@ -118,12 +118,6 @@ class OffloadedModel:
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _blocks(self) -> list[tuple[nn.Module, nn.Parameter | None]]:
-        """Return each block with its first trainable weight, whose gradient arrives last in a backward."""
-        first = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
-        blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
-        return [(self._module.get_submodule(name), first.get(name)) for name in blocks]
-
     def _attach(self, layout: Layout, stack: ExitStack) -> tuple[WeightPrefetcher | None, ResidentGuard | None]:
         """Return the prefetcher of offloaded weights and the guard of resident ones; None if not needed."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
@@ -149,7 +143,10 @@ class OffloadedModel:
             use.register_post_accumulate_grad_hook(self._collect(n)) for n in self.trained for use in self.parameters[n]
         ]
         if not self._device.is_cuda:
-            hooks += trim_heap_between(self._blocks())
+            # The gradient of a block's first trainable weight arrives last in a backward.
+            last = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
+            blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
+            hooks += trim_heap_between([(self._module.get_submodule(name), last.get(name)) for name in blocks])
         for hook in hooks:
             stack.callback(hook.remove)
 
@@ -396,14 +393,14 @@ class OffloadedModel:
             self.stream.forget()
         params = self._step_params({name: rules[name] for name in arrived}, self.steps, scale=scale)
         self.node.barrier()  # rank 0 has recorded the update, and no rank still computes with the old weights
-        self.updater.start(params, at_end=self._end_of_update)
+
+        def at_end() -> None:  # after all ranks' new weights have arrived, this rank's new pages become the valid ones
+            self.store.flip()
+            self._note(updating=False)
+
+        self.updater.start(params, at_end=at_end)
         if self.resident_guard is not None:
             self.resident_guard.begin()
-
-    def _end_of_update(self) -> None:
-        """Make this rank's new pages the valid ones and record the step, after all ranks' new weights have arrived."""
-        self.store.flip()
-        self._note(updating=False)
 
     def clear(self) -> None:
         """Drop the gradient sums and begin the next step. Without a preceding `step`, undo speculative updates."""

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine.build_tiered import EngineParts, opened
+from offload_trainer.engine.build_tiered import EngineParts, open_parts
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory
 from offload_trainer.model.loader import DTYPES, resolve_model, save_model_config
@@ -191,7 +191,7 @@ def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack
         shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights)
     )  # one parameter object each
     places = [lease.path for lease in leases]
-    return opened(workload(config, one_use), plan.placement, plan.sizes, places, stack=stack, say=say)
+    return open_parts(workload(config, one_use), plan.placement, plan.sizes, places, stack=stack, say=say)
 
 
 def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *, random: bool) -> RunRecord:

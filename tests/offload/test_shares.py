@@ -145,7 +145,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch, model: Path, *words: str, **extr
     """Yield the engine on the real CUDA device with simulated streams that run late, and a kernel that does too."""
     with queued(monkeypatch, haste=0.2) as cuda:
         late = lambda layout, device, kernel, say: QueuedKernel(cuda)  # noqa: E731
-        monkeypatch.setattr("offload_trainer.engine.build_tiered._kernel_there", late)
+        monkeypatch.setattr("offload_trainer.engine.build_tiered._device_kernel", late)
         with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
             yield ours
 

@@ -85,20 +85,20 @@ class PageCopies:
 
     # -- checksums ----------------------------------------------------------------------------------------------------
 
-    def keep_sums(self, number: int, copy: int, data: torch.Tensor, *, field: str | None = None) -> None:
-        """Store the checksums of one copy of a page. `data` is the whole page, or only `field` (uint8)."""
-        for _, at, computed in self._computed(number, copy, data, field):
+    def keep_sums(self, number: int, copy: int, field: str | None, data: torch.Tensor) -> None:
+        """Store the checksums of one copy of a page. `data` is only `field`, or the whole page if that is None (uint8)."""
+        for _, at, computed in self._computed(number, copy, field, data):
             self._sums[at] = computed
 
-    def differing(self, number: int, copy: int, data: torch.Tensor, *, field: str | None = None) -> str | None:
+    def differing(self, number: int, copy: int, field: str | None, data: torch.Tensor) -> str | None:
         """Return the first field of `data` whose checksum differs, or None. `data`: see `keep_sums`."""
-        for name, at, computed in self._computed(number, copy, data, field):
+        for name, at, computed in self._computed(number, copy, field, data):
             if computed != self._sums[at]:
                 return name
         return None
 
     def _computed(
-        self, number: int, copy: int, data: torch.Tensor, field: str | None
+        self, number: int, copy: int, field: str | None, data: torch.Tensor
     ) -> Iterator[tuple[str, int, int]]:
         """Yield each field's name, the index of its checksum, and the checksum of its bytes in `data`."""
         first, start = self._first_sum(number, copy), 0

@@ -117,7 +117,10 @@ class PageStore:
             device.reached().wait()  # other streams may write there only after it has been set to zero
         self._field_at: dict[tuple[DriveFile, int], tuple[int, int, str]] = {}  # page, copy and field
         self._cache = WriteBackCache(
-            transfers, places=_PAGES_OPEN, was_read=self._compare_field, was_written=self._keep_field
+            transfers,
+            places=_PAGES_OPEN,
+            was_read=lambda file, offset, data: self._compare(*self._field_at[file, offset], data),
+            was_written=lambda file, offset, data: self.copies.keep_sums(*self._field_at[file, offset], data),
         )
         self._of_unit: dict[int, list[int]] = {}
         for number, page in enumerate(pages):
@@ -165,7 +168,7 @@ class PageStore:
             return self._copy(resident, buffer)
         copy = self.copies.valid(number) if copy is None else copy
         read = self._transfers.read(*self._where(number, copy), buffer)
-        return followed(read, partial(self._compare, number, copy, buffer))
+        return followed(read, partial(self._compare, number, copy, None, buffer))
 
     def write(self, number: int, buffer: torch.Tensor) -> Future:
         """Write the page's new bytes. With two copies on a drive the valid copy stays until `flip`."""
@@ -175,25 +178,17 @@ class PageStore:
         copy = self.copies.free(number)
         self.copies.written(number)
         write = self._transfers.write(*self._where(number, copy), buffer)
-        return followed(write, partial(self.copies.keep_sums, number, copy, buffer))
+        return followed(write, partial(self.copies.keep_sums, number, copy, None, buffer))
 
-    def _compare(self, number: int, copy: int, data: torch.Tensor, field: str | None = None) -> None:
+    def _compare(self, number: int, copy: int, field: str | None, data: torch.Tensor) -> None:
         """Raise DamagedPage if the checksums of `data` differ from those of what was written."""
-        wrong = self.copies.differing(number, copy, data, field=field)
+        wrong = self.copies.differing(number, copy, field, data)
         if wrong is not None:
             (file, offset), size = self._where(number, copy), self._sizes[number]
             raise DamagedPage(
                 f"{file.path}: page {number}, {size} bytes at {offset}, is damaged, or of another step or run: its "
                 f"{wrong} does not have the CRC-32 that it was written with; dmesg may say more of the drive"
             )
-
-    def _compare_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
-        number, copy, field = self._field_at[file, offset]
-        self._compare(number, copy, data, field)
-
-    def _keep_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
-        number, copy, field = self._field_at[file, offset]
-        self.copies.keep_sums(number, copy, data, field=field)
 
     def flip(self) -> None:
         """Make the copies that this rank has written since the last call the valid ones, after all writes ended."""

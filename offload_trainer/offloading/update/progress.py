@@ -86,6 +86,10 @@ class UpdateProgress:
 
         return written
 
+    def when_written(self, unit: int, *, weights: Future, whole: Future) -> None:
+        """Report a page of the unit when its weights are written, or with several ranks when its state is as well."""
+        (whole if self._agree else weights).then(self.completion_callback(unit))
+
     def _fail(self, error: BaseException) -> None:
         """Complete all pending futures with the error."""
         with self._lock:
@@ -114,11 +118,6 @@ class UpdateProgress:
             self._thread.close(patience=1.0)
 
     # -- waiting for new weights --------------------------------------------------------------------------------------
-
-    @property
-    def needs_all_ranks(self) -> bool:
-        """Return whether a unit also waits for other ranks' pages."""
-        return self._agree is not None
 
     @property
     def hidden(self) -> float:

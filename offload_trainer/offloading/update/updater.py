@@ -90,10 +90,10 @@ class Updater:
         self.pipeline = PagePipeline(store, weights, gradients, device=device, routes=routes, slots=slots)
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
-        staying = [path for path in self._paths.values() if not path.route.through_host]
-        self._ram_paths = [path for path in staying if not path.route.on_device]
-        living = [path for path in staying if path.route.on_device]
-        self._device_paths = {unit: list(paths) for unit, paths in groupby(living, lambda path: path.route.page.unit)}
+        in_place = [path for path in self._paths.values() if not path.route.through_host]
+        self._ram_paths = [path for path in in_place if not path.route.on_device]
+        there = [path for path in in_place if path.route.on_device]
+        self._device_paths = {unit: list(paths) for unit, paths in groupby(there, lambda path: path.route.page.unit)}
         inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
@@ -128,30 +128,25 @@ class Updater:
         self._snapshot = PageSnapshot(self._store, self.numbers, weights=self._weights)
         return self._snapshot
 
-    def start(
-        self,
-        params: StepParams,
-        *,
-        at_end: Callable[[], None],
-    ) -> None:
+    def start(self, params: StepParams, *, at_end: Callable[[], None]) -> None:
         """Start one step's update; `UpdateProgress.finish` waits for its end.
 
         `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
         the state is partly of the previous step and partly of this one.
         """
-        step, ahead = _Step(params, after=self._device.mark()), self._end_speculation()
-        self._update_progress.begin(since=ahead.began if ahead else None)
+        step, speculative = _Step(params, after=self._device.mark()), self._end_speculation()
+        self._update_progress.begin(since=speculative.began if speculative else None)
         if self._thread is None:
             self._run(step, at_end, None)
             self._update_progress.finish()
         else:
-            self._thread.put(partial(self._run, step, at_end, ahead))
+            self._thread.put(partial(self._run, step, at_end, speculative))
 
     @torch.no_grad()
-    def _run(self, step: _Step, at_end: Callable[[], None], ahead: SpeculativeStep | None) -> None:
+    def _run(self, step: _Step, at_end: Callable[[], None], speculative: SpeculativeStep | None) -> None:
         try:
             self._pending_writes = []
-            self._update_all(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
+            self._update_all(step if speculative is None else replace(step, kept=self._keep(speculative, step)))
             self._update_progress.wait_for_pages()
             together([sent.whole for sent in self._pending_writes]).wait()
             at_end()
@@ -168,11 +163,11 @@ class Updater:
                 for path in paths:
                     self._compute_on_device(path, None, step)
                 self._device.reached().then(self._update_progress.completion_callback(unit, pages=len(paths)))
-        staying, left = deque(self._ram_paths), len(self.pipeline) - len(step.kept)
-        while staying or left:
-            page = self.pipeline.next(wait=not staying)
+        in_ram, left = deque(self._ram_paths), len(self.pipeline) - len(step.kept)
+        while in_ram or left:
+            page = self.pipeline.next(wait=not in_ram)
             if page is None:
-                path = staying.popleft()
+                path = in_ram.popleft()
                 self._compute(path, None, step)
                 self._update_progress.completion_callback(path.route.page.unit)(None)
                 continue
@@ -187,10 +182,8 @@ class Updater:
                 self._report_written(page.route, self.pipeline.write_back(page, done()))
 
     def _report_written(self, route: Route, sent: PendingWrite) -> None:
-        """Report the page when its weights are written, or with several ranks when its state is written as well."""
         self._pending_writes.append(sent)
-        home = sent.whole if self._update_progress.needs_all_ranks else sent.weights
-        home.then(self._update_progress.completion_callback(route.page.unit))
+        self._update_progress.when_written(route.page.unit, weights=sent.weights, whole=sent.whole)
 
     def close(self) -> None:
         """Wait for the current update, successful or not, and end the thread."""
@@ -206,9 +199,9 @@ class Updater:
         The state that its backward completes first is prefetched from now on, or after the current update.
         """
         assert self._thread is not None
-        ahead, accepting = SpeculativeStep(params), Future()
-        self._next_speculative = ahead, accepting
-        self._thread.put(ending(accepting, partial(self.pipeline.expect, ahead)))
+        speculative, accepting = SpeculativeStep(params), Future()
+        self._next_speculative = speculative, accepting
+        self._thread.put(ending(accepting, partial(self.pipeline.expect, speculative)))
 
     def begin_last_backward(self) -> None:
         """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
@@ -228,51 +221,51 @@ class Updater:
 
     def skip(self) -> bool:
         """Undo the speculative updates of a step that is skipped; return whether weights had been changed."""
-        ahead = self._end_speculation()
-        if ahead is None or self._thread is None:
+        speculative = self._end_speculation()
+        if speculative is None or self._thread is None:
             return False
         undone = Future()
-        self._thread.put(ending(undone, partial(self._undo, ahead)))
+        self._thread.put(ending(undone, partial(self._undo, speculative)))
         undone.wait()
         return True
 
     def _end_speculation(self) -> SpeculativeStep | None:
         """Return the speculative updates of the current step, and stop accepting pages."""
-        ahead, self._speculative = self._speculative, None
-        if ahead is not None:
+        speculative, self._speculative = self._speculative, None
+        if speculative is not None:
             self.pipeline.interrupt()
-        return ahead
+        return speculative
 
     @torch.no_grad()
-    def _update_offered(self, ahead: SpeculativeStep) -> None:
+    def _update_offered(self, speculative: SpeculativeStep) -> None:
         """Update offered pages on the thread until interrupted."""
-        step = _Step(ahead.expected, after=None)
+        step = _Step(speculative.expected, after=None)
         try:
             while (page := self.pipeline.next(wait=True)) is not None:
-                ahead.began = ahead.began or time.perf_counter()
+                speculative.began = speculative.began or time.perf_counter()
                 self._compute(self._paths[page.route.number], page, step)
-                ahead.written[page.route.number] = self.pipeline.write_back(page, done())
+                speculative.written[page.route.number] = self.pipeline.write_back(page, done())
         except BaseException as error:
-            ahead.error = error
+            speculative.error = error
 
-    def _keep(self, ahead: SpeculativeStep, step: _Step) -> set[int]:
+    def _keep(self, speculative: SpeculativeStep, step: _Step) -> set[int]:
         """Return the pages whose speculative update is valid; wait until the others can be updated again."""
-        if ahead.error is not None:
-            raise ahead.error
-        kept = ahead.kept(step.params, self._store.pages)
-        together([sent.whole for number, sent in ahead.written.items() if number not in kept]).wait()
+        if speculative.error is not None:
+            raise speculative.error
+        kept = speculative.kept(step.params, self._store.pages)
+        together([sent.whole for number, sent in speculative.written.items() if number not in kept]).wait()
         for number in kept:
-            self._report_written(self._paths[number].route, ahead.written[number])
+            self._report_written(self._paths[number].route, speculative.written[number])
         return kept
 
-    def _undo(self, ahead: SpeculativeStep) -> None:
+    def _undo(self, speculative: SpeculativeStep) -> None:
         """Discard speculative pages, and restore their weights from the masters that are still valid."""
-        if ahead.error is not None:
-            raise ahead.error
+        if speculative.error is not None:
+            raise speculative.error
         self.pipeline.withdraw()
-        together([sent.whole for sent in ahead.written.values()]).wait()
+        together([sent.whole for sent in speculative.written.values()]).wait()
         self._store.forget_written()
-        for number, data in self.pipeline.read_back(sorted(ahead.written)):
+        for number, data in self.pipeline.read_back(sorted(speculative.written)):
             page = self._store.pages[number]
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
         self._weights.flush()
@@ -287,16 +280,16 @@ class Updater:
     def _compute_on_device(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
         """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
         route, count = path.route, path.route.page.elements
-        data, gradient, home = _memory(path, arrived)
+        data, gradient, weights = _memory(path, arrived)
         if "gradient" in route.through_device:
             gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
-        leaves = "weights" in route.through_device
-        out = self._device_out[:count] if leaves else home
-        if leaves and self._store.format.remainders:
-            out.copy_(home, non_blocking=True)
-        self._update(self._device_kernel, route, data, gradient, out, step, rest=leaves)
-        if leaves:
-            home.copy_(out, non_blocking=True)
+        staged = "weights" in route.through_device
+        out = self._device_out[:count] if staged else weights
+        if staged and self._store.format.remainders:
+            out.copy_(weights, non_blocking=True)
+        self._update(self._device_kernel, route, data, gradient, out, step, rest=staged)
+        if staged:
+            weights.copy_(out, non_blocking=True)
 
     def _update(
         self,

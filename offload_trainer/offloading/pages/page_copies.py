@@ -86,7 +86,7 @@ class PageCopies:
     # -- checksums ----------------------------------------------------------------------------------------------------
 
     def keep_sums(self, number: int, copy: int, field: str | None, data: torch.Tensor) -> None:
-        """Store the checksums of one copy of a page. `data` is only `field`, or the whole page if that is None (uint8)."""
+        """Store the checksums of one copy of a page. `data` (uint8) is `field`, or with None the whole page."""
         for _, at, computed in self._computed(number, copy, field, data):
             self._sums[at] = computed
 

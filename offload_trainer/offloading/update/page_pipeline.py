@@ -2,12 +2,12 @@
 
     drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
 
-A page is what the update reads and writes at a time (`offloading/__init__.py`). It is staged in a slot, a host buffer
-for the parts of one page that are not in RAM: it is being read, is ready, or is being written. When a write completes, its
-thread starts the next read into the slot immediately. Pages arrive after all gradients are complete, in the order of
-the next forward. Before that, pages on drives may be offered unit by unit as their gradients complete
-(`offloading/update/step_params.py`), again in the order of the next forward. Otherwise idle slots prefetch the state of
-pages whose gradients are not complete yet.
+A page is what the update reads and writes at a time (`offloading/__init__.py`). It is staged in a slot: a host buffer
+for the parts of one page that are not in RAM. The page there is being read, is ready, or is being written. When a write
+completes, its thread starts the next read into the slot immediately. Pages arrive after all gradients are complete, in
+the order of the next forward. Before that, pages on drives may be offered unit by unit as their gradients complete
+(`update/step_params.py`), again in the order of the next forward. Otherwise idle slots prefetch the state of pages
+whose gradients are not complete yet.
 """
 
 from __future__ import annotations

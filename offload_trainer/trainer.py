@@ -171,7 +171,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
     after = read_io()
     drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
-    job.counted = after if result.resume_hint else None
+    job.counted = after if result.update_running else None
     state = replace(
         state,
         step=state.step + 1,

@@ -27,7 +27,7 @@ class StepResult:
     loss_scale: float
     skipped: bool
     hidden: float = 0.0  # seconds of the previous update that overlapped with this step
-    resume_hint: bool = False  # the step's update may still be running
+    update_running: bool = False  # the step's update may still be running
 
 
 class Snapshot(Protocol):

@@ -142,7 +142,7 @@ class TieredEngine:
             loss_scale=scale,
             skipped=norm is None,
             hidden=hidden if self._overlaps else 0.0,
-            resume_hint=self._overlaps,
+            update_running=self._overlaps,
         )
 
     def _accumulate(self, batches: Sequence[Batch], *, scale: float, clock: PhaseClock) -> list[torch.Tensor]:

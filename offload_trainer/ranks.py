@@ -279,9 +279,9 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
         limit = timedelta(seconds=patience)
         return dist.new_subgroups_by_enumeration(every, backend="nccl", timeout=limit)[0]
     every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
-    members = next(ranks for ranks in every if _joined.rank in ranks)
+    ours = next(ranks for ranks in every if _joined.rank in ranks)
     with _as_peer_failure():
-        return _joined.listener.mesh(members, patience=patience, within=_SETTING_UP, look=_joined.everybody.check)
+        return _joined.listener.mesh(ours, patience=patience, within=_SETTING_UP, look=_joined.everybody.check)
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------

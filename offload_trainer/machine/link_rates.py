@@ -134,7 +134,7 @@ def _measured(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
         ranks=ranks,
         to_device_at_once=copied(lambda: device.copy_(host, non_blocking=True)),
         from_device_at_once=copied(lambda: host.copy_(device, non_blocking=True)),
-        all_gather=joined(lambda: all_ranks.join_parts(device[:whole], rank, group=between), "all-gather"),
+        all_gather=joined(lambda: all_ranks.all_gather_parts(device[:whole], rank, group=between), "all-gather"),
         all_to_all=joined(lambda: all_ranks.all_to_all(parts, group=between), "all-to-all"),
     )
 

@@ -62,7 +62,9 @@ def test_no_bit_changes_and_the_plan_counts_them(
     """Offloaded activations change no bit and match the plan, also if the Trainer turns checkpointing on again."""
     kept: list[int] = []
     keep = Activations.pack_input
-    monkeypatch.setattr(Activations, "pack_input", lambda self, tensor: (kept.append(tensor.nbytes), keep(self, tensor))[1])
+    monkeypatch.setattr(
+        Activations, "pack_input", lambda self, tensor: (kept.append(tensor.nbytes), keep(self, tensor))[1]
+    )
     with opened(folder, drive, home=home) as session:
         expected, weights = trained(session)
     assert not kept

@@ -19,9 +19,9 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.plan.tiered.layout import DEVICE, Unit, units_of
+from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, homes_in
-from offload_trainer.plan.tiers import Placement
+from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.storage.transfer import (
     AioTransfers,
@@ -108,7 +108,7 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
     largest = max(unit.elements for unit in units) * itemsize
     return CudaDevice(
         torch.device("cuda", torch.cuda.current_device()),
-        staging_bytes=largest if placement.params == "nvme" else 0,
+        staging_bytes=largest if placement.params == TierKind.DRIVES else 0,
         stagings=2,
     )
 

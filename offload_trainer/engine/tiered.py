@@ -33,7 +33,7 @@ from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import inputs_of
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiers import Placement
+from offload_trainer.plan.tiers import Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, all_to_all, group_of
 from offload_trainer.telemetry.meters import PhaseClock
@@ -101,7 +101,7 @@ class TieredEngine:
             )
             stack.callback(self.offloaded.close)
             if tier := work.inputs_away:
-                self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == "nvme")
+                self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
             self._attention = self._share_rows() if self._together > 1 else None
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())

@@ -24,9 +24,10 @@ from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.native_adam import Sum, zlib_sum
-from offload_trainer.plan.tiered.layout import DEVICE, RAM, TierMap, Unit
+from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transfers
 
 

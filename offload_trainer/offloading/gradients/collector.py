@@ -25,7 +25,8 @@ from offload_trainer.offloading.gradients.host_accumulator import HostAccumulato
 from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
-from offload_trainer.plan.tiered.layout import DEVICE, Place, Unit
+from offload_trainer.plan.tiered.layout import Place, Unit
+from offload_trainer.plan.tiers import DEVICE
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, together
 

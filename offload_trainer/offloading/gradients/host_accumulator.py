@@ -17,6 +17,7 @@ import torch
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import Unit, range_of_rank
+from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 # Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
@@ -43,7 +44,7 @@ class StagedSums:
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, node: Node) -> None:
         """Allocate `stagings` buffers for blocks with sums on a drive; all other such units share one buffer."""
         self._units, self._store, self._node = tuple(units), store, node
-        away = [unit for unit in units if store.homes[unit.index] >= 0]
+        away = [unit for unit in units if on_drive(store.homes[unit.index])]
         self._stagings = {
             True: self._make([unit for unit in away if unit.block], stagings),
             False: self._make([unit for unit in away if not unit.block], 1),

@@ -34,8 +34,9 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.page_copies import PageCopies, copies_of_bits
 from offload_trainer.offloading.pages.store import size_of_home
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
-from offload_trainer.plan.tiered.layout import ALIGN, ELSEWHERE, Page, Unit
+from offload_trainer.plan.tiered.layout import ALIGN, Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
+from offload_trainer.plan.tiers import ELSEWHERE, on_drive
 from offload_trainer.safe_files import EXACT, Count, Flag, Line, Steps, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 from offload_trainer.storage.atomic_io import sync_directory, write_text
@@ -194,7 +195,7 @@ class ManifestWriter:
         earlier process keep that run's id.
         """
         self._copies = copies if copies is not None and copies.count > 1 and drives else None
-        self._sync, self._lasting = sync, all(page.home >= 0 for page in pages)
+        self._sync, self._lasting = sync, all(on_drive(page.home) for page in pages)
         self.commits = False  # an update is recorded only together with the content that `commit` adds
         self._record: Record | None = None
         self._descriptors: list[int] = []

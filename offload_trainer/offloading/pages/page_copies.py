@@ -23,6 +23,7 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.native_adam import Sum
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import StateFormat
+from offload_trainer.plan.tiers import on_drive
 
 _SUM_BYTES = 4
 
@@ -44,7 +45,7 @@ class PageCopies:
         `compute` returns a buffer's CRC-32.
         """
         self.count, self._compute = count, compute
-        self._two = [count == 2 and page.home >= 0 for page in pages]
+        self._two = [count == 2 and on_drive(page.home) for page in pages]
         self._valid = bytearray(len(pages))
         self._newest = node.memory(len(pages) if count == 2 else 0)
         self._written: set[int] = set()

@@ -25,6 +25,7 @@ from offload_trainer.offloading.pages.manifest import (
 from offload_trainer.offloading.pages.page_copies import DamagedPage
 from offload_trainer.offloading.pages.store import offsets, size_of_home
 from offload_trainer.optim.native_adam import zlib_sum
+from offload_trainer.plan.tiers import on_drive
 from offload_trainer.safe_files import open_file
 from offload_trainer.units import format_count
 
@@ -126,7 +127,7 @@ def read_store(directory: Path) -> StoredMasters:
         progress = read_progress(directory)
         # After a power cut the progress file may be older than the pages, because their writes bypass the page cache.
         step, updating = progress.step, progress.updating or manifest.boot != boot()
-    lost = sum(page.elements for page in manifest.pages if page.home < 0)
+    lost = sum(page.elements for page in manifest.pages if not on_drive(page.home))
     if lost or manifest.fixed:
         total = format_count(sum(page.elements for page in manifest.pages))
         what = f"{format_count(lost)} of {total} masters" if lost else f"{len(manifest.fixed)} fixed weights"

@@ -21,6 +21,7 @@ from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.plan.tiered.layout import Unit, part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part
+from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Told = Callable[[BaseException | None], None]
@@ -35,7 +36,7 @@ class WeightFetches:
         """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""
         self._store, self._node = store, node
         self._reads: SharedReads | None = None
-        if node.world > 1 and any(home >= 0 for home in store.homes):
+        if node.world > 1 and any(map(on_drive, store.homes)):
             self._reads = SharedReads(
                 units, store, node=node, rounds=node.fetch_matching(), barrier=SideGroup().barrier
             )
@@ -172,7 +173,7 @@ class SharedReads:
         `barrier` synchronises the reading threads of all ranks; only that thread uses it.
         """
         self._store, self._node, self._barrier = store, node, barrier
-        self._elements = {unit.index: unit.elements for unit in units if store.homes[unit.index] >= 0}
+        self._elements = {unit.index: unit.elements for unit in units if on_drive(store.homes[unit.index])}
         size = max(self._elements.values()) * store.dtype.itemsize
         self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
         self._next, self._copied = 0, done()

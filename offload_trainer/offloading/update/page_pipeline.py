@@ -27,6 +27,7 @@ from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.update_staging import Route, host_slot
+from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done, together
 
@@ -77,7 +78,7 @@ class PagePipeline:
         self._free = list(range(len(self._slots)))
         self._on_drives: dict[int, list[Route]] = {}  # pages on drives by unit
         for route in self._routes:
-            if route.page.home >= 0:
+            if on_drive(route.page.home):
                 self._on_drives.setdefault(route.page.unit, []).append(route)
         self._waiting: deque[Route] = deque()  # pages with complete gradients, not in a slot yet
         self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete

@@ -15,7 +15,8 @@ import torch
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
-from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, begin_in, range_of_rank
+from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
+from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
 

@@ -172,9 +172,15 @@ class Offloaded(_Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **words: Any) -> Any:
         """Train as the Trainer does, resuming from complete checkpoints only.
 
-        True selects the newest complete checkpoint. Raises UserError for a named checkpoint that is incomplete.
+        True selects the newest complete checkpoint. Raises UserError for a named checkpoint that is incomplete, and if
+        the Trainer itself would have to write the model's weights.
         """
-        state = bool(self._session.trained)
+        state, saves = bool(self._session.trained), self.args.save_strategy != "no"
+        if state and saves and not isinstance(self._session.model, PreTrainedModel):
+            raise UserError(
+                f"save_strategy={self.args.save_strategy.value!r}: the Trainer would copy all weights of a model that "
+                "is not transformers': save_strategy='no', and call session.save or session.export"
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_whole(Path(self.args.output_dir), state=state))
         elif resume_from_checkpoint and (lack := what_lacks(Path(resume_from_checkpoint), state=state)):
@@ -269,11 +275,6 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         mistakes.append(f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out")
     if args.save_only_model and args.load_best_model_at_end:
         mistakes.append("save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state")
-    if session.trained and not isinstance(session.model, PreTrainedModel) and args.save_strategy != "no":
-        mistakes.append(
-            f"save_strategy={args.save_strategy.value!r}: the Trainer would copy all weights of a model that is not "
-            "transformers': save_strategy='no', and call session.save or session.export"
-        )
     if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
         mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
     several = 2 if hasattr(args, "precompute_ref_log_probs") else 1  # preference training: chosen, rejected

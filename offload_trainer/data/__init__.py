@@ -1,7 +1,19 @@
 """Training data: text or conversations are tokenised once into a cached token file and read as fixed rows.
 
-sources.find_sources      paths from the user     -> files documents.read_documents  a file                  ->
-documents -> chunked_tokenize.TextSplitter -> pieces of text conversations, loss_mask  lines of JSON           -> ids
-with a loss mask; packing.RowMaker -> rows prepare.prepare_tokens    pieces, tokenizer       -> tokenfile.TokenFile (ids
-read on demand) rows.RowReader            ids, DataState          -> Batch, each with the state to resume from
+    sources.find_sources           paths from the user           -> files
+    documents                      a file, plain or compressed   -> documents (blocks of text) or records (objects)
+    chunked_tokenize               documents                     -> ids
+    conversations, loss_mask       a record                      -> messages -> ids with a loss mask
+    packing                        ids with a loss mask          -> rows, one or several conversations in each
+    prepare.prepare_tokens         all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
+    mixture                        token files                   -> one, one after the other or mixed by weights
+    rows.RowReader                 token files and a DataState   -> Batch, each with the state to resume from
+
+Where a new format goes:
+
+    files of text or records       `documents.py` reads them; their suffix goes into TABLES, _DECOMPRESSORS or
+                                   `holds_records` there, or into TEXT_SUFFIXES of `sources.py`
+    records of conversations       `conversations.py`: its fields in _KEYS, a branch in `example_of`; its name also in
+                                   `data.format` of `config.py`
+    files of ids                   `tokenfile.py`
 """

@@ -1,4 +1,4 @@
-"""Splitting of long documents into pieces that tokenise, one after another, to the ids of the whole document.
+"""Tokenisation of documents of any length in pieces that give, one after another, the ids of the whole document.
 
 A tokenizer needs about 160 bytes of memory per byte of text in one call, so long text is passed in pieces. Only the
 tokenizer knows whether a cut changes ids: GPT-2's kind treats a run of newlines and spaces as one word, Metaspace puts
@@ -7,10 +7,20 @@ a space before the first word. Each candidate cut is therefore tested by tokenis
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_trainer.data.tokenfile import TokenWriter
+from offload_trainer.units import format_bytes, format_count, format_seconds
 
 PIECE = 1 << 16  # characters
+# A batch for one call: large enough for a multi-threaded tokenizer, small enough for memory.
+BATCH_CHARACTERS = 1 << 20
+BATCH_PIECES = 4096
+_SECONDS_BETWEEN_REPORTS = 5.0
 _AROUND = 256  # characters on each side of a cut that are tokenised to test it
 _TRIED = 4  # candidate places of each kind
 
@@ -48,7 +58,9 @@ class TextSplitter:
     def _cut(self, text: str, start: int) -> tuple[int, str]:
         """Return where the piece from `start` on ends, and the text to tokenise in front of the next piece."""
         end = start + PIECE
-        places = _line_ends(text, start, end) + _spaces(text, start, end)
+        # after a newline between two lines that are not blank, else before a space between two words
+        places = [place + 1 for place in _between_words(text, "\n", start, end)]
+        places += _between_words(text, " ", start, end)
         for before in (0, 1):  # characters of this piece to tokenise in front of the next one
             for place in places:
                 if self._exact(text, place, text[place - before : place]):
@@ -66,21 +78,72 @@ class TextSplitter:
         return self._encode(left + right) == self._encode(left) + behind
 
 
-def _line_ends(text: str, start: int, end: int) -> list[int]:
-    """Return the last places after a newline between two lines that are not blank."""
+def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
+    """Return the last places of `space` that have no other white space next to them."""
     found: list[int] = []
     place = end
-    while len(found) < _TRIED and (place := text.rfind("\n", start + 1, place)) >= 0:
-        if not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace():
-            found.append(place + 1)
-    return found
-
-
-def _spaces(text: str, start: int, end: int) -> list[int]:
-    """Return the last places before a space between two words."""
-    found: list[int] = []
-    place = end
-    while len(found) < _TRIED and (place := text.rfind(" ", start + 1, place)) >= 0:
+    while len(found) < _TRIED and (place := text.rfind(space, start + 1, place)) >= 0:
         if not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace():
             found.append(place)
     return found
+
+
+def tokenize_documents(
+    documents: Iterator[Iterable[str]],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    separator: int | None,
+    writer: TokenWriter,
+    total: int,
+    say: Callable[[str], None],
+) -> None:
+    """Write the documents' ids, each document followed by `separator`, and the number of bytes of their text.
+
+    `total` is the size of the files in bytes, for progress reports.
+    """
+
+    def encode_all(texts: list[str]) -> Any:
+        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = encode_all([text])[0]
+        return ids
+
+    splitter = TextSplitter(encode)
+    done = 0
+    begin = reported = time.monotonic()
+    for batch in _batches(piece for blocks in documents for piece in splitter.pieces(blocks)):
+        ids: list[int] = []
+        for piece, row in zip(batch, encode_all([piece.before + piece.text for piece in batch]), strict=True):
+            ids += row[len(encode(piece.before)) :] if piece.before else row
+            if piece.ends_document and separator is not None:
+                ids.append(separator)
+        writer.write(ids)
+        done += sum(len(piece.text.encode()) for piece in batch)
+        now = time.monotonic()
+        if now - reported >= _SECONDS_BETWEEN_REPORTS:
+            reported = now
+            say(
+                f"tokenised {format_bytes(done)} of {format_bytes(total)}: {format_count(writer.tokens)} "
+                f"tokens, {format_bytes(done / (now - begin))}/s"
+            )
+    say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
+    writer.text_bytes = done
+    if splitter.inexact:
+        say(
+            f"note: {splitter.inexact} splits text that has no lines or words, so a few ids may differ from those "
+            "of the unsplit text"
+        )
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

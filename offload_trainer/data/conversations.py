@@ -1,9 +1,9 @@
 """Parsing of conversations: detect which published form a file of JSON lines has, and parse one line of it.
 
-chat      {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]} sharegpt  {"conversations": [{"from":
-"human", "value": ...}, {"from": "gpt", "value": ...}, ...]} alpaca    {"instruction": ..., "input": ..., "output":
-...}, or another name for each: `_QUESTIONS`, `_ANSWERS` pairs     {"prompt": ..., "completion": ...}      two strings,
-or two lists of messages
+    chat      {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}
+    sharegpt  {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
+    alpaca    {"instruction": ..., "input": ..., "output": ...}, or another name for each: `_QUESTIONS`, `_ANSWERS`
+    pairs     {"prompt": ..., "completion": ...}: two strings, or two lists of messages
 
 The first three accept "system" and "tools", and the third accepts "history", as in LLaMA-Factory, Axolotl and TRL.
 Forms of those projects for other kinds of training are refused with a message that names them (`_OTHERS`).
@@ -110,12 +110,13 @@ def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str
 
     Raises UserError if the files differ or have a form that is not trained on here.
     """
-    found = {source: _form_of_file(source, form=form, text_field=text_field) for source in sources}
-    kinds = list(dict.fromkeys(found.values()))
-    if len(kinds) > 1:
-        told = ", ".join(f"{kind} in {next(s for s, k in found.items() if k == kind)}" for kind in kinds)
+    found: dict[str, Path] = {}  # the first file of each form
+    for source in sources:
+        found.setdefault(_form_of_file(source, form=form, text_field=text_field), source)
+    if len(found) > 1:
+        told = ", ".join(f"{kind} in {source}" for kind, source in found.items())
         raise UserError(f"the files have different formats: {told}; use files of one format, or set data.format")
-    return kinds[0]
+    return next(iter(found))
 
 
 def _form_of_file(source: Path, *, form: str, text_field: str) -> str:
@@ -164,9 +165,10 @@ def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
         messages = messages if pair else (*messages, *_messages(record, "completion", where=where))
     else:
         messages = _messages(record, _KEYS[form][0], where=where)
-    if messages:
-        system = _system(record, messages, where=where)
-        messages, first = (*system, *messages), first + len(system)
+    system = _only(record, _SYSTEM, where=where) if messages else None
+    if system is not None and record[system] not in (None, "") and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": string_in(record, system, where=where)}, *messages)
+        first += 1
     return Example(
         where,
         messages,
@@ -210,7 +212,10 @@ def _alpaca(record: dict[str, Any], *, where: str) -> tuple[Message, ...]:
         raise UserError(f"{where}: no answer: {answer!r} is missing")
     told = string_in(record, answer, where=where)
     turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", told)]
-    for number, turn in reversed(list(enumerate(_list_or_nothing(record, "history", where=where), 1))):
+    history = [] if record.get("history") in (None, "") else record["history"]
+    if not isinstance(history, list):
+        raise UserError(f"{where}: 'history' holds {json_kind(history)}, where a list is needed")
+    for number, turn in reversed(list(enumerate(history, 1))):
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(one, str) for one in turn):
             raise UserError(f"{where}: turn {number} of 'history' is no list of a question and its answer")
         turns = [("user", turn[0]), ("assistant", turn[1]), *turns]
@@ -255,7 +260,8 @@ def _message(message: Any, number: int, *, where: str) -> Message:
     if "role" not in its:
         if role.lower() == _CALL:
             called = _called(its.get("value"), number, where=where)
-            return {"role": "assistant", "content": "", "tool_calls": called, **_whether_learned(its)}
+            learned = {key: its[key] for key in ("weight", "train") if key in its}
+            return {"role": "assistant", "content": "", "tool_calls": called, **learned}
         if role.lower() not in _ROLES:
             known = ", ".join((*_ROLES, _CALL))
             raise UserError(f"{where}: message {number} is from {role[:60]!r}; known are {known}")
@@ -265,7 +271,11 @@ def _message(message: Any, number: int, *, where: str) -> Message:
     calls, content = its.get("tool_calls"), its.get("content")
     its = its | {"content": "" if content is None and calls else _text(content, number, where=where)}
     if calls:
-        its["tool_calls"] = _with_arguments(calls, number, where=where)
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
+        its["tool_calls"] = [
+            call | {"function": _parsed_arguments(call["function"])} if "function" in call else call for call in calls
+        ]
     return _checked(its | {"role": _ROLES.get(role.lower(), role)}, number, where=where)
 
 
@@ -282,21 +292,11 @@ def _checked(message: Message, number: int, *, where: str) -> Message:
     return message
 
 
-def _whether_learned(turn: Message) -> Message:
-    return {key: turn[key] for key in ("weight", "train") if key in turn}
-
-
-def _with_arguments(calls: Any, number: int, *, where: str) -> list[Any]:
-    """Return tool calls with their arguments as objects, which templates expect.
+def _parsed_arguments(function: Any) -> Any:
+    """Return a call of a function with its arguments as an object, which templates expect.
 
     Published files have the arguments as JSON text.
     """
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
-    return [call | {"function": _parsed_arguments(call["function"])} if "function" in call else call for call in calls]
-
-
-def _parsed_arguments(function: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return function
     try:
@@ -313,14 +313,6 @@ def _called(value: Any, number: int, *, where: str) -> list[Any]:
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise UserError(f"{where}: message {number} is a {_CALL} without the 'name' of a function")
     return [{"type": "function", "function": _parsed_arguments(call)} for call in calls]
-
-
-def _system(record: dict[str, Any], messages: Sequence[Message], *, where: str) -> tuple[Message, ...]:
-    """Return the system prompt that a line has in a separate field, or nothing if its messages begin with one."""
-    field = _only(record, _SYSTEM, where=where)
-    if field is None or record[field] in (None, "") or messages[0]["role"] == "system":
-        return ()
-    return ({"role": "system", "content": string_in(record, field, where=where)},)
 
 
 def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:
@@ -343,15 +335,6 @@ def _parsed_json(text: Any, what: str, *, where: str) -> Any:
         return json_in(text)
     except ValueError as error:
         raise UserError(f"{where}: {what} holds no JSON") from error
-
-
-def _list_or_nothing(record: dict[str, Any], name: str, *, where: str) -> list[Any]:
-    value = record.get(name)
-    if value in (None, ""):
-        return []
-    if not isinstance(value, list):
-        raise UserError(f"{where}: {name!r} holds {json_kind(value)}, where a list is needed")
-    return value
 
 
 def _text(content: Any, number: int, *, where: str) -> str:

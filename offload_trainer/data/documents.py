@@ -1,53 +1,136 @@
-"""Readers of text, JSON lines and tables as documents, in pieces of text, with bounded memory.
+"""Readers of text, lines of JSON and tables, plain or compressed, with bounded memory. The suffix gives the format.
 
-A text file is one document. Each line of a jsonl file and each row of a table is a document.
+    any text (.txt, .md)     one document                                read_documents -> documents in blocks of text
+    .jsonl                   one document or conversation a line         read_records   -> objects with file and line
+    .parquet, .arrow         one a row, a few rows in memory (pyarrow)
+    .gz, .bz2, .xz, .zst     the same, decompressed as a stream          opened         -> the bytes
+
+`seen`, where a function takes it, is called with every byte of the file itself, for a hash of what was read.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
+import gzip
+import io
 import json
-from collections.abc import Callable, Collection, Iterator
+import lzma
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from offload_trainer.data.chunked_tokenize import Piece, TextSplitter
-from offload_trainer.data.decompress import kind_of, opened
-from offload_trainer.data.sources import printable
-from offload_trainer.data.tables import TABLES, read_rows
 from offload_trainer.errors import UserError
+from offload_trainer.safe_files import open_given
 from offload_trainer.units import format_bytes
 
+TABLES = (".parquet", ".arrow")  # Arrow files as `datasets` saves them
 LINE_BYTES = 1 << 26  # limit for a jsonl line, which is in memory whole, several times over
 _BLOCK = 1 << 18
+_ROWS = 256  # rows of a table converted to records at a time
 _BOM = b"\xef\xbb\xbf"
 
+Seen = Callable[[bytes], object]
 
-def read_documents(
-    source: Path, *, text_field: str, cutter: TextSplitter, seen: Callable[[bytes], object] = lambda _: None
-) -> Iterator[Piece]:
-    """Yield the pieces of a file's documents. A document's pieces together are exactly its text.
+
+class _Stream(io.RawIOBase):
+    """A Python raw stream over an object with `read`, which passes all bytes to `seen`."""
+
+    def __init__(self, source: Any, seen: Seen = lambda _: None) -> None:
+        self._source, self._seen = source, seen
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read(len(buffer))
+        self._seen(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _zstd(raw: io.BufferedReader) -> io.BufferedReader:
+    import pyarrow
+
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+    return io.BufferedReader(_Stream(stream), _BLOCK)
+
+
+_DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": _zstd,
+}
+COMPRESSED = tuple(_DECOMPRESSORS)
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix of the content: NAME.jsonl.gz -> .jsonl."""
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+
+
+def holds_records(source: Path) -> bool:
+    """Return whether a file holds lines of JSON or rows of a table instead of one text."""
+    return kind_of(source) == ".jsonl" or source.suffix.lower() in TABLES
+
+
+def printable(path: Path | str) -> str:
+    """Return a path for a message, escaped if it has unprintable characters, which could control a terminal."""
+    return str(path) if str(path).isprintable() else ascii(str(path))
+
+
+@contextmanager
+def opened(path: Path, *, seen: Seen) -> Iterator[BinaryIO]:
+    """Open `path` for reading its decompressed bytes. On exit, `seen` has been called with every byte of the file.
+
+    Raises UserError if it is not a regular file, cannot be read or cannot be decompressed.
+    """
+    with open_given(path) as file:
+        raw: Any = io.BufferedReader(_Stream(file, seen), _BLOCK)
+        try:
+            yield _DECOMPRESSORS.get(path.suffix.lower(), lambda plain: plain)(raw)
+            while raw.read(_BLOCK):  # bytes that the decompressor did not need
+                pass
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # one without errno is a decompressor's
+                raise UserError(f"{printable(path)} cannot be read: {error.strerror}") from error
+            raise UserError(
+                f"{printable(path)} cannot be decompressed: {str(error)[:200]}; is it damaged or incomplete?"
+            ) from error
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def read_documents(source: Path, *, text_field: str, seen: Seen = lambda _: None) -> Iterator[Iterable[str]]:
+    """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
 
     A text file is one document. Each line of a ``.jsonl`` file and each row of a table is one document: the string in
-    its `text_field`. Empty documents, blank lines and a byte-order mark are skipped. `seen` is called with all bytes of
-    the file.
+    its `text_field`. Blank lines and a byte-order mark are skipped.
 
     Raises UserError with file and line for text that is not UTF-8, a line that is not a JSON object or longer than
     `LINE_BYTES`, and a field that is missing or not a string.
     """
-    try:
-        if holds_records(source):
-            for where, record in read_records(source, wanted=(text_field,), seen=seen):
-                if text := _field(record, text_field, where=where):
-                    yield from cutter.pieces([text])
-        else:
-            yield from cutter.pieces(_text_blocks(source, seen=seen))
-    except OSError as error:
-        raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error
+    if not holds_records(source):
+        yield _text_blocks(source, seen=seen)
+        return
+    for where, record in read_records(source, wanted=(text_field,), seen=seen):
+        if text_field not in record:
+            near = get_close_matches(text_field, record, n=1)
+            fix = near[0] if near and near[0].isprintable() else "NAME"
+            raise UserError(
+                f"{where}: no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field={fix} to "
+                "train on one of them as text; questions and answers are read from 'instruction' and 'output', "
+                "conversations from 'messages'"
+            )
+        yield [string_in(record, text_field, where=where)]
 
 
-def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[str]:
+def _text_blocks(source: Path, *, seen: Seen) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, column, done = 1, 0, 0  # line number; bytes decoded of the current line, and in total
     first = True
@@ -69,38 +152,29 @@ def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[s
             first = False
 
 
-def holds_records(source: Path) -> bool:
-    """Return whether a file holds lines of JSON or rows of a table instead of one text."""
-    return kind_of(source) == ".jsonl" or source.suffix.lower() in TABLES
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
 def read_records(
-    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Callable[[bytes], object] = lambda _: None
+    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Seen = lambda _: None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a ``.jsonl`` file or the rows of a table, each as (file and line, object).
 
-    Of a table, only the columns in `wanted` are read, and with `strings` also all columns of strings. Raises UserError
-    as `read_documents`.
+    Of a table, the columns in `wanted` are read, and with `strings` those of strings; if there are none, all are read,
+    so that an error can list what is present. Nulls inside a column's values are left out. Raises UserError as
+    `read_documents`.
     """
-    try:
-        if source.suffix.lower() in TABLES:
-            yield from read_rows(source, wanted=wanted, strings=strings, seen=seen)
-            return
-        for where, line in _lines(source, seen=seen):
-            yield where, _object(line, where=where)
-    except OSError as error:
-        raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error
-
-
-def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[str, str]]:
-    """Yield the lines that are not blank, each as (file and line, text)."""
+    if source.suffix.lower() in TABLES:
+        yield from _table_rows(source, wanted=wanted, strings=strings, seen=seen)
+        return
     number = done = 0
     with opened(source, seen=seen) as file:
         while raw := file.readline(LINE_BYTES + 1):
             number += 1
+            where = f"{printable(source)}, line {number}"
             if len(raw) > LINE_BYTES:
                 raise UserError(
-                    f"{_where(source, number)}: longer than {format_bytes(LINE_BYTES)}, and lines are read whole; "
+                    f"{where}: longer than {format_bytes(LINE_BYTES)}, and lines are read whole; "
                     "split that document, or give it as a separate text file"
                 )
             try:
@@ -111,7 +185,7 @@ def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[s
             done += len(raw)
             del raw
             if not line.isspace():
-                yield _where(source, number), line
+                yield where, _object(line, where=where)
 
 
 def _object(line: str, *, where: str) -> dict[str, Any]:
@@ -129,17 +203,78 @@ def _object(line: str, *, where: str) -> dict[str, Any]:
     return record
 
 
-def _field(record: dict[str, Any], name: str, *, where: str) -> str:
-    """Return the string in a field of an object. Raises UserError if the field is missing or not a string."""
-    if name not in record:
-        near = get_close_matches(name, record, n=1)
-        fix = near[0] if near and near[0].isprintable() else "NAME"
-        raise UserError(
-            f"{where}: no field {name!r}; there are: {named_fields(record)}. Set data.text_field={fix} to train on one "
-            "of them as text; questions and answers are read from 'instruction' and 'output', conversations from "
-            "'messages'"
-        )
-    return string_in(record, name, where=where)
+def _table_rows(
+    source: Path, *, wanted: Collection[str], strings: bool, seen: Seen
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a table as `read_records` does; `seen` is called at the end."""
+    import pyarrow
+
+    number = 0
+    open_given(source).close()  # refuse a pipe, on which pyarrow would block
+    try:
+        for batch in _table_batches(source, wanted, strings):
+            for start in range(0, batch.num_rows, _ROWS):
+                for record in batch.slice(start, _ROWS).to_pylist():
+                    number += 1
+                    where = f"{printable(source)}, row {number}"
+                    yield where, {key: _without_nulls(value) for key, value in record.items()}
+        with open_given(source) as file:
+            while block := file.read(_BLOCK):
+                seen(block)
+    except pyarrow.ArrowException as error:
+        kind = source.suffix.lower().removeprefix(".")
+        raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
+    except OSError as error:
+        raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error
+
+
+def _table_batches(source: Path, wanted: Collection[str], strings: bool) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow import ipc, parquet
+    from pyarrow.types import is_large_string, is_string
+
+    def columns(schema: Any) -> list[str]:
+        texts = [field.name for field in schema if strings and (is_string(field.type) or is_large_string(field.type))]
+        names: list[str] = schema.names
+        return [name for name in names if name in wanted or name in texts] or names
+
+    if source.suffix.lower() == ".parquet":
+        with parquet.ParquetFile(source) as file:
+            yield from file.iter_batches(batch_size=_ROWS, columns=columns(file.schema_arrow))
+        return
+    with pyarrow.OSFile(str(source), "rb") as file:
+        is_file = file.read(6) == b"ARROW1"  # otherwise a stream
+        file.seek(0)
+        reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+        names = columns(reader.schema)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            yield batch.select(names)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null fields of nested objects: a table gives each message every field that any message has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int, before: int) -> UserError:
+    """Return the UserError for a decoding error.
+
+    `column` is the number of bytes decoded before it in `line`, and `before` the number in the whole text.
+    """
+    good = error.object[: error.start]
+    line += good.count(b"\n")
+    ended = good.rfind(b"\n") + 1
+    place = len(good) - ended if ended else column + len(good)
+    return UserError(
+        f"{printable(source)}, line {line}: not UTF-8: byte {place + 1} of the line, byte "
+        f"{before + len(good) + 1} of the text, is 0x{error.object[error.start]:02x}; convert the file (iconv -t "
+        "UTF-8), or decompress it"
+    )
+
+
+# -- fields of a record ------------------------------------------------------------------------------------------------
 
 
 def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
@@ -179,22 +314,3 @@ def encodable(text: str, what: str, *, where: str) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: {what} holds half a surrogate pair at character {error.start}") from error
     return text
-
-
-def _where(source: Path, line: int) -> str:
-    return f"{printable(source)}, line {line}"
-
-
-def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int, before: int) -> UserError:
-    """Return the UserError for a decoding error.
-
-    `column` is the number of bytes decoded before it in `line`, and `before` the number in the whole text.
-    """
-    good = error.object[: error.start]
-    ended = good.rfind(b"\n") + 1
-    place = len(good) - ended if ended else column + len(good)
-    where = _where(source, line + good.count(b"\n"))
-    return UserError(
-        f"{where}: not UTF-8: byte {place + 1} of the line, byte {before + len(good) + 1} of the text, is "
-        f"0x{error.object[error.start]:02x}; convert the file (iconv -t UTF-8), or decompress it"
-    )

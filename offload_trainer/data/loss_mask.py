@@ -113,13 +113,20 @@ class AnswerEncoder:
             self.unsaid.empty += not completion.strip()
             return prompt + completion, [(start, len(prompt + completion))]
         text = self._render(example, example.messages)
-        answers = [n for n, message in enumerate(example.messages) if _is_learned(message, n >= example.first)]
+        everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
+        # A line may exclude an answer from learning.
+        answers = [
+            n
+            for n in everyone
+            if n >= example.first
+            and example.messages[n].get("weight", 1) != 0
+            and example.messages[n].get("train") is not False
+        ]
         self._look_for_losses(example, text)
         said = (example.messages[number] for number in answers)
         self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in said)
         if self._everything:
             return text, [(0, len(text))]
-        everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         if self._marks and answers == everyone:
             return text, self._marked(example)
         return text, [self._answer(example, text, number) for number in answers]
@@ -151,13 +158,22 @@ class AnswerEncoder:
 
         The calls are rendered with unique function names, which can only be in the text if the template prints them.
         """
-        names = {n: f"offload_trainer_{n}" for n, message in enumerate(example.messages) if message.get("tool_calls")}
-        messages = [
-            _with_calls_of(message, names[n]) if n in names else message for n, message in enumerate(example.messages)
-        ]
+        messages, names = list(example.messages), {}
+        for number, message in enumerate(messages):
+            if message.get("tool_calls"):
+                name = {"name": f"offload_trainer_{number}"}
+                names[number] = name["name"]
+                messages[number] = message | {
+                    "tool_calls": [
+                        call | {"function": call["function"] | name}
+                        if isinstance(call.get("function"), dict)
+                        else call | name
+                        for call in message["tool_calls"]
+                    ]
+                }
         found = self._render(example, messages)
-        for number, name in names.items():
-            if not re.search(rf"{name}\b", found):
+        for number, printed in names.items():
+            if not re.search(rf"{printed}\b", found):
                 raise UserError(
                     f"{example.where}: the chat template does not print the 'tool_calls' of message {number + 1}, and "
                     f"the rest would be trained on as an answer: {_OWN_TEMPLATE} them, or leave that conversation out"
@@ -201,7 +217,9 @@ class AnswerEncoder:
         if text.startswith(before) and until.startswith(before):
             end = len(until) if text.startswith(until) else _end_of_said(text, until, said, start=len(before))
             if end is not None:
-                return len(before), len(before) + _without_space(text[len(before) : end], said)
+                # White space after the end of the turn is no part of the answer, unless it itself ends the turn.
+                stripped = text[len(before) : end].rstrip()
+                return len(before), end if said and stripped.endswith(said) else len(before) + len(stripped)
         raise UserError(
             f"{example.where}: the chat template renders message {number + 1} differently once others follow it, so "
             "what of the text is that answer cannot be told: give data.chat_template=FILE with {% generation %} around "
@@ -221,25 +239,8 @@ class AnswerEncoder:
         return until[: until.find(asking) + len(asking)] if asking in until else ""
 
 
-def _is_learned(message: Message, asked: bool) -> bool:
-    """Return whether a message is an answer that is asked for and that its file does not exclude from learning."""
-    excluded = message.get("weight", 1) == 0 or message.get("train") is False
-    return asked and message["role"] == "assistant" and not excluded
-
-
 def _content(message: Message) -> str:
     return str(message.get("content") or "")
-
-
-def _with_calls_of(message: Message, name: str) -> Message:
-    """Return a copy of the message in which each tool call is to the function `name`."""
-    calls = [
-        call | {"function": call["function"] | {"name": name}}
-        if isinstance(call.get("function"), dict)
-        else call | {"name": name}
-        for call in message["tool_calls"]
-    ]
-    return message | {"tool_calls": calls}
 
 
 def _holds(text: str, said: str, *, any_piece: bool = False) -> bool:
@@ -274,15 +275,6 @@ def _end_of_said(text: str, until: str, said: str, *, start: int) -> int | None:
     behind = until[last + len(said) :].rstrip()
     end = place + len(said)
     return end + len(behind) if text.startswith(behind, end) else None
-
-
-def _without_space(answer: str, said: str) -> int:
-    """Return the answer's length without trailing white space after the end of its turn.
-
-    White space that itself ends the turn is part of the answer.
-    """
-    stripped = answer.rstrip()
-    return len(answer) if stripped.endswith(said) and said else len(stripped)
 
 
 def _inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:

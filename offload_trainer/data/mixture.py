@@ -1,4 +1,7 @@
-"""Mixtures of several texts: in each epoch every text supplies a fixed share of the rows, exact to the row.
+"""Several token files read as one, one after the other or mixed by weights, and the order in which rows are read.
+
+    joined(files)          their ids follow each other as in a single file; rows cross from one file into the next
+    mixed(files, weights)  in each epoch every text supplies a fixed share of the rows, exact to the row:
 
     rows     0 .. T-1 are for training, one text's after the other's; then V rows for validation, drawn from all texts
     epoch    T places, of which text i has m_i = T * weight_i / sum of weights, rounded so that they sum to T
@@ -10,6 +13,7 @@ All of it is computed from a row's position in the run, so a run needs only that
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +22,116 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_trainer.data.concat import Tokens
-from offload_trainer.data.order import order
+from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
+
+_ROUNDS = 8
+
+
+def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> int:
+    """Return the row at place `index` of an epoch, by a permutation of range(count) determined by seed and epoch.
+
+    It takes O(1) time and memory: a balanced Feistel network permutes the next power of four, and a value outside
+    range(count) is permuted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002), under 4 times on average. The result is the same on every machine and version.
+    """
+    assert 0 <= index < count
+    if not shuffle:
+        return index
+    half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=16).digest()
+    while True:
+        left, right = index >> half_bits, index & mask
+        for turn in range(_ROUNDS):
+            mixed = hashlib.blake2b(right.to_bytes(8, "little"), digest_size=8, key=key, salt=bytes([turn]))
+            left, right = right, left ^ (int.from_bytes(mixed.digest(), "little") & mask)
+        index = left << half_bits | right
+        if index < count:
+            return index
+
+
+# -- one file after the other ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShards:
+    """Ids of several token files of one dtype. An attribute on which the files disagree, or that one lacks, is None."""
+
+    files: tuple[TokenFile, ...]
+    row_length: None = None  # `joined` refuses several files of rows
+    packed: bool = False
+    summary: None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.files[0].path} and {len(self.files) - 1} more"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.files[0].dtype
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        return tuple(crc for file in self.files for crc in (file.tokens, *file.sums))
+
+    @property
+    def text_bytes(self) -> int | None:
+        sizes = [file.text_bytes for file in self.files if file.text_bytes is not None]
+        return sum(sizes) if len(sizes) == len(self.files) else None
+
+    @property
+    def tokenizer(self) -> str | None:
+        return _tokenizer_of(self.files)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.files))
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` ids from `start` on, in the files' dtype. Raises as `TokenFile.read`."""
+        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
+        parts = []
+        for file, end in zip(self.files, accumulate(map(len, self.files)), strict=True):
+            begin = end - len(file)
+            first, last = max(start, begin), min(start + count, end)
+            if first < last:
+                parts.append(file.read(first - begin, last - first))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+
+Tokens = TokenFile | TokenShards
+
+
+def _tokenizer_of(files: Sequence[Tokens]) -> str | None:
+    """Return the fingerprint of the tokenizer that all files state, or None."""
+    found = {file.tokenizer for file in files}
+    return found.pop() if len(found) == 1 else None
+
+
+def joined(files: Sequence[TokenFile]) -> Tokens:
+    """Return the files as one sequence of ids.
+
+    Raises UserError if they differ in dtype, tokenizer, vocabulary or end-of-text (a file that does not state a value
+    fits any), or if one of several files holds rows of conversations.
+    """
+    for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
+        said = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
+        if len(said) > 1:
+            told = ", ".join(f"{value} in {path}" for value, path in said.items())
+            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {told}; make them equal")
+    if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
+        raise UserError(
+            f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
+            "the conversations of all files as .jsonl"
+        )
+    return files[0] if len(files) == 1 else TokenShards(tuple(files))
+
+
+# -- mixtures ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +178,7 @@ class MixedTokens:
 
     @property
     def tokenizer(self) -> str | None:
-        first = self.files[0].tokenizer
-        return first if all(file.tokenizer == first for file in self.files) else None
+        return _tokenizer_of(self.files)
 
     @property
     def summary(self) -> str | None:
@@ -82,27 +192,18 @@ class MixedTokens:
         row, inside = divmod(start, self.seq_len)
         assert inside == 0, start
         assert count == self.seq_len + 1, count
-        trained = sum(part.count for part in self.train)
-        if row < trained:
-            part, number = _found(self.train, row)
-        else:
-            held_out = sum(part.count for part in self.validation)
-            # Shuffled, so that the first rows, which evaluations use, come from all texts.
-            part, number = _found(self.validation, order(row - trained, held_out, seed=0, epoch=0, shuffle=True))
-        return part.tokens.read((part.first + number) * self.seq_len, count)
+        trained, held_out = (sum(part.count for part in parts) for parts in (self.train, self.validation))
+        if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
+            row = trained + order(row - trained, held_out, seed=0, epoch=0, shuffle=True)
+        for part in (*self.train, *self.validation):
+            if row < part.count:
+                return part.tokens.read((part.first + row) * self.seq_len, count)
+            row -= part.count
+        raise AssertionError(start)
 
     @property
     def shares(self) -> Shares:
         return Shares(tuple(part.count for part in self.train), self.weights)
-
-
-def _found(parts: Sequence[_Part], number: int) -> tuple[_Part, int]:
-    """Return the part that contains the row with this overall number, and the row's number in the part."""
-    for part in parts:
-        if number < part.count:
-            return part, number
-        number -= part.count
-    raise AssertionError(number)
 
 
 class Shares:
@@ -110,7 +211,12 @@ class Shares:
 
     def __init__(self, rows: Sequence[int], weights: Sequence[float]) -> None:
         self.rows, self._starts = tuple(rows), [0, *accumulate(rows)]
-        self.counts = _divided(sum(rows), weights)
+        # Rows by weight, rounded down; the largest remainders, on ties the first, get one more.
+        exact = [sum(rows) * weight / sum(weights) for weight in weights]
+        self.counts = [int(share) for share in exact]
+        rest = sorted(range(len(exact)), key=lambda n: self.counts[n] - exact[n])
+        for text in rest[: sum(rows) - sum(self.counts)]:
+            self.counts[text] += 1
         self._ends = list(accumulate(self.counts))
 
     def row(self, position: int, *, seed: int) -> int:
@@ -133,16 +239,6 @@ class Shares:
             for name, count, rows in zip(names, self.counts, self.rows, strict=True)
         ]
         return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
-
-
-def _divided(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` by the weights into whole numbers, rounding up the largest remainders; on ties the first."""
-    exact = [total * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in exact]
-    rest = sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])
-    for place in rest[: total - sum(counts)]:
-        counts[place] += 1
-    return counts
 
 
 def mixed(

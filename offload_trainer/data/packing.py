@@ -1,38 +1,103 @@
-"""Rows of fixed length from encoded conversations, with one or several conversations in a row, marked for the loss.
+"""Conversion of conversations to rows of fixed length, with one or several conversations in a row, marked for the loss.
+
+    records ── Example ── AnswerEncoder ── RowMaker (── Packer) ──> rows of marked ids ── TokenWriter
 
     row      id id id id ... | pad pad                     one conversation per row
     packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
 
-The top bit of an id means that the id is not learned, the bit below it that a conversation or the padding begins there.
-Every conversation has a learned token and padding has no learned token, so the two can be told apart. A file of rows is
-an ordinary file of ids.
+The top bit of an id (`NOT_LEARNED`) means that the id is not learned, the bit below it (`BEGINS`) that a conversation
+or the padding begins there. Every conversation has a learned token and padding has none, so the two can be told apart.
+A file of rows is an ordinary file of ids.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.data.loss_mask import Encoded
+from offload_trainer.data.conversations import example_of
+from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
+from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED, TokenWriter
+from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
 
-NOT_LEARNED = 1 << 31
-BEGINS = 1 << 30
-IDS = BEGINS - 1
+# Increase it when the same conversations and template give other rows than before.
+_VERSION = 2
+_BATCH = 256  # conversations per tokenizer call
+_SECONDS_BETWEEN_REPORTS = 5.0
 _OPEN = 64  # rows being filled at the same time
+_PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
-def padding_of(marks: np.ndarray) -> np.ndarray:
-    """Return the number of padding tokens at the end of each row of marked ids, shape [rows, tokens].
+@dataclass(frozen=True)
+class RowOptions:
+    """Settings of the conversion of conversations to rows."""
 
-    It is 0 for files of unpacked rows that were written before padding was marked.
+    form: str  # name of the lines' form, see conversations.py
+    everything: bool  # train on all tokens, not only on answers
+    length: int  # row length in tokens
+    packed: bool  # put several conversations in a row
+
+    def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+        """Return everything that the rows depend on except the lines and the tokenizer's ids."""
+        template = hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
+        wish = asdict(self)
+        # omit the key for unpacked rows, so that their existing cache files keep their names
+        packed = ["packed"] if wish.pop("packed") else []
+        return [_VERSION, *wish.values(), template, *packed]
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
+    """Set a plain chat template on a tokenizer without one. Exports of the model then contain it too."""
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _PLAIN_TEMPLATE.read_text()
+        say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
+
+
+def write_rows(
+    writer: TokenWriter,
+    records: Iterator[tuple[str, dict[str, Any]]],
+    wish: RowOptions,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    end_of_text: int | None,
+    say: Callable[[str], None],
+) -> None:
+    """Write the rows of all records and set the writer's summary; `tokenizer` must have its chat template.
+
+    Raises UserError, with file and line, for a record that is not a conversation, and if no conversation has a learned
+    token.
     """
-    places = np.arange(marks.shape[1])
-    last = np.where(marks & BEGINS, places, 0).max(axis=1)
-    learned = (marks & NOT_LEARNED == 0) & (places >= last[:, None])
-    found: np.ndarray = np.where(learned.any(axis=1), 0, marks.shape[1] - last)
-    return found
+    encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
+    pad = next((id_ for id_ in (tokenizer.pad_token_id, end_of_text) if id_ is not None), 0)
+    maker, packer = RowMaker(wish.length, pad=pad), Packer(wish.length, pad=pad)
+    reported = time.monotonic()
+    examples = (example_of(record, form=wish.form, where=where) for where, record in records)
+    while batch := list(islice(examples, _BATCH)):
+        for encoded in encoder.encode(batch):
+            row = maker.cut(encoded) if wish.packed else maker.row_of(encoded)
+            if row is not None and wish.packed:
+                row = packer.add(row)
+            if row is not None:
+                writer.write(row)
+        if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+            reported = time.monotonic()
+            say(f"{maker.counts.conversations} conversations, {format_count(maker.counts.tokens)} tokens")
+    for row in packer.rest():
+        writer.write(row)
+    if not writer.tokens:
+        raise UserError(maker.counts.why_none(length=wish.length))
+    rows = writer.tokens // wish.length
+    writer.write([pad | NOT_LEARNED])  # the last row needs one token after it as its last target
+    writer.summary = "; ".join([maker.counts.told(rows=rows, length=wish.length), *encoder.unsaid.told()])
 
 
 @dataclass
@@ -65,6 +130,23 @@ class Counts:
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join(parts)
 
+    def why_none(self, *, length: int) -> str:
+        """Return why no conversation has produced a row, and what to do."""
+        without = (
+            f"{self.unanswered} have no answer to train on (a message from the assistant, without 'weight': 0 or "
+            "'train': false)"
+        )
+        if self.unanswered and not self.left_out:
+            return (
+                f"of the conversations {without}, and there are no others; give them answers, or set data.train_on=all"
+            )
+        left = f": all {self.left_out} are left out" if self.left_out else ""
+        more = f"; {without}" if self.unanswered else ""
+        return (
+            f"no conversation has tokens to train on within its first {length}{left}{more}; give more, a "
+            "larger --seq-len, or data.train_on=all"
+        )
+
 
 class RowMaker:
     """Converts conversations one by one into uint32 rows of `length`, marked as described above."""
@@ -77,9 +159,7 @@ class RowMaker:
     def row_of(self, encoded: Encoded) -> np.ndarray | None:
         """Return a row with this conversation alone, or None if nothing is learned in its first `length` tokens."""
         ids = self.cut(encoded)
-        if ids is None:
-            return None
-        return np.concatenate([ids, _padding(self._length - len(ids), pad=self._pad)])
+        return None if ids is None else _padded(ids, self._length, pad=self._pad)
 
     def cut(self, encoded: Encoded) -> np.ndarray | None:
         """Return the conversation's first `length` tokens, marked, or None if nothing is learned in them."""
@@ -103,53 +183,37 @@ class RowMaker:
         return ids
 
 
-@dataclass(eq=False)
-class _Row:
-    """Marked ids of conversations, concatenated."""
-
-    parts: list[np.ndarray] = field(default_factory=list)
-    used: int = 0
-
-    def add(self, ids: np.ndarray) -> None:
-        self.parts.append(ids)
-        self.used += len(ids)
-
-
 class Packer:
     """Packs marked conversations into rows, each into the row with the least sufficient room (best fit)."""
 
     def __init__(self, length: int, *, pad: int) -> None:
         self._length, self._pad = length, pad
-        self._open: list[_Row] = []
+        self._open: list[np.ndarray] = []  # marked ids of each open row
 
     def add(self, ids: np.ndarray) -> np.ndarray | None:
         """Add a conversation of at most `length` ids.
 
         Returns a row that is complete, if any: a full one, or the fullest one if too many are open.
         """
-        first = ids[:1] | np.uint32(BEGINS)
-        row = max((r for r in self._open if r.used + len(ids) <= self._length), key=lambda r: r.used, default=None)
-        if row is None:
-            row = _Row()
-            self._open.append(row)
-        row.add(np.concatenate([first, ids[1:]]))
-        fullest = max(self._open, key=lambda r: r.used)
-        if len(self._open) <= _OPEN and fullest.used < self._length:
+        ids = np.concatenate([ids[:1] | np.uint32(BEGINS), ids[1:]])
+        fitting = [n for n, row in enumerate(self._open) if len(row) + len(ids) <= self._length]
+        if fitting:
+            place = max(fitting, key=lambda n: len(self._open[n]))
+            self._open[place] = np.concatenate([self._open[place], ids])
+        else:
+            self._open.append(ids)
+        fullest = max(range(len(self._open)), key=lambda n: len(self._open[n]))
+        if len(self._open) <= _OPEN and len(self._open[fullest]) < self._length:
             return None
-        self._open.remove(fullest)
-        return self._closed(fullest)
+        return _padded(self._open.pop(fullest), self._length, pad=self._pad)
 
     def rest(self) -> list[np.ndarray]:
         """Return the rows that are still open, in the order in which they were started."""
-        return [self._closed(row) for row in self._open]
-
-    def _closed(self, row: _Row) -> np.ndarray:
-        row.add(_padding(self._length - row.used, pad=self._pad))
-        return np.concatenate(row.parts)
+        return [_padded(row, self._length, pad=self._pad) for row in self._open]
 
 
-def _padding(count: int, *, pad: int) -> np.ndarray:
-    """Return `count` padding ids, marked as a separate segment."""
-    ids = np.full(count, pad | NOT_LEARNED, dtype=np.uint32)
-    ids[:1] |= np.uint32(BEGINS)
-    return ids
+def _padded(ids: np.ndarray, length: int, *, pad: int) -> np.ndarray:
+    """Return a row of `length` ids, in which the padding is marked as a separate segment."""
+    padding = np.full(length - len(ids), pad | NOT_LEARNED, dtype=np.uint32)
+    padding[:1] |= np.uint32(BEGINS)
+    return np.concatenate([ids, padding])

@@ -1,10 +1,15 @@
 """Preparation of the run's token file: text is tokenised once into the cache, and a ``.bin`` file is used unchanged.
 
-    find_sources -> read_documents -> batches of pieces -> tokenizer -> TokenWriter -> cache/NAME-KEY.bin
-                    read_records ──> conversations -> rows (conversation_rows.py)
+    find_sources ── read_documents ── tokenize_documents ──┬── TokenWriter ──> cache/NAME-KEY.bin
+                    read_records ──── write_rows ──────────┘
 
 The key is a hash of everything that the ids depend on, including the text's bytes, so a changed text, field or
 tokenizer leads to another file.
+
+Hashes of text files are remembered in cache/NAME-KEY.sums.json. A file is read again unless its size, modification
+times, inode and device equal the remembered ones and it had not changed for two seconds when it was hashed: a second
+change within one clock tick would leave the same times. The inode's ctime is compared too, since no program can set it
+back.
 """
 
 from __future__ import annotations
@@ -22,25 +27,27 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.chunked_tokenize import Piece, TextSplitter
-from offload_trainer.data.concat import Tokens, joined
-from offload_trainer.data.conversation_rows import RowOptions, set_template, write_rows
+from offload_trainer.data.chunked_tokenize import tokenize_documents
 from offload_trainer.data.conversations import COLUMNS, TEXT, form_of_files
 from offload_trainer.data.documents import read_documents, read_records
-from offload_trainer.data.file_hashes import new_sum, source_sums
+from offload_trainer.data.mixture import Tokens, joined
+from offload_trainer.data.packing import RowOptions, set_template, write_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, refuse_not_owned
 from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.safe_files import file_bytes, open_given, parsed
+from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.locks import NoLocks, turn
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.storage.trusted_files import MODE, open_owned
+from offload_trainer.units import format_bytes
 
 # Increase it when the same text and tokenizer give other ids than before.
 FORMAT = 2
-BATCH_CHARACTERS = 1 << 20
-BATCH_PIECES = 4096
-SECONDS_BETWEEN_REPORTS = 5.0
 _LONGEST = 86400.0  # seconds to wait for another process that tokenises the same text
+_SETTLED_NS = 2 * 10**9
+_LONG = 10**9  # bytes whose reading takes seconds
+_BLOCK = 1 << 24
 
 Found = TypeVar("Found")
 
@@ -68,13 +75,20 @@ def prepare_tokens(
     sources = find_sources(section.path, say=say)
     fingerprint = tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
-        given = (TokenFile.open(source, dtype=section.token_dtype) for source in sources)
-        checked = [
-            _checked(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say) for file in given
-        ]
-        for file in checked:
-            _refuse_other_rows(file, packing=section.packing == "on")
-        return joined(checked)
+        files = []
+        for source in sources:
+            file = TokenFile.open(source, dtype=section.token_dtype)
+            _refuse_unfitting(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)
+            files.append(file)
+        packing = section.packing == "on"
+        for file in files:
+            if file.row_length is not None and file.packed != packing:
+                holds, key = ("several in a row", "on") if file.packed else ("each in a separate row", "off")
+                raise UserError(
+                    f"{file.path} holds conversations, {holds}: use data.packing={key}, or give the conversations "
+                    "instead"
+                )
+        return joined(files)
     if section.token_dtype != "auto":
         raise UserError(
             f"data.token_dtype={section.token_dtype} is for .bin files, and {sources[0]} is text: leave it out"
@@ -106,7 +120,8 @@ def _tokenised(
 ) -> TokenFile:
     """Return the cached token file of these sources, creating it if needed; `rows` is None for plain text."""
     fingerprint, separator = tokenizer_fingerprint(tokenizer), end_of_text(tokenizer)
-    name = _stem(section.path[0])
+    # a readable name, made from the first source's
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
@@ -120,8 +135,8 @@ def _tokenised(
             found = TokenFile.open(target, owned=True)
             say(f"tokens: {target}, already there")
             return found
-        size = format_bytes(sum(source.stat().st_size for source in sources))
-        say(f"tokenising {size} of text in {len(sources)} file(s) into {target}")
+        total = sum(source.stat().st_size for source in sources)
+        say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
         with TokenWriter(
             target,
             tokenizer=fingerprint,
@@ -131,7 +146,11 @@ def _tokenised(
             packed=rows is not None and rows.packed,
         ) as writer:
             if rows is None:
-                _write_text(writer, sources, sums=sums, text_field=section.text_field, tokenizer=tokenizer, say=say)
+                read = partial(read_documents, text_field=section.text_field)
+                documents = _of_all(sources, sums=sums, read=read, writer=writer)
+                tokenize_documents(
+                    documents, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
+                )
             else:
                 read = partial(read_records, wanted=COLUMNS, strings=True)
                 records = _of_all(sources, sums=sums, read=read, writer=writer)
@@ -160,10 +179,10 @@ def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _checked(
+def _refuse_unfitting(
     tokens: TokenFile, *, fingerprint: str, vocabulary: int, seq_len: int, say: Callable[[str], None]
-) -> TokenFile:
-    """Return a ``.bin`` file named by the user if it fits the tokenizer, the model and the row length."""
+) -> None:
+    """Raise UserError for a ``.bin`` file that does not fit the tokenizer, the model or the row length."""
     path = tokens.path
     if tokens.row_length not in (None, seq_len):
         raise UserError(
@@ -187,36 +206,11 @@ def _checked(
             f"{path} holds ids up to {needed - 1}, but the model only has ids below {vocabulary}: "
             "choose the model that it was tokenised for, or give the text instead"
         )
-    return tokens
-
-
-def _refuse_other_rows(tokens: TokenFile, *, packing: bool) -> None:
-    """Raise UserError for a file of rows that does not match `data.packing`."""
-    if tokens.row_length is not None and tokens.packed != packing:
-        holds, key = ("several in a row", "on") if tokens.packed else ("each in a separate row", "off")
-        raise UserError(
-            f"{tokens.path} holds conversations, {holds}: use data.packing={key}, or give the conversations instead"
-        )
 
 
 def _digest(content: object) -> str:
     """Hash JSON-serialisable content to 16 hex digits."""
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
-
-
-def _stem(path: str) -> str:
-    """Return a readable name for a cached file, made from the source's name."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).resolve().stem)[:40].strip("-") or "text"
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text without the special tokens that a tokenizer adds around it."""
-    ids: list[int] = _encode_all(tokenizer, [text])[0]
-    return ids
-
-
-def _encode_all(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def _of_all(
@@ -228,7 +222,7 @@ def _of_all(
     """
     total, done = sum(source.stat().st_size for source in sources), 0
     for source, expected in zip(sources, sums, strict=True):
-        found = new_sum()
+        found = _new_hash()
 
         def see(data: bytes, found: Any = found) -> None:
             nonlocal done
@@ -243,70 +237,64 @@ def _of_all(
             )
 
 
-def _write_text(
-    writer: TokenWriter,
-    sources: Sequence[Path],
-    *,
-    sums: Sequence[str],
-    text_field: str,
-    tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None],
-) -> None:
-    """Write the documents' ids, one document after another."""
-    cutter = TextSplitter(partial(_encode, tokenizer))
-    read = partial(read_documents, text_field=text_field, cutter=cutter)
-    pieces = _of_all(sources, sums=sums, read=read, writer=writer)
-    total = sum(source.stat().st_size for source in sources)
-    separator = end_of_text(tokenizer)
-    writer.text_bytes = _tokenise(pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say)
-    if cutter.inexact:
-        say(
-            f"note: {cutter.inexact} splits text that has no lines or words, so a few ids may differ from those "
-            "of the unsplit text"
-        )
+# -- hashes of the text ------------------------------------------------------------------------------------------------
 
 
-def _tokenise(
-    pieces: Iterator[Piece],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    separator: int | None,
-    writer: TokenWriter,
-    total: int,
-    say: Callable[[str], None],
-) -> int:
-    """Write the pieces' ids. Returns the number of UTF-8 bytes of their text."""
-    done = 0
-    begin = reported = time.monotonic()
-    for batch in _batches(pieces):
-        rows = _encode_all(tokenizer, [piece.before + piece.text for piece in batch])
-        ids: list[int] = []
-        for piece, row in zip(batch, rows, strict=True):
-            ids += row[len(_encode(tokenizer, piece.before)) :] if piece.before else row
-            if piece.ends_document and separator is not None:
-                ids.append(separator)
-        writer.write(ids)
-        done += sum(len(piece.text.encode()) for piece in batch)
-        now = time.monotonic()
-        if now - reported >= SECONDS_BETWEEN_REPORTS:
-            reported = now
-            say(
-                f"tokenised {format_bytes(done)} of {format_bytes(total)}: {format_count(writer.tokens)} "
-                f"tokens, {format_bytes(done / (now - begin))}/s"
-            )
-    say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
-    return done
+def _new_hash() -> Any:
+    return hashlib.blake2b(digest_size=16)
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces into batches: large enough for a multi-threaded tokenizer, small enough for memory."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
+    """Return the hash of each file. `memory` is the file that caches hashes between runs; losing it costs only time.
+
+    Raises UserError for a file that cannot be read.
+    """
+    try:
+        known = parsed(file_bytes(memory, opener=open_owned), dict[str, Any])
+    except (FileNotFoundError, ValueError):
+        known = {}
+    about = {str(source.resolve()): _state(source) for source in sources}
+    fresh = {path: state for path, state in about.items() if not _is_known(known.get(path), state)}
+    total = sum(state["size"] for state in fresh.values())
+    if total >= _LONG:
+        say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
+    for path in fresh:
+        at = time.time_ns()
+        about[path] |= {"sum": _sum(Path(path)), "at": at}
+    about |= {path: known[path] for path in about.keys() - fresh.keys()}
+    if fresh:
+        try:
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_text(memory, json.dumps(about), mode=MODE)
+        except OSError:
+            pass  # without the cache the hashes are computed again next time
+    return [about[str(source.resolve())]["sum"] for source in sources]
+
+
+def _is_known(then: Any, now: dict[str, int]) -> bool:
+    """Return whether a remembered hash still belongs to this file."""
+    if not isinstance(then, dict) or not isinstance(then.get("sum"), str) or not isinstance(then.get("at"), int):
+        return False
+    return now.items() <= then.items() and then["at"] - max(now["mtime_ns"], now["ctime_ns"]) > _SETTLED_NS
+
+
+def _state(source: Path) -> dict[str, Any]:
+    found = source.stat()
+    return {
+        "size": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "ctime_ns": found.st_ctime_ns,
+        "inode": found.st_ino,
+        "device": found.st_dev,
+    }
+
+
+def _sum(path: Path) -> str:
+    found = _new_hash()
+    try:
+        with open_given(path) as file:
+            while block := file.read(_BLOCK):
+                found.update(block)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return str(found.hexdigest())

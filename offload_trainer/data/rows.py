@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offload_trainer.data.concat import Tokens
-from offload_trainer.data.mixture import MixedTokens
-from offload_trainer.data.order import order
-from offload_trainer.data.packing import BEGINS, IDS, NOT_LEARNED, padding_of
+from offload_trainer.data.mixture import MixedTokens, Tokens, order
+from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import TrainerError, UserError
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
@@ -148,6 +146,18 @@ def forward_seed(seed: int, *, first: int) -> int:
     It depends on no history and is the same on every rank and engine.
     """
     return int.from_bytes(hashlib.blake2b(f"forward {seed} {first}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def padding_of(marks: np.ndarray) -> np.ndarray:
+    """Return the number of padding tokens at the end of each row of marked ids, shape [rows, tokens].
+
+    It is 0 for files of unpacked rows that were written before padding was marked.
+    """
+    places = np.arange(marks.shape[1])
+    last = np.where(marks & BEGINS, places, 0).max(axis=1)
+    learned = (marks & NOT_LEARNED == 0) & (places >= last[:, None])
+    found: np.ndarray = np.where(learned.any(axis=1), 0, marks.shape[1] - last)
+    return found
 
 
 def positions_of(begins: np.ndarray) -> np.ndarray:

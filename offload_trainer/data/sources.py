@@ -1,4 +1,8 @@
-"""Resolution of the data paths that a user names to files; unsuitable files are refused with what to do."""
+"""Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
+
+Besides files and directories there are data sets of the Hugging Face hub, which `datasets` downloads and whose Arrow
+files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNER/NAME/CONFIGURATION:SPLIT.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,23 @@ import os
 import re
 import stat
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.data.decompress import PACKED, kind_of, refuse_without_library
-from offload_trainer.data.hub import HUB, hub_files
-from offload_trainer.data.tables import TABLES
+from offload_trainer.data.documents import COMPRESSED, TABLES, kind_of, printable
 from offload_trainer.errors import UserError
+from offload_trainer.packages import is_installed, lacks
 from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # also when compressed
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.\[\]%:+-]+))?")
 _HEAD = 1 << 16  # bytes by which a file's format is judged
 
+# Formats that are not read: the suffix, and what to do with such a file.
 _LINES = 'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {rows}]" < FILE > data.jsonl'
 _TABLE = "convert the table to lines of JSON: "
-_UNPACK = "decompress it"
 _NAMED = "it is compressed: give it a name that shows its kind, such as NAME.txt{0} or NAME.jsonl{0}; or decompress it"
 _REFUSED = {
     ".json": f"JSON is read line by line. Convert an array to lines with {_LINES.format(rows='json.load(sys.stdin)')}; "
@@ -32,9 +37,9 @@ _REFUSED = {
     ".tsv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin, dialect='excel-tab')"),
     ".parquet": "rename it to .parquet",
     ".arrow": "rename it to .arrow",
-    **{packing: _NAMED.format(packing) for packing in PACKED},
-    ".zip": _UNPACK,
-    ".tar": _UNPACK,
+    **{suffix: _NAMED.format(suffix) for suffix in COMPRESSED},
+    ".zip": "decompress it",
+    ".tar": "decompress it",
     ".pdf": "extract its text: pdftotext FILE data.txt",
     ".docx": "save it as text",
     ".npy": "write its ids alone: numpy.load('FILE').tofile('ids.bin')",
@@ -68,18 +73,28 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
         raise UserError(
             "data.path is empty: name a text file, a jsonl file, a table, a directory, a .bin file, or builtin"
         )
-    named = [found for path in paths for found in _named(path)]
+    named: list[Path] = []
+    for path in paths:
+        if path.startswith("hub:"):
+            named += hub_files(path)
+        else:
+            named.append(BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser())
     if missing := [str(path) for path in named if not os.path.exists(path)]:
-        raise UserError(f"no such file or directory: {', '.join(missing)}; {_hub(missing[0])}")
-    sources = []
+        fix, name = "correct the path", missing[0]
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
+            fix += f"; for a dataset of the hub use --data hub:{name}"
+        raise UserError(f"no such file or directory: {', '.join(missing)}; {fix}")
+    sources: list[Path] = []
     for path in named:
         if path.is_dir():
-            sources += _text_files(path, say=say)
+            saved = _saved_by_datasets(path)
+            sources += _text_files(path, say=say) if saved is None else saved
         else:
             _refuse_other(path)
             sources.append(path)
     for source in sources:
-        refuse_without_library(source)
+        if source.suffix.lower() in (*TABLES, ".zst") and not is_installed("pyarrow"):
+            raise UserError(lacks(str(source), "pyarrow"))
     token_files = [str(file) for file in sources if file.suffix == ".bin"]
     if token_files and len(sources) > len(token_files):
         raise UserError(
@@ -89,82 +104,88 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
     return sources
 
 
-def _named(path: str) -> tuple[Path, ...]:
-    if path.startswith(HUB):
-        return hub_files(path)
-    return (BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser(),)
+@cache
+def hub_files(wish: str) -> tuple[Path, ...]:
+    """Return the files in `datasets`' cache that hold the split (`train` by default), downloading them if needed.
+
+    Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
+    """
+    found = _HUB_NAME.fullmatch(wish.removeprefix("hub:"))
+    if found is None:
+        raise UserError(
+            f"{wish}: a dataset of the hub is written hub:OWNER/NAME, with /CONFIGURATION and :SPLIT if it has several"
+        )
+    if not is_installed("datasets"):
+        raise UserError(lacks(wish, "datasets"))
+    name, configuration, split = found.groups()
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, configuration, split=split or "train")
+    # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
+    except Exception as error:
+        raise UserError(
+            f"{wish} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
+            f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
+        ) from error
+    return tuple(Path(one["filename"]) for one in loaded.cache_files)
 
 
-def _hub(name: str) -> str:
-    """Return advice for a path that does not exist; it may be meant as the name of a data set on the hub."""
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
-        return f"correct the path; for a dataset of the hub use --data hub:{name}"
-    return "correct the path"
-
-
-def is_read(path: Path) -> bool:
+def _is_read(path: Path) -> bool:
     """Return whether files of this name in a directory are read."""
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 
 def _saved_by_datasets(directory: Path) -> list[Path] | None:
     """Return the files of a directory written by `save_to_disk`, in their order, or None for any other directory."""
+
+    def read(path: Path) -> dict[str, Any]:
+        try:
+            return parsed(file_bytes(path, links=True), dict[str, Any])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+
     if (directory / "dataset_dict.json").is_file():
-        splits = _object_in(directory / "dataset_dict.json").get("splits")
+        splits = read(directory / "dataset_dict.json").get("splits")
         told = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
         raise UserError(f"{directory} holds several datasets: choose one, {told}")
-    if not (directory / "state.json").is_file() or not (directory / "dataset_info.json").is_file():
+    state = directory / "state.json"
+    if not state.is_file() or not (directory / "dataset_info.json").is_file():
         return None
-    named = _object_in(directory / "state.json").get("_data_files") or []
+    named = read(state).get("_data_files") or []
     files = [str(one["filename"]) for one in named if isinstance(one, dict) and "filename" in one]
     if not files or any(Path(name).name != name for name in files):
-        raise UserError(f"{directory / 'state.json'} names no files of a dataset; save it again with save_to_disk")
+        raise UserError(f"{state} names no files of a dataset; save it again with save_to_disk")
     if missing := [name for name in files if not (directory / name).is_file()]:
-        raise UserError(
-            f"{directory / missing[0]} does not exist, but {directory / 'state.json'} names it; copy it again"
-        )
+        raise UserError(f"{directory / missing[0]} does not exist, but {state} names it; copy it again")
     return [directory / name for name in files]
-
-
-def _object_in(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UserError for anything else."""
-    try:
-        return parsed(file_bytes(path, links=True), dict[str, Any])
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
     """Return a directory's text files, sorted by their path inside it."""
-    if (saved := _saved_by_datasets(directory)) is not None:
-        return saved
+
+    def first(names: list[str]) -> str:
+        return ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
+
     inside = [
         path
         for path in sorted(directory.rglob("*"))
         if not any(part.startswith(".") for part in path.relative_to(directory).parts)
     ]
     if linked := [str(path) for path in inside if path.is_symlink() and path.is_dir()]:
-        say(f"note: {len(linked)} linked directories are not followed ({_first(linked)}); name them too if wanted")
+        say(f"note: {len(linked)} linked directories are not followed ({first(linked)}); name them too if wanted")
+    files = [path for path in inside if _is_read(path) and path.is_file()]
     if other := [
-        str(path) for path in inside if path.suffix.lower() in _REFUSED and not is_read(path) and path.is_file()
+        str(path) for path in inside if path.suffix.lower() in _REFUSED and not _is_read(path) and path.is_file()
     ]:
-        say(f"note: {len(other)} files in {directory} are not read ({_first(other)}); name one to see why")
-    files = [path for path in inside if is_read(path) and path.is_file()]
+        say(f"note: {len(other)} files in {directory} are not read ({first(other)}); name one to see why")
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
         flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
         hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join((*TEXT_SUFFIXES, *TABLES))} file: {hint}")
     return files
-
-
-def printable(path: Path | str) -> str:
-    """Return a path for a message, escaped if it has unprintable characters, which could control a terminal."""
-    return str(path) if str(path).isprintable() else ascii(str(path))
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _refuse_other(path: Path) -> None:
@@ -180,21 +201,18 @@ def _refuse_other(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), suffix)
-    as_named = is_read(path) and kind in (suffix, *TABLES * (suffix in TABLES))
+    as_named = _is_read(path) and kind in (suffix, *TABLES * (suffix in TABLES))
     if kind in _REFUSED and not as_named:
         raise UserError(f"{path}: {_REFUSED[kind].replace('FILE', str(path))}")
-    if is_read(path):
+    if _is_read(path):
         return
     if b"\0" in head:
         raise UserError(f"{path}: holds zero bytes, so it is not UTF-8 text (UTF-16? a binary file?); convert it")
-    if _is_json_object(head.partition(b"\n")[0]):
+    try:
+        is_object = isinstance(json.loads(head.partition(b"\n")[0]), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if is_object:
         raise UserError(
             f"{path}: its first line is a JSON object; rename it to .jsonl, or to .txt to train on it as it is"
         )
-
-
-def _is_json_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False

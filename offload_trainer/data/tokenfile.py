@@ -25,23 +25,42 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, with_config
 
-from offload_trainer.data.raw_tokens import BLOCK, bare_dtype, refuse_foreign, scan
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
 from offload_trainer.storage.atomic_io import sync_directory
 from offload_trainer.storage.trusted_files import MODE, open_owned
 from offload_trainer.units import format_bytes
 
+BLOCK = 1 << 20  # bytes covered by one CRC-32
+# Marks in the upper bits of an id in a file of rows of conversations (packing.py)
+NOT_LEARNED = 1 << 31
+BEGINS = 1 << 30  # a conversation or the padding begins here
+IDS = BEGINS - 1
+
 _SCAN_TOKENS = 1 << 24
 _TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
 _AGAIN = "delete the file and its sidecar, and the same command creates them again"
 _ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
 _RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT}"
+
+# Detection of the dtype of a raw file
+_CHUNK = 16 * BLOCK
+_PAGE = 4096  # values
+_UPPER = 15  # the largest upper half of an id in every vocabulary of up to 2^20 ids
+_TELLING = 32  # number of uint32 ids from which the pattern is not a coincidence
+_FOREIGN = {
+    b"\x93NUMPY": "NumPy's .npy: write its ids alone: numpy.load(FILE).tofile('ids.bin')",
+    b"PK\x03\x04": "a zip archive (torch.save, .npz): write its ids alone, as uint16 or uint32",
+    b"\x1f\x8b": "gzip: decompress it",
+    b"PAR1": "parquet: its tokens or text must be written out",
+    (20240520).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
+    (20240801).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
+}
 
 
 def sidecar_path(path: Path) -> Path:
@@ -67,11 +86,6 @@ def said_tokenizer(path: Path) -> str | None:
     return _read_sidecar(sidecar).get("tokenizer") if is_there(sidecar) else None
 
 
-def id_dtype(vocabulary: int) -> np.dtype:
-    """Return the narrower of uint16 and uint32 (little-endian) that holds the ids below `vocabulary`."""
-    return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
-
-
 @dataclass(frozen=True, eq=False)
 class TokenFile:
     """Ids of uint16 or uint32 in a file. An attribute that the file does not state is None."""
@@ -80,16 +94,16 @@ class TokenFile:
     file: BinaryIO
     dtype: np.dtype
     tokens: int
-    text_bytes: int | None  # UTF-8 bytes of the text, without end-of-text
-    tokenizer: str | None  # fingerprint
-    vocabulary: int | None
-    end_of_text: int | None
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, from the sidecar or computed when the file was opened
     largest: int | None = None  # the largest id, if all were scanned
+    assumed: str | None = None  # the assumption made if the file has no sidecar
+    text_bytes: int | None = None  # UTF-8 bytes of the text, without end-of-text
+    tokenizer: str | None = None  # fingerprint
+    vocabulary: int | None = None
+    end_of_text: int | None = None
     row_length: int | None = None  # if set, the file holds rows of this many marked ids (packing.py)
     packed: bool = False  # a row may hold several conversations, which do not attend to each other
     summary: str | None = None  # statistics of the conversations in it
-    assumed: str | None = None  # the assumption made if the file has no sidecar
     _checked: set[int] = field(default_factory=set, repr=False)  # blocks whose CRC-32 has been checked
 
     def __len__(self) -> int:
@@ -116,8 +130,8 @@ class TokenFile:
         be determined.
         """
         sidecar = sidecar_path(path)
-        fields = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
-        told = fields.get("dtype", dtype)
+        stated = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
+        told, count, sums = stated.pop("dtype", dtype), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
         if dtype not in ("auto", told):
             raise UserError(
                 f"data.token_dtype={dtype}, but {sidecar} says {told}; leave the key out, or correct that file"
@@ -128,33 +142,38 @@ class TokenFile:
         if size == 0 or size % width:
             ids = f"{'uint16' if told == 'auto' else told} ids"
             raise UserError(f"{path}: {size} bytes are not a whole number of {ids}; create the file again")
-        if fields and fields["tokens"] != size // width:
+        if count not in (None, size // width):
             raise UserError(
-                f"{path}: {sidecar.name} says {fields['tokens']} {told} ids, and the file holds "
-                f"{size // width} ({size} bytes); delete both and create them again"
+                f"{path}: {sidecar.name} says {count} {told} ids, and the file holds {size // width} ({size} bytes); "
+                "delete both and create them again"
             )
-        sums, largest = tuple(fields.get("crc32", ())), None
+        largest: int | None = None
+        assumed: str | None = None
         if not sums:
             if told == "auto":
-                refuse_foreign(path, file.read(8))
-            found = scan(path, file, size=size)
-            told = bare_dtype(path, found, size=size) if told == "auto" else told
+                head = file.read(8)
+                if foreign := [what for magic, what in _FOREIGN.items() if head.startswith(magic)]:
+                    raise UserError(
+                        f"{path}: not raw ids, but {foreign[0].replace('FILE', str(path))} (data.token_dtype=uint16 or "
+                        "uint32 reads it anyway)"
+                    )
+            found = _scan(path, file, size=size)
+            told = _dtype_of(path, found, size=size) if told == "auto" else told
             sums, largest = found.sums, found.largest32 if told == "uint32" else max(found.lanes)
+        if count is None:
+            why = ", as nanoGPT writes them" if told == "uint16" else ": the upper half of every id is at most 15"
+            assumed = f"no sidecar: read as {told}" + (
+                why if dtype == "auto" else f", as data.token_dtype={dtype} says"
+            )
         return cls(
             path=path,
             file=file,
             dtype=np.dtype(told).newbyteorder("<"),
             tokens=size // np.dtype(told).itemsize,
-            text_bytes=fields.get("text_bytes"),
-            tokenizer=fields.get("tokenizer"),
-            vocabulary=fields.get("vocabulary"),
-            end_of_text=fields.get("end_of_text"),
             sums=sums,
             largest=largest,
-            row_length=fields.get("row_length"),
-            packed=fields.get("packed", False),
-            summary=fields.get("summary"),
-            assumed=None if fields else f"no sidecar: read as {told}" + _why(told, asked=dtype),
+            assumed=assumed,
+            **stated,
         )
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -165,20 +184,17 @@ class TokenFile:
         assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
         first, last = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
         for block in range(first // BLOCK, -(-last // BLOCK)):
-            self._check(block)
+            if block in self._checked:
+                continue
+            at = block * BLOCK
+            crc = zlib.crc32(self._bytes(at, min(BLOCK, self.tokens * self.dtype.itemsize - at)))
+            if block >= len(self.sums) or crc != self.sums[block]:
+                raise TrainerError(
+                    f"{self.path}: the block at byte {at} differs from what was written (CRC-32 {crc}); "
+                    + (_AGAIN if self.largest is None else _RESTORE)
+                )
+            self._checked.add(block)
         return np.frombuffer(self._bytes(first, last - first), dtype=self.dtype)
-
-    def _check(self, block: int) -> None:
-        if block in self._checked:
-            return
-        start = block * BLOCK
-        crc = zlib.crc32(self._bytes(start, min(BLOCK, self.tokens * self.dtype.itemsize - start)))
-        if block >= len(self.sums) or crc != self.sums[block]:
-            raise TrainerError(
-                f"{self.path}: the block at byte {start} differs from what was written (CRC-32 {crc}); "
-                + (_AGAIN if self.largest is None else _RESTORE)
-            )
-        self._checked.add(block)
 
     def _bytes(self, start: int, count: int) -> bytes:
         try:
@@ -201,12 +217,6 @@ class TokenFile:
         return max(int(self.read(i, min(_SCAN_TOKENS, self.tokens - i)).max()) for i in starts)
 
 
-def _why(dtype: str, *, asked: str) -> str:
-    if asked != "auto":
-        return f", as data.token_dtype={asked} says"
-    return ", as nanoGPT writes them" if dtype == "uint16" else ": the upper half of every id is at most 15"
-
-
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Sidecar:
@@ -223,9 +233,7 @@ class _Sidecar:
 
 
 def _read_sidecar(path: Path, *, owned: bool = False) -> dict[str, Any]:
-    fix = "Correct it, or delete it and its .bin and make them again"
-    if owned:
-        fix = _ELSEWHERE
+    fix = _ELSEWHERE if owned else "Correct it, or delete it and its .bin and make them again"
     return asdict(read_back(path, _Sidecar, links=True, opener=open_owned if owned else None, fix=fix))
 
 
@@ -237,6 +245,60 @@ def _opened(path: Path, *, owned: bool) -> BinaryIO:
     except ValueError as error:
         fix = f". {_ELSEWHERE}" if owned else "; a token file is a file of ids"
         raise UserError(f"{path} cannot be read: {error}{fix}") from error
+
+
+class _Scan(NamedTuple):
+    """Result of one pass over a file."""
+
+    sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes
+    lanes: tuple[int, int, int, int]  # the largest 16-bit value at each place of every 8 bytes
+    largest32: int  # the largest 32-bit value
+
+
+def _scan(path: Path, file: BinaryIO, *, size: int) -> _Scan:
+    """Read all of `file` (`size` bytes, a multiple of 2). Raises TrainerError if it cannot be read to its end."""
+    sums: list[int] = []
+    lanes = np.zeros(4, dtype=np.uint16)
+    largest = seen = 0
+    file.seek(0)
+    while seen < size:
+        data = file.read(min(_CHUNK, size - seen))
+        if not data or (len(data) % BLOCK and seen + len(data) != size):
+            raise TrainerError(
+                f"{path}: {size} bytes were expected, but only {seen + len(data)} can be read; start again"
+            )
+        seen += len(data)
+        sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
+        # Rows of 4096 values are reduced first, so that the reduction is vectorised.
+        halves = np.frombuffer(data, dtype="<u2")
+        whole = len(halves) // _PAGE * _PAGE
+        rest = np.zeros(_PAGE, dtype=np.uint16)
+        rest[: len(halves) - whole] = halves[whole:]
+        page = np.maximum(halves[:whole].reshape(-1, _PAGE).max(axis=0, initial=0), rest)
+        lanes = np.maximum(lanes, page.reshape(-1, 4).max(axis=0))
+        largest = max(largest, int(np.frombuffer(data, dtype="<u4", count=len(data) // 4).max(initial=0)))
+    first, second, third, fourth = map(int, lanes)
+    return _Scan(tuple(sums), (first, second, third, fourth), largest)
+
+
+def _dtype_of(path: Path, found: _Scan, *, size: int) -> str:
+    """Return whether the ids of a file without a sidecar are uint16 or uint32.
+
+    The upper halves of uint32 ids are 0 to 15, and they are every second 16-bit value of the file. In a file of uint16,
+    every second value is an id like its neighbours. Raises UserError if the values fit both, or look like 64-bit ids.
+    """
+    low, high = max(found.lanes[0::2]), max(found.lanes[1::2])
+    say = "choose with data.token_dtype=uint16 or uint32"
+    if size % 8 == 0 and size // 8 >= _TELLING and found.lanes[2] == found.lanes[3] == 0 < max(found.lanes):
+        raise UserError(
+            f"{path}: looks like ids of 64 bits (four bytes of every eight are 0), but only uint16 and uint32 are "
+            f"supported: numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'); or {say}"
+        )
+    if size % 4 or high > _UPPER or (high > 0 and low <= _UPPER):
+        return "uint16"
+    if high == low == 0 or size // 4 < _TELLING:
+        raise UserError(f"{path}: its {size} bytes could be 16-bit or 32-bit ids: {say}")
+    return "uint32"
 
 
 class TokenWriter:
@@ -263,7 +325,8 @@ class TokenWriter:
         self.share = 0.0  # share of the text that has been read, set by its reader
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
         self._row_length, self._packed = row_length, packed
-        self._dtype = np.dtype("<u4") if row_length else id_dtype(vocabulary)
+        # the narrower one that holds the ids; rows have marks in the upper bits
+        self._dtype = np.dtype("<u4" if row_length or vocabulary > 1 << 16 else "<u2")
         self._sums: list[int] = []
         self._block = b""  # bytes that are not yet covered by a CRC-32
         self._file: BinaryIO
@@ -320,8 +383,13 @@ class TokenWriter:
         sidecar = sidecar_path(self.path)
         # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
         # another process is preparing the same text, and its finished pair must not be lost.
-        if is_there(sidecar) and not _holds(sidecar, content):
-            sidecar.unlink()
+        if is_there(sidecar):
+            try:
+                equal = file_bytes(sidecar) == content
+            except (OSError, ValueError):
+                equal = False
+            if not equal:
+                sidecar.unlink()
         _publish(self._file, self.path)
         temporary = _open_temporary(sidecar)
         try:
@@ -346,13 +414,6 @@ class TokenWriter:
             f"removed, and the tokens take {need} ({format_bytes(made)} so far{read}; {self._dtype.itemsize} bytes a "
             "token). Free that much there, or choose another directory with data.cache=DIR"
         )
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    try:
-        return file_bytes(path) == content
-    except (OSError, ValueError):
-        return False
 
 
 def _open_temporary(path: Path) -> BinaryIO:

@@ -1,12 +1,15 @@
-"""Loading and saving of transformers tokenizers, and the facts about them that a token file records."""
+"""Loading and saving of transformers tokenizers, the facts that a token file records of them, and bytes of tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_trainer.errors import UserError
@@ -16,6 +19,7 @@ _OTHERS_READ = (
     *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),
     *("special_tokens_map.json", "added_tokens.json"),
 )
+_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for single bytes that no other token covers
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
@@ -31,25 +35,18 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if is_directory:
         refuse_pipes(directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory if is_directory else _downloaded(name), trust_remote_code=trust_remote_code
-        )
+        if not is_directory:
+            # One request suffices: without a network, transformers would try file after file.
+            from huggingface_hub import snapshot_download
+
+            directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.py"]))
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizer files fail in many ways, all of them for the user to fix
         raise UserError(_why_not(name, is_directory=is_directory, error=error)) from error
     # From a directory with only a model's config.json, transformers makes a tokenizer without a vocabulary.
     if vocabulary_size(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(_why_not(name, is_directory=is_directory, error=None))
     return tokenizer
-
-
-def _downloaded(name: str) -> str:
-    """Download the tokenizer files of a hub id and return their directory.
-
-    One request suffices: without a network, transformers would try file after file.
-    """
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.py"])
 
 
 def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:
@@ -113,3 +110,63 @@ def read_template(path: Path) -> str:
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id that ends a document, or None for a tokenizer without one."""
     return tokenizer.eos_token_id
+
+
+class TokenBytes:
+    """UTF-8 bytes per token id in running text, to report the loss in bits per byte.
+
+    Each id is examined when it first occurs.
+    End-of-text counts 0 bytes. The tokens of a byte-level tokenizer show their bytes. For other tokenizers, a token
+    counts the bytes that it adds to the decoded text before it, so a word's leading space counts with the word.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
+        # Does each letter of a token stand for a byte (GPT-2's way)? The tokenizer's decoder tells.
+        if tokenizer.is_fast:
+            decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+            steps = decoder.get("decoders", [decoder])
+            is_byte_level = any(step["type"] == "ByteLevel" for step in steps if "type" in step)
+        else:
+            is_byte_level = hasattr(tokenizer, "byte_decoder")
+        self._alphabet = frozenset(ByteLevel.alphabet()) if is_byte_level else frozenset()
+        self._before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+        self._known: dict[int, int | None] = {}
+
+    def of(self, ids: torch.Tensor) -> int | None:
+        """Return the bytes of all `ids` together.
+
+        Returns None if the text of one is not known (an unknown word, an invalid id).
+        """
+        found, counts = ids.unique(return_counts=True)
+        total = 0
+        for id_, count in zip(found.tolist(), counts.tolist(), strict=True):
+            if id_ not in self._known:
+                self._known[id_] = self._count(id_)
+            size = self._known[id_]
+            if size is None:
+                return None
+            total += size * count
+        return total
+
+    def _count(self, id_: int) -> int | None:
+        tokenizer = self._tokenizer
+        if id_ == tokenizer.eos_token_id:
+            return 0
+        if id_ == tokenizer.unk_token_id:
+            return None
+        token = tokenizer.convert_ids_to_tokens(id_)
+        if token is None:
+            return None
+        if not self._alphabet and _ONE_BYTE.fullmatch(token):
+            return 1
+        if id_ in self._added:
+            return len(self._added[id_].encode())
+        if self._alphabet:
+            return sum(1 if letter in self._alphabet else len(letter.encode()) for letter in token)
+        return self._decoded([*self._before, id_]) - self._decoded(self._before)
+
+    def _decoded(self, ids: list[int]) -> int:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return len(text.encode())

@@ -19,7 +19,7 @@ import torch
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.data.rows import RowReader
-from offload_trainer.data.token_bytes import TokenBytes
+from offload_trainer.data.tokenizer import TokenBytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.model.loader import DTYPES

@@ -13,12 +13,12 @@ from chats import TEMPLATE, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import packing
 from offload_trainer.data.conversations import example_of, form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
-from offload_trainer.data.packing import BEGINS, IDS, NOT_LEARNED, Packer, RowMaker
+from offload_trainer.data.packing import Counts, Packer, RowMaker
 from offload_trainer.data.prepare import prepare_tokens
-from offload_trainer.data.rows import IGNORED, RowReader, split_rows
+from offload_trainer.data.rows import IGNORED, RowReader, padding_of, split_rows
+from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 
@@ -180,7 +180,7 @@ def test_each_conversation_has_its_row() -> None:
     assert [[id_ & IDS for id_ in row] for row in rows] == [[20, 21, 22, 23, 9, 9], [30, 31, 32, 33, 34, 35]]
     learned = [[not id_ & NOT_LEARNED for id_ in row] for row in rows]
     assert learned == [[False, False, True, True, False, False], [False, False, False, False, True, True]]
-    assert maker.counts == packing.Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
+    assert maker.counts == Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
 
 
 def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
@@ -189,20 +189,20 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     given = [ends, conversation(6, first=30, answer=2), Encoded([20, 9], [False, True])]
     maker = RowMaker(6, pad=9)
     rows = np.stack([row for one in given if (row := maker.row_of(one)) is not None])
-    assert packing.padding_of(rows).tolist() == [3, 0, 4]
+    assert padding_of(rows).tolist() == [3, 0, 4]
     maker, packer = RowMaker(6, pad=9), Packer(6, pad=9)
     cuts = [maker.cut(one) for one in (ends, Encoded([20, 9], [False, True]), conversation(6, first=30, answer=6))]
     packed = [row for cut in cuts if (row := packer.add(cut)) is not None] + packer.rest()
-    assert sorted(packing.padding_of(np.stack(packed)).tolist()) == [0, 1]
+    assert sorted(padding_of(np.stack(packed)).tolist()) == [0, 1]
     before = rows & ~np.uint32(BEGINS)  # the format of files written before padding was marked
-    assert packing.padding_of(before).tolist() == [0, 0, 0]
+    assert padding_of(before).tolist() == [0, 0, 0]
 
 
 def test_where_nothing_is_learned_is_left_out() -> None:
     maker = RowMaker(4, pad=9)
     given = [Encoded([1, 2, 3], [False] * 3), conversation(6, first=0, answer=2), Encoded([5], [True])]
     assert rows_of(maker, given) == []
-    assert maker.counts == packing.Counts(left_out=2, unanswered=1)
+    assert maker.counts == Counts(left_out=2, unanswered=1)
 
 
 def test_packed_rows_hold_each_conversation_whole() -> None:

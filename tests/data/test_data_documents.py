@@ -15,8 +15,9 @@ from offload_trainer.errors import UserError
 
 
 def read(source: Path, *, text_field: str = "text") -> list[tuple[str, bool]]:
-    pieces = read_documents(source, text_field=text_field, cutter=TextSplitter(lambda text: list(text.encode())))
-    return [(piece.text, piece.ends_document) for piece in pieces]
+    splitter = TextSplitter(lambda text: list(text.encode()))
+    documents = read_documents(source, text_field=text_field)
+    return [(piece.text, piece.ends_document) for blocks in documents for piece in splitter.pieces(blocks)]
 
 
 def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> None:
@@ -111,5 +112,5 @@ def test_all_bytes_of_a_file_are_seen(tmp_path: Path) -> None:
     for name in ("a.txt", "a.jsonl"):
         seen: list[bytes] = []
         (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n{"text": "b"}')
-        list(read_documents(tmp_path / name, text_field="text", cutter=TextSplitter(lambda _: []), seen=seen.append))
+        assert all(list(blocks) for blocks in read_documents(tmp_path / name, text_field="text", seen=seen.append))
         assert b"".join(seen) == (tmp_path / name).read_bytes()

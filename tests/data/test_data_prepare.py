@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import chunked_tokenize, documents, file_hashes, prepare, tokenfile
+from offload_trainer.data import chunked_tokenize, documents, prepare, tokenfile
 from offload_trainer.data.chunked_tokenize import TextSplitter
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
@@ -181,7 +181,7 @@ def test_pieces_and_batches_of_a_long_document_leave_no_trace(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_tokenize, "PIECE", 100)
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 250)
+    monkeypatch.setattr(chunked_tokenize, "BATCH_CHARACTERS", 250)
     tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert tokenizer.calls > 5
     assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(TEXT), 0]
@@ -211,7 +211,7 @@ def test_the_cache_is_reused_until_something_changes(
 def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
     way: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_hashes, "_SETTLED_NS", 0)  # else a text modified within two seconds is always read again
+    monkeypatch.setattr(prepare, "_SETTLED_NS", 0)  # else a text modified within two seconds is always read again
     cache = tmp_path / "cache"
     prepared(source, tokenizer=tokenizer, cache=cache)
     before = source.stat()
@@ -229,15 +229,15 @@ def test_a_text_that_was_left_alone_is_not_read_again(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    real = file_hashes._sum
+    real = prepare._sum
 
     def counted(path: Path) -> str:
         read.append(path)
         return real(path)
 
-    monkeypatch.setattr(file_hashes, "_sum", counted)
+    monkeypatch.setattr(prepare, "_sum", counted)
     cache, now = tmp_path / "cache", [source.stat().st_ctime_ns + 10**9]
-    monkeypatch.setattr(file_hashes, "time", SimpleNamespace(time_ns=lambda: now[0]))
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(time_ns=lambda: now[0]))
     first = prepared(source, tokenizer=tokenizer, cache=cache)
     prepared(source, tokenizer=tokenizer, cache=cache)
     assert len(read) == 2  # a text that was just written may change again within one tick of the clock
@@ -578,9 +578,9 @@ def test_progress_is_said_now_and_then(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_tokenize, "PIECE", 100)
-    monkeypatch.setattr(prepare, "BATCH_PIECES", 1)
+    monkeypatch.setattr(chunked_tokenize, "BATCH_PIECES", 1)
     clock = itertools.count(step=2)
-    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(chunked_tokenize, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     said: list[str] = []
     prepare_tokens(
         DataSection(path=(str(source),)),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload_trainer.data.order import order
+from offload_trainer.data.mixture import order
 from offload_trainer.data.rows import Batch, DataState, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import TrainerError, UserError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offload_trainer.config import DataSection, ModelSection
-from offload_trainer.data.concat import TokenShards
+from offload_trainer.data.mixture import TokenShards
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.sources import BUILTIN_CORPUS

@@ -15,10 +15,10 @@ import pytest
 from chats import chat_tokenizer
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import hub
+from offload_trainer.data import sources
+from offload_trainer.data.documents import read_records
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.sources import find_sources
-from offload_trainer.data.tables import read_rows
 from offload_trainer.errors import UserError
 
 
@@ -32,13 +32,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    hub.hub_files.cache_clear()
+    sources.hub_files.cache_clear()
     yield
-    hub.hub_files.cache_clear()
+    sources.hub_files.cache_clear()
 
 
 def texts(*wishes: str) -> list[str]:
-    rows = [row for file in find_sources(wishes) for row in read_rows(file, wanted=("text",), seen=lambda _: None)]
+    rows = [row for file in find_sources(wishes) for row in read_records(file, wanted=("text",))]
     return [record["text"] for _, record in rows]
 
 
@@ -83,6 +83,6 @@ def test_what_cannot_be_had_says_what_to_do(wish: str, message: str, monkeypatch
 
 
 def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "is_installed", lambda module: module != "datasets")
+    monkeypatch.setattr(sources, "is_installed", lambda module: module != "datasets")
     with pytest.raises(UserError, match=r"hub:a/b needs datasets, which is not installed: pip install 'datasets>=4.7'"):
         find_sources(["hub:a/b"])

@@ -15,8 +15,8 @@ from chats import TEMPLATE, chat_tokenizer
 from datasets import Dataset
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.packing import IDS, NOT_LEARNED
 from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.tokenfile import IDS, NOT_LEARNED
 from offload_trainer.errors import UserError
 
 # Prints roles, contents, reasoning, calls and tools.

@@ -17,8 +17,8 @@ from datasets import Dataset, DatasetDict
 from pyarrow import ipc, parquet
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import decompress, tables
-from offload_trainer.data.concat import Tokens
+from offload_trainer.data import documents, sources
+from offload_trainer.data.mixture import Tokens
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.errors import UserError
 
@@ -129,9 +129,7 @@ def test_tables_of_conversations_give_what_their_lines_give(packing: str, tmp_pa
     for path in tables_of(records, tmp_path).values():
         assert prepared(path, packing=packing).sums == expected.sums
     wanted = {"messages"}
-    names = {
-        key for _, row in tables.read_rows(tmp_path / "a.parquet", wanted=wanted, seen=lambda _: None) for key in row
-    }
+    names = {key for _, row in documents.read_records(tmp_path / "a.parquet", wanted=wanted) for key in row}
     assert names == wanted
 
 
@@ -159,14 +157,14 @@ def test_a_table_is_found_again_and_seen_to_change(tmp_path: Path, monkeypatch: 
     assert prepared(file, say=said.append).path == first.path
     assert any("already there" in line for line in said)
     parquet.write_table(pyarrow.table({"text": TEXTS[1:]}), file)
-    read = tables._batches
+    read = documents._table_batches
 
     def changed(*given: Any) -> Any:
         yield from read(*given)
         file.write_bytes(file.read_bytes() + b"x")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_batches", changed)
+        patch.setattr(documents, "_table_batches", changed)
         with pytest.raises(Exception, match="the text changed while it was being tokenised"):
             prepared(file)
 
@@ -188,7 +186,7 @@ def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_library_the_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompress, "is_installed", lambda module: module != "pyarrow")
+    monkeypatch.setattr(sources, "is_installed", lambda module: module != "pyarrow")
     for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
         (tmp_path / name).write_bytes(b"")
         with pytest.raises(UserError, match=r"needs pyarrow, which is not installed: pip install 'pyarrow>=21'"):

@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.data.rows import RowReader, split_rows
 from offload_trainer.data.sources import BUILTIN_CORPUS
-from offload_trainer.data.token_bytes import TokenBytes
 from offload_trainer.data.tokenfile import TokenFile
-from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.data.tokenizer import TokenBytes, load_tokenizer
 from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.trainer import _evaluate
 

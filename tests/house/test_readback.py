@@ -296,7 +296,6 @@ def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
 ELSEWHERE = {
     "data/documents.py": "users' own text, a line at a time",
     "data/sources.py": "whether a user's text looks like JSON",
-    "data/token_bytes.py": "what a tokenizer in memory says of itself",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
     "export/directory.py": "a record in memory, as it would be read back",
     "hf.py": "whether the Trainer's own state was written to its end",
@@ -308,8 +307,8 @@ ELSEWHERE = {
 # Modules that open files without `readback` and `durable.open_to_append`, and why none of them blocks.
 OPENING = {
     "checkpoint.py": "files that it has just written",
-    "data/conversation_rows.py": "the package's own",
-    "data/tables.py": "what pyarrow reads, opened by open_given before",
+    "data/documents.py": "what pyarrow reads, opened by open_given before",
+    "data/packing.py": "the package's own",
     "data/tokenfile.py": "new files, and O_NONBLOCK",
     "data/tokenizer.py": "copyfile, which refuses pipes",
     "export/directory.py": "files that it has just written",

@@ -14,7 +14,7 @@ from conftest import TINY, ask
 from safetensors.torch import save_file
 
 from offload_trainer.data.documents import read_records
-from offload_trainer.data.file_hashes import source_sums
+from offload_trainer.data.prepare import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import crc32_of

@@ -33,8 +33,8 @@ from offload_trainer.session.api import load as load_session
 from offload_trainer.session.kwargs import SessionKeys
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session, listed
-from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead
+from offload_trainer.storage.tensorfile import DTYPES
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

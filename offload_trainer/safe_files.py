@@ -153,20 +153,13 @@ def open_given(path: Path) -> BinaryIO:
 def refuse_pipes(directory: Path) -> None:
     """Raise UserError if a directory holds anything but files and directories: a library could block reading it."""
     try:
-        modes = {path: _mode(path) for path in sorted(directory.iterdir())}
+        paths = sorted(directory.iterdir())
     except OSError as error:
         raise UserError(f"{shown(str(directory))} cannot be read: {error.strerror}") from error
-    for path, mode in modes.items():
-        if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    for path in paths:
+        # a dangling link is neither
+        if os.path.exists(path) and not path.is_file() and not path.is_dir():
             raise UserError(f"{shown(str(path))} is not a regular file; move it away")
-
-
-def _mode(path: Path) -> int:
-    """Return the mode of a path's target; 0 for a dangling link."""
-    try:
-        return path.stat().st_mode
-    except OSError:
-        return 0
 
 
 def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:

@@ -38,8 +38,8 @@ from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, v
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.cache_files import MODE, open_owned
 from offload_trainer.storage.locks import NoLocks, turn
-from offload_trainer.storage.trusted_files import MODE, open_owned
 from offload_trainer.units import format_bytes
 
 # Increase it when the same text and tokenizer give other ids than before.

@@ -33,7 +33,7 @@ from pydantic import Field, with_config
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
 from offload_trainer.storage.atomic_io import sync_directory
-from offload_trainer.storage.trusted_files import MODE, open_owned
+from offload_trainer.storage.cache_files import MODE, open_owned
 from offload_trainer.units import format_bytes
 
 BLOCK = 1 << 20  # bytes covered by one CRC-32
@@ -123,7 +123,7 @@ class TokenFile:
 
         `dtype` is uint16 or uint32 for a file without a sidecar; "auto" detects it from the values. `owned` is for a
         file of the cache, where others may write too: it is refused unless it is this user's
-        (storage/trusted_files.py).
+        (storage/cache_files.py).
 
         Raises UserError for an unreadable sidecar, an empty file, a size that differs from the sidecar or is not a
         whole number of ids, and a `dtype` other than the sidecar's. Without a sidecar, also for ids whose dtype cannot

@@ -20,8 +20,8 @@ from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, StateFormat, state_format
-from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.tensorfile import DTYPES
 
 _ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 _SCALE = 0.7

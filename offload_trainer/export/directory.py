@@ -42,9 +42,8 @@ from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.plan.shape import Weight
 from offload_trainer.safe_files import read_back
 from offload_trainer.storage.atomic_io import bytes_below, copy_tree, put_in_place, sync_directory, write_text
-from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.owned_dirs import replacing
-from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
+from offload_trainer.storage.tensorfile import DTYPES, SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
 EXPORT = "the export to"  # purpose written in the scratch directory's mark

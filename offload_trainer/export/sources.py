@@ -34,10 +34,9 @@ from offload_trainer.model.loader import BUFFERS, resolve_model
 from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_description
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
-from offload_trainer.storage.nan_check import describe_invalid_values
 from offload_trainer.storage.owned_dirs import MARK
 from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, kept
-from offload_trainer.storage.tensorfile import TensorFileReader
+from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 
 NamedTensor = tuple[str, torch.Tensor]
 _NAMED = 10  # number of weights named in a message

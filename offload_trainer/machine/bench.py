@@ -20,9 +20,9 @@ import torch
 
 from offload_trainer.machine.layer_rates import layer_rates
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words, has_bf16
-from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.scratch_dir import DriveLease
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 from offload_trainer.units import format_bytes
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from offload_trainer.plan.machine import Rate, layer_key
-from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.tensorfile import DTYPES
 
 _TOKENS = {False: 1024, True: 4096}  # tokens of a row, by whether a GPU computes
 _WIDTH = {False: 1024, True: 4096}

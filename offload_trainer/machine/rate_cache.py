@@ -17,16 +17,15 @@ from typing import Any
 
 from pydantic import with_config
 
-from offload_trainer.cache_dir import cache_directory
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
 from offload_trainer.plan.step_time import correction
 from offload_trainer.safe_files import LENIENT, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
+from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
 from offload_trainer.storage.locks import NoLocks, turn
 from offload_trainer.storage.owned_dirs import reason
-from offload_trainer.storage.trusted_files import MODE, open_owned
 
 _KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
 

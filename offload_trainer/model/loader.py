@@ -57,7 +57,7 @@ from offload_trainer.plan.defaults import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.weight_streaming import with_order
 from offload_trainer.safe_files import one_line
-from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.tensorfile import DTYPES
 
 BUFFERS = "buffers.safetensors"  # next to a run's config.json
 _UNLIMITED = 2048  # row length in tokens for a model without a limit

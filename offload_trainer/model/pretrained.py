@@ -21,8 +21,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.checkpoint_mapping import Group, loading_groups
 from offload_trainer.model.init_weights import NamedTensor, first_names, tied_names
 from offload_trainer.safe_files import LENIENT, FileName, is_there, read_back
-from offload_trainer.storage.nan_check import describe_invalid_values
-from offload_trainer.storage.tensorfile import TensorFileReader
+from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 
 
 @with_config(LENIENT)

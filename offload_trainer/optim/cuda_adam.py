@@ -22,7 +22,7 @@ from offload_trainer.optim.rules import TYPES, Step, step_constants
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import StateFormat, scales_of, state_formats
-from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.tensorfile import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
 _WARPS, _LANES, _PARTS = 8, 32, 64  # must equal WARPS, LANES and PARTS in adam.cu

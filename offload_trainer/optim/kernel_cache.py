@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload_trainer.cache_dir import cache_directory
 from offload_trainer.errors import TrainerError
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_bytes, write_text
+from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
 from offload_trainer.storage.locks import NoLocks, turn
 from offload_trainer.storage.owned_dirs import is_ours, scratch
-from offload_trainer.storage.trusted_files import MODE, open_owned
 
 _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 

@@ -27,7 +27,7 @@ import torch
 
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import Moment, StateFormat, scales_of
-from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.tensorfile import DTYPES
 
 _PIECE = 2**16  # elements that are processed at a time, so that they stay in the cache
 _INFINITY = 0x7F800000  # the bits of fp32 infinity; the magnitude of a NaN is larger

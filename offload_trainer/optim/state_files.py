@@ -41,8 +41,7 @@ from offload_trainer.plan.tiered.state_formats import (
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.safe_files import EXACT, Number, Steps, read_back
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.nan_check import describe_invalid_values
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
 RuleName = Annotated[str, Field(pattern=f"^({'|'.join(RULES)})$")]

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.cache_dir import cache_directory
 from offload_trainer.config import DataSection
 from offload_trainer.errors import UserError
+from offload_trainer.storage.cache_files import cache_directory
 from offload_trainer.units import format_count
 
 _STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each

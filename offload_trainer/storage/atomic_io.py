@@ -53,13 +53,8 @@ def remove_abandoned(directory: Path) -> None:
     """
     for path in directory.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
-        if found and path.is_file() and not path.is_symlink() and not _is_alive(int(found[1])):
+        if found and path.is_file() and not path.is_symlink() and not os.path.exists(f"/proc/{found[1]}"):
             path.unlink(missing_ok=True)
-
-
-def _is_alive(process: int) -> bool:
-    """Return whether a process with this PID runs on this machine, whichever user it belongs to."""
-    return os.path.exists(f"/proc/{process}")
 
 
 def open_to_append(path: Path) -> int:

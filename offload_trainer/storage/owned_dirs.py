@@ -29,6 +29,8 @@ from offload_trainer.storage.locks import NoLocks, open_lock, take
 MARK = ".lock"  # the mark of a scratch directory, locked as long as its process lives
 _LARGEST = 1 << 28  # limit on the bytes of a mark that are read
 
+Say = Callable[[str], None]
+
 
 class NotOwned(TrainerError):
     """Raised, with the reason, for a directory that this program may not remove."""
@@ -52,57 +54,45 @@ def _content(what: str, name: str) -> bytes:
 
 
 class ScratchDirectory:
-    """A new directory of this process. As a context manager it is removed on exit."""
+    """A directory of this process. As a context manager it is removed on exit."""
 
     def __init__(
-        self, path: Path, *, what: str, mode: int = 0o777, say: Callable[[str], None] = lambda line: None
+        self,
+        path: Path,
+        *,
+        what: str,
+        mode: int = 0o777,
+        say: Say = lambda line: None,
+        take_over: bool = False,
     ) -> None:
         """Create, lock and mark the directory; `say` is called with a note if it cannot be removed later.
 
         Raises FileExistsError if the name is taken, FileNotFoundError or BlockingIOError if another process takes the
         directory for an abandoned one before it is marked, and OSError.
+
+        `take_over` takes the directory of a process that has died, including its content, and raises as `remove_dead`.
         """
         self.path, self._what, self._say, self.locked = path, what, say, True
+        if take_over:
+            self._lock = _lock_dead(path, what=what)
+            return
         path.mkdir(mode=mode)
         try:
             self._lock = open_lock(path / MARK, create=True)
-            self._mark()
+            try:  # lock before marking: otherwise another process could take the directory for an abandoned one
+                take(self._lock)
+            except NoLocks:
+                self.locked, self._what = False, f"{self._what} (no locks here)"
+            if os.fstat(self._lock).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "removed while it was being made", str(path))
+            os.write(self._lock, _content(self._what, path.name))
+            os.fsync(self._lock)
+            sync_directory(path)
         except BaseException:
             with suppress(FileNotFoundError):
                 (path / MARK).unlink(missing_ok=True)
                 path.rmdir()
             raise
-
-    @classmethod
-    def taken_over(cls, path: Path, *, what: str, say: Callable[[str], None] = lambda line: None) -> ScratchDirectory:
-        """Take over the directory of a process that has died, including its content.
-
-        Raises BlockingIOError if its process lives or another process reads it, FileNotFoundError, NoLocks, NotOwned,
-        OSError.
-        """
-        os.close(_opened(path, made_as(what, path.name)))
-        lock = open_lock(path / MARK)
-        try:
-            take(lock)
-            if os.fstat(lock).st_nlink == 0:
-                raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path))
-        except BaseException:
-            os.close(lock)
-            raise
-        place = cls.__new__(cls)
-        place.path, place._what, place._say, place.locked, place._lock = path, what, say, True, lock
-        return place
-
-    def _mark(self) -> None:
-        try:  # lock before marking: otherwise another process could take the directory for an abandoned one
-            take(self._lock)
-        except NoLocks:
-            self.locked, self._what = False, f"{self._what} (no locks here)"
-        if os.fstat(self._lock).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being made", str(self.path))
-        os.write(self._lock, _content(self._what, self.path.name))
-        os.fsync(self._lock)
-        sync_directory(self.path)
 
     def leave(self) -> None:
         """Release the lock and leave the directory in place, as if the process had died."""
@@ -128,7 +118,28 @@ class ScratchDirectory:
 
 
 @contextmanager
-def replacing(final: Path, *, what: str, say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
+def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
+    """Yield a scratch directory that only this user can access, in `directory` or the default temporary directory."""
+    place = Path(directory or tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
+    with ScratchDirectory(place, what="files of", mode=0o700):
+        yield place
+
+
+def anew(path: Path, *, what: str) -> Path:
+    """Create a scratch directory that stays, replacing the one an earlier process created at this path.
+
+    Raises NotOwned if the existing directory is not this program's.
+    """
+    with suppress(FileNotFoundError):
+        remove_dead(path, what=what)
+    return ScratchDirectory(path, what=what).path
+
+
+# -- replacing a directory ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(final: Path, *, what: str, say: Say = lambda line: None) -> Iterator[Path]:
     """Yield a path in a scratch directory next to `final`, for content to be renamed with `atomic_io.put_in_place`.
 
     A scratch directory left by a killed process is removed first. Raises TrainerError if that is impossible.
@@ -143,23 +154,34 @@ def replacing(final: Path, *, what: str, say: Callable[[str], None] = lambda lin
             raise
 
 
+def workplace_of(final: Path) -> Path:
+    """Return the path of the scratch directory of `replacing(final)`."""
+    return final.with_name(f".{final.name}.tmp")
+
+
 def name_in_workplace(final: Path) -> Path:
     """Return the path that `replacing(final)` yields."""
     return workplace_of(final) / "new"
 
 
-def workplace_of(final: Path) -> Path:
-    return final.with_name(f".{final.name}.tmp")
-
-
 def clear(final: Path, *, what: str) -> None:
     """Remove the scratch directory for `final` that a killed process has left.
 
-    Raises TrainerError if it is not one, or is in use.
+    If `final` is only there, because the process was killed while it replaced it, restore it first. Raises TrainerError
+    if the directory is not a scratch directory, or is in use.
     """
     place = workplace_of(final)
     try:
-        remove_dead(place, what=what, final=final)
+        if not remove_unfinished(place):
+            lock = _lock_dead(place, what=what)
+            try:
+                if not final.exists() and (place / REPLACED).is_dir():
+                    os.rename(place / REPLACED, final)
+                    sync_directory(final.parent)
+            except BaseException:
+                os.close(lock)
+                raise
+            remove(place, made_as(what, place.name), lock=lock)
     except FileNotFoundError:
         return
     except BlockingIOError:
@@ -170,24 +192,7 @@ def clear(final: Path, *, what: str) -> None:
         ) from error
 
 
-@contextmanager
-def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
-    """Yield a scratch directory that only this user can access, in `directory` or the default temporary directory."""
-    place = Path(directory or tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
-    with ScratchDirectory(place, what="files of", mode=0o700):
-        yield place
-
-
-def anew(path: Path, *, what: str) -> Path:
-    """Create a scratch directory that stays, replacing the one an earlier process created at this path.
-
-    Raises NotOwned if the existing directory is not this program's.
-    """
-    try:
-        remove_dead(path, what=what)
-    except FileNotFoundError:
-        pass
-    return ScratchDirectory(path, what=what).path
+# -- removal -----------------------------------------------------------------------------------------------------------
 
 
 def is_removable(directory: Path, mark: OwnershipMark) -> bool:
@@ -199,28 +204,29 @@ def is_removable(directory: Path, mark: OwnershipMark) -> bool:
     return True
 
 
-def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> None:
-    """Remove a scratch directory whose process has died, restoring the replaced `final` from it first if needed.
+def remove_dead(directory: Path, *, what: str) -> None:
+    """Remove a scratch directory whose process has died.
 
     Raises FileNotFoundError if it is gone, BlockingIOError if its process lives or another process reads it, NoLocks if
     that cannot be found out, NotOwned, and OSError.
     """
-    if remove_unfinished(directory):
-        return
-    mark = made_as(what, directory.name)
-    os.close(_opened(directory, mark))
+    if not remove_unfinished(directory):
+        lock = _lock_dead(directory, what=what)
+        remove(directory, made_as(what, directory.name), lock=lock)
+
+
+def _lock_dead(directory: Path, *, what: str) -> int:
+    """Lock a dead process's scratch directory and return the descriptor of its mark. Raises as `remove_dead`."""
+    os.close(_opened(directory, made_as(what, directory.name)))
     lock = open_lock(directory / MARK)
     try:
         take(lock)
         if os.fstat(lock).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(directory))
-        if final is not None and not final.exists() and (directory / REPLACED).is_dir():
-            os.rename(directory / REPLACED, final)
-            sync_directory(final.parent)
     except BaseException:
         os.close(lock)
         raise
-    remove(directory, mark, lock=lock)
+    return lock
 
 
 def is_unfinished(directory: Path) -> bool:
@@ -284,9 +290,9 @@ def _opened(directory: Path, mark: OwnershipMark) -> int:
 
     Raises NotOwned, with the reason, for any other directory.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        inside = os.open(directory, flags)
+        inside = os.open(directory, flags | os.O_DIRECTORY)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise NotOwned("it is a link or no directory") from error
@@ -295,29 +301,24 @@ def _opened(directory: Path, mark: OwnershipMark) -> int:
         owner = os.fstat(inside).st_uid
         if not is_ours(owner, directory.parent):
             raise NotOwned(f"it belongs to {user(owner)}")
-        _refuse_unmarked(inside, mark, owner=owner)
+        try:
+            descriptor = os.open(mark.name, flags | os.O_NONBLOCK, dir_fd=inside)
+        except OSError as error:
+            raise NotOwned(f"it holds no {mark.name} that can be read, so this program did not make it") from error
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != owner:
+                raise NotOwned(f"its {mark.name} is no regular file of {user(owner)}")
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(_LARGEST)
+        finally:
+            os.close(descriptor)
+        if not mark.holds(content):
+            raise NotOwned(f"its {mark.name} does not say that this program made it for this purpose, by this name")
     except BaseException:
         os.close(inside)
         raise
     return inside
-
-
-def _refuse_unmarked(inside: int, mark: OwnershipMark, *, owner: int) -> None:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(mark.name, flags, dir_fd=inside)
-    except OSError as error:
-        raise NotOwned(f"it holds no {mark.name} that can be read, so this program did not make it") from error
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != owner:
-            raise NotOwned(f"its {mark.name} is no regular file of {user(owner)}")
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(_LARGEST)
-    finally:
-        os.close(descriptor)
-    if not mark.holds(content):
-        raise NotOwned(f"its {mark.name} does not say that this program made it for this purpose, by this name")
 
 
 def _empty(inside: int, *, device: int, but: str = "") -> None:
@@ -353,8 +354,10 @@ def is_ours(owner: int, place: Path) -> bool:
 
 
 def user(number: int) -> str:
+    """Name the owner of a file for a message."""
     return "this user" if number == os.geteuid() else f"another user (number {number})"
 
 
 def reason(error: BaseException) -> str:
+    """Return an error's message, with the file's name for an OSError."""
     return f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)

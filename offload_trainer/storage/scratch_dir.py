@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from offload_trainer.storage.locks import NoLocks, open_lock, take, turn
 from offload_trainer.storage.owned_dirs import (
     MARK,
     NotOwned,
+    Say,
     ScratchDirectory,
     is_ours,
     is_removable,
@@ -41,11 +42,11 @@ from offload_trainer.storage.owned_dirs import (
     remove_dead,
 )
 
+PAGES = "pages"  # name of a run's list in its run directory
 _NAME = re.compile(r"run-[0-9a-f]{8}")
 _WHAT = "page files of"
-PAGES = "pages"  # name of the list in the run directory
-_FOR, _LONGEST = ".for", 1 << 16  # file name; size limit in bytes of that file and of a list
-_RANKS = ".ranks"
+_FOR, _RANKS = ".for", ".ranks"
+_LONGEST = 1 << 16  # limit on the bytes of a list and of a `.for`
 
 
 class DriveLease:
@@ -55,7 +56,7 @@ class DriveLease:
         self,
         drive: Path,
         *,
-        say: Callable[[str], None] = lambda line: None,
+        say: Say = lambda line: None,
         listed: Path | None = None,
         instead: ScratchDirectory | None = None,
     ) -> None:
@@ -65,9 +66,14 @@ class DriveLease:
         and is used in place of a new directory. Raises TrainerError if no directory can be created.
         """
         try:
-            root = _make_root(drive)
+            for _ in range(3):  # another user may take the first name at this moment
+                root = root_of(drive)
+                with suppress(FileExistsError):
+                    root.mkdir()
+                if root == root_of(drive):
+                    break
             self.removed = clear(drive, say=say, listed=listed, but=instead.path if instead else None)
-            self._place = instead or _private(root, say)
+            self._place = instead or _new_lease(root_of(drive), say)
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
         self.path = self._place.path
@@ -90,7 +96,7 @@ class DriveLease:
         self.close()
 
 
-def _private(root: Path, say: Callable[[str], None]) -> ScratchDirectory:
+def _new_lease(root: Path, say: Say) -> ScratchDirectory:
     for last in (False, False, True):
         try:
             return ScratchDirectory(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
@@ -122,21 +128,9 @@ def root_of(drive: Path) -> Path:
     raise UserError(f"{found}, and page files cannot go there: move it away, or name another directory with --nvme")
 
 
-def _make_root(drive: Path) -> Path:
-    for _ in range(3):  # another user may take the first name at this moment
-        root = root_of(drive)
-        try:
-            root.mkdir()
-        except FileExistsError:
-            if root != root_of(drive):
-                continue
-        break
-    return root_of(drive)
-
-
-def take_over(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
-    """Take over a dead run's private directory with its files. Raises as `ScratchDirectory.taken_over`."""
-    place = ScratchDirectory.taken_over(folder, what=_WHAT, say=say)
+def take_over(folder: Path, *, say: Say) -> ScratchDirectory:
+    """Take over a dead run's private directory with its files. Raises as `ScratchDirectory`."""
+    place = ScratchDirectory(folder, what=_WHAT, say=say, take_over=True)
     remove_abandoned(folder)
     return place
 
@@ -154,13 +148,16 @@ def hold(folder: Path) -> int:
     return descriptor
 
 
-def wait_for_ranks(folder: Path, *, say: Callable[[str], None], patience: float = 60.0) -> None:
+def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
     """Wait until no rank of the dead run uses its directory any more.
 
     Raises TrainerError if a rank has not ended after `patience` seconds.
     """
     with turn(folder / _RANKS, say=say, patience=patience):
         pass
+
+
+# -- lists of directories that a run can resume from -------------------------------------------------------------------
 
 
 def keep_listed(listed: Path, folders: Sequence[Path]) -> None:
@@ -192,14 +189,19 @@ def folders_in(listed: Path) -> list[Path]:
     return [folder for folder in named_in(listed) if folder.is_dir()]
 
 
+def _list_of(folder: Path) -> Path | None:
+    """Return the path of the list for which a directory is kept; None if there is none or it cannot be read."""
+    try:
+        return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+    except (OSError, ValueError):
+        return None
+
+
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
     """Return whether a run may need this directory: a list other than `but` names it, is missing or cannot be read."""
-    try:
-        listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError):
-        return True
+    listed = _list_of(folder)
+    if listed is None:
+        return os.path.lexists(folder / _FOR)
     if but is not None and listed == but.resolve():
         return False
     try:
@@ -210,15 +212,10 @@ def is_listed(folder: Path, *, but: Path | None = None) -> bool:
 
 def kept_for(listed: Path, drive: Path) -> list[Path]:
     """Return the dead runs' directories under `drive` that are kept for the run with the list `listed`."""
-    return [folder for folder in _dead_in(drive) if _kept_for(folder) == listed.resolve()]
+    return [folder for folder in _dead_in(drive) if _list_of(folder) == listed.resolve()]
 
 
-def _kept_for(folder: Path) -> Path | None:
-    """Return the path of the list for which a directory is kept, or None if it cannot be read."""
-    try:
-        return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
-    except (OSError, ValueError):
-        return None
+# -- directories of dead runs ------------------------------------------------------------------------------------------
 
 
 def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
@@ -231,51 +228,55 @@ def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
 
 def _dead_in(drive: Path) -> list[Path]:
     """Return this user's private directories under `drive` whose run has died."""
+
+    def is_dead(folder: Path) -> bool:
+        if not is_unfinished(folder) and not has_locks(folder):
+            return False
+        try:
+            with kept(folder):
+                return True
+        except (OSError, NoLocks):
+            return False
+
     root = root_of(drive)
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    return [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
+    return [root / name for name in names if _NAME.fullmatch(name) and is_dead(root / name)]
 
 
-def clear(
-    drive: Path, *, say: Callable[[str], None], listed: Path | None = None, but: Path | None = None
-) -> list[Path]:
+def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None = None) -> list[Path]:
     """Remove and report the directories that `dead_runs` returns, except `but`; return those that were removed.
 
     Also report each directory that stays because the list of its run is missing. Raises OSError if the drive cannot be
     searched.
     """
-    for folder in _dead_in(drive):
-        place = _kept_for(folder)
-        if place is not None and folder != but and is_listed(folder, but=listed) and not os.path.exists(place):
+    found, removed = [folder for folder in _dead_in(drive) if folder != but], []
+    needed = [folder for folder in found if is_listed(folder, but=listed)]
+    for folder in needed:
+        place = _list_of(folder)
+        if place is not None and not os.path.exists(place):
             say(
                 f"note: {folder} stays: it has the page files of the run in {place.parent}, which is not there now. "
                 f"Bring that back, or export their weights (offload-train export {folder} DIR), then remove {folder}"
             )
-    removed = [folder for folder in dead_runs(drive, listed=listed) if folder != but and _remove(folder, say)]
+    for folder in found:
+        if folder in needed:
+            continue
+        try:
+            remove_dead(folder, what=_WHAT)
+            removed.append(folder)
+        except (FileNotFoundError, BlockingIOError):
+            pass  # another process has removed it, or it is being exported
+        except (OSError, NotOwned, NoLocks) as error:
+            say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
     if removed:
         say(f"{root_of(drive)}: removed what {len(removed)} run(s) left that died")
     return removed
 
 
-def _is_dead(folder: Path) -> bool:
-    if is_unfinished(folder):
-        return True
-    if not is_removable(folder, made_as(_WHAT, folder.name)):
-        return False
-    try:
-        with kept(folder):
-            return True
-    except (OSError, NoLocks):
-        return False
-
-
 def is_alive(folder: Path) -> bool:
     """Return whether the run that owns these page files lives, that is, holds their lock.
 
-    Raises UserError if that cannot be found out. Prevent other runs from removing these page files for the duration of
-    the context.
-
-    Raises BlockingIOError if their run lives, NoLocks, and OSError.
+    Raises UserError if that cannot be found out.
     """
     try:
         with kept(folder):
@@ -304,15 +305,3 @@ def kept(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _remove(folder: Path, say: Callable[[str], None]) -> bool:
-    """Remove a dead run's directory unless a process is reading it; return whether this call removed it."""
-    try:
-        remove_dead(folder, what=_WHAT)
-    except (FileNotFoundError, BlockingIOError):
-        return False  # another process has removed it, or it is being exported
-    except (OSError, NotOwned, NoLocks) as error:
-        say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
-        return False
-    return True

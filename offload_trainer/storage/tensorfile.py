@@ -4,6 +4,8 @@ The format is eight bytes of length, a JSON header with every tensor's dtype, sh
 (https://huggingface.co/docs/safetensors). Sizes are known beforehand, so the header is written first. Any safetensors
 library reads the result. The safetensors library validates a file; the data is then read with pread, because pages of
 the library's mapping would count as this process's memory until the file is closed.
+
+Also here: dtypes by their names, and the check for invalid values on saving, exporting and loading.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -23,8 +26,15 @@ from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.safe_files import open_file
-from offload_trainer.storage.crc import combined
 
+# Torch dtypes by their names in configurations, plans and this package's files
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int16": torch.int16,
+    "uint8": torch.uint8,
+}
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -328,3 +338,65 @@ class TensorFileReader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+# -- CRC-32 of a concatenation -----------------------------------------------------------------------------------------
+
+_POLYNOMIAL = 0xEDB88320  # bit 31 is x^0, bit 0 is x^31, as in the CRC itself
+_ONE = 1 << 31
+
+
+def combined(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of A followed by B, given the CRC-32 of each and the length of B in bytes.
+
+    Python's zlib does not expose crc32_combine. A CRC is a polynomial over GF(2) modulo x^32 + x^26 + ... + 1.
+    Appending n bytes multiplies the CRC of what precedes them by x^(8 * n), which is a product of the squares x^(2^k)
+    (M. Adler, zlib's crc32.c, crc32_combine, 2020).
+    """
+    exponent, number = 8 * length, 0
+    while exponent >> number:
+        if exponent >> number & 1:
+            first = _product(_square(number), first)
+        number += 1
+    return first ^ second
+
+
+def _product(one: int, other: int) -> int:
+    """Multiply two polynomials modulo the CRC's polynomial."""
+    result, bit = 0, _ONE
+    while bit:
+        if one & bit:
+            result ^= other
+        bit >>= 1
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return result
+
+
+@cache
+def _square(number: int) -> int:
+    """Return x^(2^number)."""
+    return _product(_square(number - 1), _square(number - 1)) if number else _ONE >> 1
+
+
+# -- invalid values ----------------------------------------------------------------------------------------------------
+
+
+def describe_invalid_values(values: torch.Tensor, *, signed: bool = True) -> str | None:
+    """Describe the invalid elements of `values` (a CPU tensor); return None if all are valid. Integer codes always are.
+
+    `signed=False` is for squares or largest magnitudes, which must not be negative: the next update takes their square
+    root or scales by them. The check is one pass at reading speed that allocates nothing: `aminmax` propagates NaN.
+
+    A checkpoint with a NaN would in time replace the older checkpoints without one, and a model exported with a NaN
+    outputs only NaN.
+    """
+    if not values.numel() or not values.is_floating_point():
+        return None
+    least, greatest = torch.aminmax(values)
+    if least.isfinite() and greatest.isfinite() and (signed or least >= 0):
+        return None
+    wrong = ~values.isfinite()
+    if not signed:
+        wrong |= values < 0
+    what = "NaN or infinite" if signed else "NaN, infinite or negative"
+    return f"{int(wrong.sum())} of {values.numel()} values are {what}"

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
 HOUSE = (
     ("packages", "units", "stdio", "numa"),
     ("errors",),
-    ("safe_files", "cache_dir", "signals", "mesh"),
+    ("safe_files", "signals", "mesh"),
     ("resume_compat", "config", "synonyms"),
     ("schedule", "manifest", "plan"),
     ("settings",),
@@ -46,7 +46,6 @@ LIBRARY_FREE = {
     "stdio",
     "errors",
     "safe_files",
-    "cache_dir",
     "signals",
     "mesh",
     "config",

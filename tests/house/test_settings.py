@@ -13,12 +13,12 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from offload_trainer.cache_dir import cache_directory
 from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig, with_current_names
 from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.session.kwargs import KEYS, session_words
 from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
+from offload_trainer.storage.cache_files import cache_directory
 
 
 def mistakes(*words: str) -> list[str]:

@@ -21,7 +21,7 @@ from offload_trainer.export import gguf
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.tiered.state_formats import is_signed
-from offload_trainer.storage.nan_check import describe_invalid_values
+from offload_trainer.storage.tensorfile import describe_invalid_values
 
 NAN, INF = float("nan"), float("inf")
 

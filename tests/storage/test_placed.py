@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage.crc import combined
-from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, TensorFileWriter, file_of
+from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, TensorFileWriter, combined, file_of
 
 ENTRIES = [
     TensorEntry("a", torch.float32, (300, 7)),

@@ -23,7 +23,6 @@ import pytest
 from saved import save
 from workplaces import NOBODY, ROOT, dead_lease, died
 
-from offload_trainer.cache_dir import cache_directory
 from offload_trainer.checkpoint import find_resume, reading
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError
@@ -33,6 +32,7 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
 from offload_trainer.run.directory import Log, held, refuse_second
 from offload_trainer.storage import atomic_io, locks
+from offload_trainer.storage.cache_files import cache_directory
 from offload_trainer.storage.owned_dirs import ScratchDirectory, clear
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, is_alive, root_of
 

@@ -29,7 +29,7 @@ from offload_trainer.model.loader import ModelSource, block_names, checkpoint_bl
 from offload_trainer.model.meta.activations import count_activations
 from offload_trainer.model.probes.tiny_model import tiny_config_of
 from offload_trainer.model.tiled_mlp import tile
-from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.tensorfile import DTYPES
 
 _EQUAL = 1e-4  # limit for equality in fp32, relative to the largest element
 _ROW, _ALIKE = 2 * 23, 2 * 160  # tokens of the row with different tokens, and of the row that repeats one

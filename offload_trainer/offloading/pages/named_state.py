@@ -38,8 +38,7 @@ from offload_trainer.optim.state_files import (
 )
 from offload_trainer.plan.tiered.layout import Place, Unit
 from offload_trainer.ranks import ALONE, Group
-from offload_trainer.storage.dtypes import DTYPES
-from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, file_of
+from offload_trainer.storage.tensorfile import DTYPES, Piece, PlacedWriter, TensorEntry, file_of
 
 
 class TieredState:

@@ -23,8 +23,8 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM
-from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, followed
 
 

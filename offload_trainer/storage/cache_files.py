@@ -1,4 +1,4 @@
-"""Checks that a cache file was written by this user or root and that no other user can change it.
+"""Location of the cache, which holds tokenized data, measured rates and kernels across runs, and which files it trusts.
 
 The cache (OFFLOAD_TRAINER_CACHE, data.cache) may be a directory where others can write. Their files must not become
 training data, measured speeds or code that runs. The check uses the open descriptor, so that the file cannot be
@@ -11,10 +11,25 @@ import os
 import stat
 from pathlib import Path
 
+from offload_trainer.errors import UserError
 from offload_trainer.safe_files import open_file
 from offload_trainer.storage.owned_dirs import is_ours, user
 
 MODE = 0o644  # a umask of 002 would let the group change files that `open_owned` reads back
+
+
+def cache_directory() -> Path:
+    """Return ``$OFFLOAD_TRAINER_CACHE``, ``$XDG_CACHE_HOME/offload-trainer`` or ``~/.cache/offload-trainer``.
+
+    Raises UserError if none of them can be determined.
+    """
+    named, base = os.environ.get("OFFLOAD_TRAINER_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if named:
+            return Path(named).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "offload-trainer"
+    except RuntimeError as error:
+        raise UserError(f"no cache directory: {error} Set HOME, or name one with OFFLOAD_TRAINER_CACHE") from error
 
 
 def open_owned(path: Path) -> int:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, with_config
 from offload_trainer.checkpoint import read_state
 from offload_trainer.config import with_current_names
 from offload_trainer.safe_files import LENIENT, Flag, Number, Steps, read_back
-from offload_trainer.telemetry.report import read_evaluations, read_metrics
+from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 from offload_trainer.units import format_count, format_seconds, shown
 
 _HEAD = """\

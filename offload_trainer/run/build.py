@@ -38,8 +38,7 @@ from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
-from offload_trainer.telemetry.screen import Screen
-from offload_trainer.telemetry.sinks import Telemetry
+from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.telemetry.trackers import Tracked, Trackers
 from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_seconds

@@ -15,8 +15,8 @@ from offload_trainer.plan.step_time import steady_ratios
 from offload_trainer.run.advice import advice
 from offload_trainer.run.build import Setup
 from offload_trainer.storage.atomic_io import bytes_below
-from offload_trainer.telemetry.metrics import StepRecord
-from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, steady, write_report
+from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
+from offload_trainer.telemetry.report import write_report
 from offload_trainer.units import format_bytes, format_count
 
 _LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page files

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offload_trainer.plan.step_time import PHASES as OF_STEP
 from offload_trainer.storage.atomic_io import bytes_below
@@ -114,23 +115,25 @@ def current_rss_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def device_peak_bytes() -> int:
-    """Return the peak of torch's allocations on this process's CUDA device in bytes, or 0 without one.
+def _cuda() -> Any:
+    """Return torch.cuda if this process uses it, else None.
 
     It never imports torch or initialises CUDA, since that would itself use memory.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.max_memory_allocated())
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+def device_peak_bytes() -> int:
+    """Return the peak of torch's allocations on this process's CUDA device in bytes, or 0 without one."""
+    cuda = _cuda()
+    return int(cuda.max_memory_allocated()) if cuda else 0
 
 
 def allocation_retries() -> int:
     """Return how often torch has freed its cached blocks because the device was out of memory; 0 without one."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+    cuda = _cuda()
+    return int(cuda.memory_stats().get("num_alloc_retries", 0)) if cuda else 0
 
 
 def memory_now(swaps: Sequence[Path]) -> dict[str, int]:
@@ -139,9 +142,8 @@ def memory_now(swaps: Sequence[Path]) -> dict[str, int]:
     Keys are "ram", "gpu" if CUDA is in use, and "drives" if `swaps` (directories of page files) is not empty.
     """
     held = {"ram": current_rss_bytes()}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        held["gpu"] = int(torch.cuda.memory_allocated())
+    if cuda := _cuda():
+        held["gpu"] = int(cuda.memory_allocated())
     if swaps:
         held["drives"] = sum(map(bytes_below, swaps))
     return held

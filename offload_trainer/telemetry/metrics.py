@@ -1,16 +1,21 @@
-"""Records of training steps (metrics.jsonl) and evaluations (evaluations.jsonl), and the formulas of their numbers."""
+"""Records of training steps (metrics.jsonl) and evaluations (evaluations.jsonl): the formulas, and how to read them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from pathlib import Path
+from statistics import median
+from typing import Any, Self, TypeVar
 
 from pydantic import with_config
 
-from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, parsed
+from offload_trainer.errors import UserError
+from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, open_file, parsed
+
+_Record = TypeVar("_Record")
 
 
 @with_config(EXACT)
@@ -71,6 +76,66 @@ class EvalRecord:
         return parsed(line, cls)
 
 
+def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) -> str:
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    told = {key: finite(value) for key, value in asdict(record).items() if key not in leave_out}
+    return json.dumps(told, allow_nan=False)
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist."""
+    return _read(path, StepRecord.from_json)
+
+
+def read_evaluations(path: Path) -> list[EvalRecord]:
+    """Return the records of an evaluations.jsonl in the same way."""
+    return _read(path, EvalRecord.from_json)
+
+
+def _read(path: Path, parse: Callable[[str], _Record]) -> list[_Record]:
+    records = []
+    try:
+        with open(open_file(path, links=True), "rb") as file:
+            text = file.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    for line in text.splitlines():
+        try:
+            records.append(parse(line))
+        except ValueError:  # torn by a kill
+            continue
+    return records
+
+
+def steady(rows: Sequence[StepRecord]) -> list[StepRecord]:
+    """Leave out the first two of more than four steps, during which allocators and caches fill."""
+    return list(rows[2:] if len(rows) > 4 else rows)
+
+
+def median_speed(rows: Sequence[StepRecord]) -> float:
+    """Return tokens per second of a step of median duration, so that it agrees with the median of seconds."""
+    return median(row.tokens_per_second * row.seconds for row in rows) / median(row.seconds for row in rows)
+
+
+def median_phases(rows: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the median seconds of each phase over the steady steps. A phase missing from a step took 0 s in it."""
+    counted = steady(rows)
+    names = dict.fromkeys(name for row in counted for name in row.phases)
+    return {name: median(row.phases.get(name, 0.0) for row in counted) for name in names}
+
+
+# -- formulas -------------------------------------------------------------------------------------------------------
+
+
 def perplexity(loss: float) -> float:
     """Return ``e ** loss`` for a mean loss in nats per token, or infinity if it exceeds a float."""
     try:
@@ -100,13 +165,3 @@ def mfu(flops: float, *, seconds: float, peak_flops: float | None) -> float | No
     if the peak is unknown.
     """
     return flops / seconds / peak_flops if peak_flops else None
-
-
-def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) -> str:
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(inner) for key, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    told = {key: finite(value) for key, value in asdict(record).items() if key not in leave_out}
-    return json.dumps(told, allow_nan=False)

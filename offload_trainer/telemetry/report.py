@@ -1,58 +1,56 @@
 """HTML reports of one run, or of several runs side by side, on a single page without network access or scripts.
 
-metrics.jsonl, evaluations.jsonl ── read_* ── records ─┐ the plan's tiers and seconds, and the measured ones ───┼─
-write_report, write_comparison ── a page what other plans would gain ───────────────────────────┘  (template:
-report.html in this directory)
+    StepRecord, EvalRecord ─────────────────────────┐
+    the plan's tiers and seconds, and the measured ─┼─ write_report, write_comparison ── report.html (the template)
+    what other plans would gain ────────────────────┘  lines, bars: inline SVG in the page's colours
+
+The units of charts are chosen for a page 400 to 800 pixels wide: the widest label fits next to the chart in both cases,
+in the page style's font sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from string import Template
-from typing import Any, TypeVar
+from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import is_there, open_file
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.telemetry.charts import Series, bars, lines
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, median_speed, steady
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_Record = TypeVar("_Record")
+Point = tuple[float, float]
+Rows = Sequence[Sequence[str]]
 
 _TIERS = {"ram": "RAM", "gpu": "GPU", "drives": "drives"}  # keys of StepRecord.memory and their labels
+_PEAKS: dict[str, Callable[[StepRecord], int]] = {
+    "ram": lambda row: row.host_rss_bytes,
+    "gpu": lambda row: row.device_peak_bytes,
+}
 _HEAD = 4096  # bytes in which a page's generator tag is searched
+_MOST_POINTS = 800  # about one per pixel: even a run of a million steps makes a page of some kilobytes
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
+_LONGEST = 48  # maximum length of a bar's name; the end is kept, since it says most
+_COLOURS = 6  # number of colours in the page's style
 
 
-def read_metrics(path: Path) -> list[StepRecord]:
-    """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist."""
-    return _read(path, StepRecord.from_json)
+# -- pages -----------------------------------------------------------------------------------------------------------
 
 
-def read_evaluations(path: Path) -> list[EvalRecord]:
-    """Return the records of an evaluations.jsonl in the same way."""
-    return _read(path, EvalRecord.from_json)
+@dataclass(frozen=True)
+class Series:
+    """A line of (step, value) points."""
 
-
-def steady(rows: Sequence[StepRecord]) -> list[StepRecord]:
-    """Leave out the first two of more than four steps, during which allocators and caches fill."""
-    return list(rows[2:] if len(rows) > 4 else rows)
-
-
-def median_speed(rows: Sequence[StepRecord]) -> float:
-    """Return tokens per second of a step of median duration, so that it agrees with the median of seconds."""
-    return median(row.tokens_per_second * row.seconds for row in rows) / median(row.seconds for row in rows)
-
-
-def median_phases(rows: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the median seconds of each phase over the steady steps. A phase missing from a step took 0 s in it."""
-    counted = steady(rows)
-    names = dict.fromkeys(name for row in counted for name in row.phases)
-    return {name: median(row.phases.get(name, 0.0) for row in counted) for name in names}
+    name: str
+    points: Sequence[Point]
+    dots: bool = False  # draw each point, for series of few and distant points
 
 
 def write_report(
@@ -72,13 +70,19 @@ def write_report(
     computes the total. `said`: headings with lines of text.
     """
     predicted = {name: seconds for name, seconds in plan["seconds"].items() if seconds is not None}
-    loss = lines(_losses(rows, evaluations), label="loss over steps")
+    train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
+    validation = [(float(e.step), e.validation_loss) for e in evaluations if e.validation_loss is not None]
+    losses = [Series("training", train), Series("validation", validation, dots=True)]
+    loss = lines(losses, label="loss over steps")
     phases = bars({"predicted": predicted, "measured": measured["seconds"]}, label="seconds of a step by phase")
     sections = [
         ("Loss", loss or "<p>No finished step has a loss.</p>"),
         ("Where a step's time goes", phases or "<p>No step was timed.</p>"),
         ("Predicted and measured", _comparison(plan, measured)),
-        *((heading, _list(told)) for heading, told in said),
+        *(
+            (heading, "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in told) + "</ul>" if told else "")
+            for heading, told in said
+        ),
         ("Memory", _memory(rows)),
         ("Validation" if len(evaluations) <= 20 else "Validation, the last 20", _evaluations(evaluations)),
     ]
@@ -110,9 +114,6 @@ def refuse_foreign(path: Path) -> None:
         raise UserError(f"{path}: already exists, but is not a report of this program; name another file")
 
 
-Rows = Sequence[Sequence[str]]
-
-
 def _write(path: Path, *, title: str, facts: Mapping[str, str], sections: Sequence[tuple[str, str]]) -> None:
     """Write the page from the template. Sections without content are left out."""
     told = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
@@ -121,21 +122,7 @@ def _write(path: Path, *, title: str, facts: Mapping[str, str], sections: Sequen
     write_text(path, frame.substitute(title=escape(title), facts=f"<dl>{told}</dl>" if told else "", body=body))
 
 
-def _read(path: Path, parse: Callable[[str], _Record]) -> list[_Record]:
-    records = []
-    try:
-        with open(open_file(path, links=True), "rb") as file:
-            text = file.read().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    for line in text.splitlines():
-        try:
-            records.append(parse(line))
-        except ValueError:  # torn by a kill
-            continue
-    return records
+# -- parts of a page --------------------------------------------------------------------------------------------------
 
 
 def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dict[str, str]:
@@ -163,58 +150,43 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dic
     return {name: text for name, text in facts.items() if text != "-"}
 
 
-def _losses(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> list[Series]:
-    train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
-    validation = [(float(e.step), e.validation_loss) for e in evaluations if e.validation_loss is not None]
-    return [Series("training", train), Series("validation", validation, dots=True)]
-
-
 def _memory(rows: Sequence[StepRecord]) -> str:
     """Return a chart per tier in use: bytes at the end of each step, and the peak so far where it is recorded."""
-    peaks: dict[str, Callable[[StepRecord], int]] = {
-        "ram": lambda row: row.host_rss_bytes,
-        "gpu": lambda row: row.device_peak_bytes,
-    }
     told = []
     for tier, name in _TIERS.items():
         ends = [(float(row.step), float(row.memory[tier])) for row in rows if row.memory.get(tier)]
         if not ends:
             continue
         series = [Series(f"{name} at the end of a step", ends)]
-        if peak := peaks.get(tier):
+        if peak := _PEAKS.get(tier):
             series.append(Series(f"{name}, peak so far", [(float(row.step), float(peak(row))) for row in rows]))
         told.append(lines(series, label=f"{name} over steps", text=format_bytes, from_zero=True))
     return "\n".join(told)
 
 
 def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    rows = []
+    told: list[tuple[str, ...]] = []
+
+    def compare(
+        name: str, predicted: float | None, measured: float | None, text: Callable[[float], str], available: Any = None
+    ) -> None:
+        """Add a row, with a dash for None and for 0, unless nothing was predicted or measured."""
+        shown = [text(number) if number else "-" for number in (available, predicted, measured)]
+        ratio = f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
+        if any(cell != "-" for cell in (*shown[1:], ratio)):
+            told.append((name, *shown, ratio))
+
     for tier in dict.fromkeys([*plan["tiers"], *measured["tiers"]]):
         planned = plan["tiers"].get(tier, {})
-        rows.append(
-            _compared(tier, planned.get("need"), measured["tiers"].get(tier), planned.get("have"), format_bytes)
-        )
+        compare(tier, planned.get("need"), measured["tiers"].get(tier), format_bytes, planned.get("have"))
     guessed, taken = plan["seconds"], measured["seconds"]
     phases = list(dict.fromkeys([*guessed, *taken]))
-    rows += [_compared(phase, guessed.get(phase), taken.get(phase), None, format_seconds) for phase in phases]
+    for phase in phases:
+        compare(phase, guessed.get(phase), taken.get(phase), format_seconds)
     # only if complete, otherwise the ratio would mislead
     if phases and all(guessed.get(phase) is not None and phase in taken for phase in phases):
-        total = sum(guessed.values()), sum(taken.values())
-        rows.append(_compared("all phases", *total, None, format_seconds))
-    told = [line for line in rows if any(cell != "-" for cell in line[2:])]
+        compare("all phases", sum(guessed.values()), sum(taken.values()), format_seconds)
     return _table(("", "available", "predicted", "measured", "measured / predicted"), told) if told else ""
-
-
-def _compared(
-    name: str,
-    predicted: float | None,
-    measured: float | None,
-    available: float | None,
-    text: Callable[[float], str],
-) -> tuple[str, ...]:
-    # a dash for None and for 0
-    shown = [text(number) if number else "-" for number in (available, predicted, measured)]
-    return name, *shown, f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
 
 
 def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
@@ -230,11 +202,6 @@ def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
     return _table(table[0], table[1:])
 
 
-def _list(told: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in told)
-    return f"<ul>{items}</ul>" if items else ""
-
-
 def _table(head: Sequence[str], rows: Rows) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>\n" for line in rows)
@@ -243,3 +210,97 @@ def _table(head: Sequence[str], rows: Rows) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
+    """Return at most `most` points, each the mean of a group of neighbours; the last group may be smaller."""
+    group = math.ceil(len(points) / most)
+    chunks = [points[start : start + group] for start in range(0, len(points), group or 1)]
+    return [(fmean(x for x, _ in chunk), fmean(y for _, y in chunk)) for chunk in chunks]
+
+
+def ticks(low: float, high: float, *, about: int) -> list[float]:
+    """Return about `about` round numbers in ``low..high``, spaced 1, 2 or 5 times a power of ten apart."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    gap = power * min((1, 2, 5, 10), key=lambda factor: abs(math.log(factor * power / rough)))
+    return [round(i * gap, 12) for i in range(math.ceil(low / gap), math.floor(high / gap) + 1)]
+
+
+def lines(
+    given: Sequence[Series], *, label: str, text: Callable[[float], str] = "{:g}".format, from_zero: bool = False
+) -> str:
+    """Return a chart of the series over steps on one scale, with a legend; "" if no series has a point."""
+    series = [Series(one.name, thinned(one.points, most=_MOST_POINTS), one.dots) for one in given if one.points]
+    if not series:
+        return ""
+    xs, ys = zip(*(point for one in series for point in one.points), strict=True)
+    (x_low, x_high), (y_low, y_high) = (min(xs), max(xs)), (0.0 if from_zero else min(ys), max(ys))
+    air = 0.05 * (y_high - y_low) or 0.5  # gives a flat curve a scale too
+    y_low, y_high = 0.0 if from_zero else y_low - air, y_high + air
+
+    def place(x: float, y: float) -> Point:
+        across = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
+        down = (y_high - y) / (y_high - y_low)
+        return _LEFT + (_WIDTH - _LEFT - 3 * _MARGIN) * across, _MARGIN + (_HEIGHT - _MARGIN - _BOTTOM) * down
+
+    parts = []
+    for tick in ticks(y_low, y_high, about=5):
+        y = place(x_low, tick)[1]
+        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _MARGIN}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text(tick)}</text>')
+    for tick in ticks(x_low, x_high, about=5):
+        if tick == int(tick):  # label whole steps only
+            x = place(tick, 0)[0]
+            parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{format_count(tick)}</text>')
+    for number, one in enumerate(series):
+        colour, placed = f"var(--c{number % _COLOURS})", [place(*point) for point in one.points]
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        parts.append(f'<polyline class="line" style="stroke: {colour}" points="{corners}"/>')
+        if one.dots or len(placed) == 1:  # a single point draws no line
+            for (step, value), (x, y) in zip(one.points, placed, strict=True):
+                told = escape(f"step {step:.0f}: {text(value)}")
+                at = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
+                parts.append(f"<circle {at}><title>{told}</title></circle>")
+    key = _key((one.name, f"--c{number % _COLOURS}") for number, one in enumerate(series))
+    return key + _svg(parts, height=_HEIGHT, label=label)
+
+
+def bars(rows: Mapping[str, Mapping[str, float]], *, label: str) -> str:
+    """Return a chart of seconds by phase, one stacked bar per row, on one scale; "" if all are 0."""
+    rows = {title: seconds for title, seconds in rows.items() if sum(seconds.values())}
+    if not rows:
+        return ""
+    longest = max(sum(seconds.values()) for seconds in rows.values())
+    names = list(dict.fromkeys(name for seconds in rows.values() for name, took in seconds.items() if took))
+    colours = {name: f"--c{index % _COLOURS}" for index, name in enumerate(names)}
+    right, thick, high, parts = 112, 24, 58, []
+    for row, (title, seconds) in enumerate(rows.items()):
+        top, x = row * high + 24, 0.0
+        parts.append(f'<text x="0" y="{top - 6}">{escape(title[-_LONGEST:])}</text>')
+        for name in (name for name in names if seconds.get(name)):
+            wide = (_WIDTH - right) * seconds[name] / longest
+            parts.append(
+                f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{thick}" '
+                f'style="fill: var({colours[name]})">'
+                f"<title>{escape(name)}: {escape(format_seconds(seconds[name]))}</title></rect>"
+            )
+            x += wide
+        total = format_seconds(sum(seconds.values()))
+        parts.append(f'<text x="{x + 8:.1f}" y="{top + 18}">{escape(total)}</text>')
+    return _key(colours.items()) + _svg(parts, height=len(rows) * high, label=label)
+
+
+def _key(entries: Iterable[tuple[str, str]]) -> str:
+    marks = (f'<span><i style="background: var({colour})"></i>{escape(name)}</span>' for name, colour in entries)
+    return f'<div class="key">{"".join(marks)}</div>'
+
+
+def _svg(parts: Sequence[str], *, height: int, label: str) -> str:
+    body = "\n".join(parts)
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'

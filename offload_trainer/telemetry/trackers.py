@@ -69,10 +69,13 @@ class Trackers:
     def __init__(self, names: Sequence[str], run: Tracked, *, say: Say) -> None:
         refuse_missing(names)
         self._say, self._late = say, False
-        known = _known(run.directory) if run.done else {}
+        known, memory = {}, run.directory / "trackers.json"
+        if run.done and memory.exists():
+            fix = "Remove it: trackers then begin another run for the rest of this one"
+            known = read_back(memory, dict[str, str], fix=fix)
         self._begun = {name: _begin(name, run, known.get(name)) for name in dict.fromkeys(names)}
         identities = {name: one.identity for name, one in self._begun.items()}
-        write_text(run.directory / _FILE, json.dumps(known | identities, indent=1))
+        write_text(memory, json.dumps(known | identities, indent=1))
         self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._send, name="trackers", daemon=True)
         self._thread.start()
@@ -133,21 +136,17 @@ def numbers_of_step(record: StepRecord) -> Numbers:
         "memory/host_rss_bytes": record.host_rss_bytes,
         "memory/device_peak_bytes": record.device_peak_bytes,
     }
-    return _present(numbers | {f"phases/{name}": seconds for name, seconds in record.phases.items()})
+    numbers |= {f"phases/{name}": seconds for name, seconds in record.phases.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def numbers_of_evaluation(record: EvalRecord) -> Numbers:
     """Return loss, perplexity and bits per byte where present."""
-    return _present(
-        {
-            "validation/loss": record.validation_loss,
-            "validation/perplexity": record.perplexity,
-            "validation/bits_per_byte": record.bits_per_byte,
-        }
-    )
-
-
-def _present(numbers: Mapping[str, float | None]) -> Numbers:
+    numbers = {
+        "validation/loss": record.validation_loss,
+        "validation/perplexity": record.perplexity,
+        "validation/bits_per_byte": record.bits_per_byte,
+    }
     return {name: number for name, number in numbers.items() if number is not None}
 
 
@@ -160,18 +159,6 @@ def refuse_missing(names: Sequence[str]) -> None:
             raise UserError(
                 f"save.trackers={name}: {_line(error)}. Install it: pip install 'offload-trainer[{name}]'"
             ) from error
-
-
-# -- ids of the run in the trackers ----------------------------------------------------------------------------------
-
-_FILE = "trackers.json"
-
-
-def _known(directory: Path) -> dict[str, str]:
-    path = directory / _FILE
-    if not path.exists():
-        return {}
-    return read_back(path, dict[str, str], fix="Remove it: trackers then begin another run for the rest of this one")
 
 
 def _begin(name: str, run: Tracked, identity: str | None) -> _Tracker:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, call, call_and_kill
 
-from offload_trainer.telemetry.report import median_phases, read_metrics
+from offload_trainer.telemetry.metrics import median_phases, read_metrics
 
 ALL = ["--params", "gpu", "--ram-fraction", "0", "train.eval_every=2", "train.eval_rows=4"]
 

@@ -23,7 +23,8 @@ from offload_trainer.run.commands.list_runs import runs_in
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append, sync_file
 from offload_trainer.storage.tensorfile import TensorFileReader
-from offload_trainer.telemetry.report import read_metrics, refuse_foreign, write_comparison
+from offload_trainer.telemetry.metrics import read_metrics
+from offload_trainer.telemetry.report import refuse_foreign, write_comparison
 from offload_trainer.telemetry.sinks import JsonLines
 
 

@@ -13,25 +13,29 @@ from types import SimpleNamespace
 import pytest
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.telemetry import meters, screen, sinks
-from offload_trainer.telemetry.charts import thinned, ticks
+from offload_trainer.telemetry import meters, sinks
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
 from offload_trainer.telemetry.metrics import (
     EvalRecord,
     StepRecord,
     bits_per_byte,
+    median_phases,
     mfu,
     perplexity,
-    tokens_per_second,
-)
-from offload_trainer.telemetry.report import (
-    median_phases,
     read_evaluations,
     read_metrics,
-    write_report,
+    tokens_per_second,
 )
-from offload_trainer.telemetry.screen import Screen, drive_speed, is_live, longest_phase, remaining_seconds
-from offload_trainer.telemetry.sinks import JsonLines, Telemetry
+from offload_trainer.telemetry.report import thinned, ticks, write_report
+from offload_trainer.telemetry.sinks import (
+    JsonLines,
+    Screen,
+    Telemetry,
+    drive_speed,
+    is_live,
+    longest_phase,
+    remaining_seconds,
+)
 
 CONTRACT = [
     "step",
@@ -345,7 +349,7 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
 def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     said = []
     now = iter([100.5, 102.0, 104.0, 105.0])  # the first step took half a second
-    monkeypatch.setattr(screen.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
     shown = Screen(45, initial=40, say=said.append, bounds={"backward": "compute"}, live=False)
     for step in range(41, 46):  # a line for every two steps
         last = {"skipped": True, "loss": None, "grad_norm": None, "phases": {}}

@@ -14,17 +14,16 @@ from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import file_bytes, one_line, parsed, read_yaml
-from offload_trainer.telemetry.charts import Series
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
-from offload_trainer.telemetry.report import (
+from offload_trainer.telemetry.metrics import (
+    EvalRecord,
+    StepRecord,
     median_phases,
     median_speed,
     read_evaluations,
     read_metrics,
-    refuse_foreign,
     steady,
-    write_comparison,
 )
+from offload_trainer.telemetry.report import Series, refuse_foreign, write_comparison
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _HOMES = ("params", "optimizer", "gpu_fraction", "ram_fraction", "gradients")

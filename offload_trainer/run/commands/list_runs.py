@@ -12,7 +12,7 @@ from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.safe_files import read_yaml
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.scratch_dir import PAGES, folders_in
-from offload_trainer.telemetry.report import read_evaluations, read_metrics
+from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,18 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch.nn import functional
 
-from offload_trainer.machine.layer_rates import layer_rates
-from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words, has_bf16
+from offload_trainer.plan.machine import (
+    DriveFacts,
+    DriveRates,
+    MachineProfile,
+    Rate,
+    Rates,
+    fastest_words,
+    has_bf16,
+    layer_key,
+)
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
@@ -30,6 +39,10 @@ _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tier
 _BUFFERS = 6
 _MATRIX_CPU = (256, 1024, 4096)
 _MATRIX_GPU = (4096, 4096, 4096)
+# Parts of a layer: tokens of a row and width, by whether a GPU computes; size of a head
+_TOKENS, _WIDTH, _HEAD = {False: 1024, True: 4096}, {False: 1024, True: 4096}, 64
+_VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
+VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ def bench_machine(
     say("bench: layers and the loss")
     layers: dict[str, Rate] = {}
     for dtype in dtypes:
-        layers |= layer_rates(dtype, gpu=machine.gpu is not None, seconds=budget.layer_seconds)
+        layers |= _layer_rates(dtype, gpu=machine.gpu is not None, seconds=budget.layer_seconds)
     say("bench: memory")
     memory = _triad()
     say("bench: AdamW")
@@ -103,15 +116,17 @@ def _repeat(work: Callable[[], object], *, seconds: float, least: int = 3) -> li
     work()
     taken: list[float] = []
     while len(taken) < least or sum(taken) < seconds:
-        start = time.perf_counter()
+        start = _now()
         work()
-        taken.append(time.perf_counter() - start)
+        taken.append(_now() - start)
     return taken
 
 
-def _synchronize() -> None:
+def _now() -> float:
+    """Return the time after all queued device work has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _matmul(dtype: torch.dtype, *, gpu: bool) -> Rate:
@@ -126,7 +141,6 @@ def _matmul(dtype: torch.dtype, *, gpu: bool) -> Rate:
         given @ weight
         gradient @ weight.t()
         given.t() @ gradient
-        _synchronize()
 
     taken = _repeat(layer, seconds=2.0)
     operations = 3 * 2 * rows * inner * columns
@@ -164,11 +178,7 @@ def _copies() -> Rates:
     side = torch.cuda.Stream()
 
     def timed(work: Callable[[], object], how: str) -> Rate:
-        def whole() -> None:
-            work()
-            _synchronize()
-
-        taken = _repeat(whole, seconds=0.5, least=5)
+        taken = _repeat(work, seconds=0.5, least=5)
         return Rate(size / median(taken), "measured", f"{format_bytes(size)}, {how}, median of {len(taken)}")
 
     def both() -> None:
@@ -183,6 +193,86 @@ def _copies() -> Rates:
         pageable_from_device=timed(lambda: pageable.copy_(device), "pageable"),
         both_ways=timed(both, "pinned, both ways at once"),
     )
+
+
+# -- the parts of a layer that are not matrix products, and the loss ---------------------------------------------------
+
+
+def _layer_rates(dtype: str, *, gpu: bool, seconds: float) -> dict[str, Rate]:
+    """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`.
+
+    The work is norms, the activation function and sums. Each of the three is timed for about `seconds`, forward and
+    backward separately. On a CPU with 16-bit units they take longer than the products.
+    """
+    tokens, width = _TOKENS[gpu], _WIDTH[gpu]
+    place = DTYPES[dtype], torch.device("cuda" if gpu else "cpu")
+    of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
+    operations = 4.0 * tokens * tokens * width  # forward operations; a backward takes twice as many
+    parts = {
+        "attention": (_attention(tokens, width, *place), (operations, 2 * operations), of_layer),
+        "values": (_values(tokens, width, *place), (VALUES * tokens * width,) * 2, of_layer),
+        "loss": (_loss(*place), (_OF_LOSS * _VOCABULARY,) * 2, of_loss),
+    }
+    rates = {}
+    for part, (work, counts, what) in parts.items():
+        taken = _timed(work, seconds=seconds)
+        for phase, count, times in zip(("forward", "backward"), counts, taken, strict=True):
+            how = f"{what}, median of {len(times)}"
+            rates[layer_key(dtype, part, phase)] = Rate(count / median(times), "measured", how)
+    return rates
+
+
+_Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # the inputs that get gradients, and a forward
+
+
+def _attention(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
+    """Return causal attention, as models call it without padding.
+
+    Its operations are counted for the full square of a row, as in the planner.
+    """
+    shape = (1, width // _HEAD, tokens, _HEAD)
+    query, key, value = given = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
+    return given, lambda: [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
+
+
+def _values(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
+    """Return a GPT-2 layer without its products: two norms, two sums and its activation function of eight operations.
+
+    Llama's norms, rotations and gate take about as many operations.
+    """
+    narrow, wide = (torch.randn(tokens, n * width, device=device).to(dtype).requires_grad_() for n in (1, 4))
+    scale, shift = (torch.ones(width, device=device).to(dtype).requires_grad_() for _ in range(2))
+
+    def forward() -> Sequence[torch.Tensor]:
+        attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
+        inner = 0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))
+        active = 0.5 * wide * (1.0 + torch.tanh(inner))
+        return [attended + functional.layer_norm(attended, (width,), scale, shift), active]
+
+    return [narrow, wide, scale, shift], forward
+
+
+def _loss(dtype: torch.dtype, device: torch.device) -> _Work:
+    logits = torch.randn(_OF_LOSS, _VOCABULARY, device=device).to(dtype).requires_grad_()
+    targets = torch.arange(_OF_LOSS, device=device)
+    return [logits], lambda: [functional.cross_entropy(logits.float(), targets)]
+
+
+def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
+    """Return the seconds of each forward and of each backward, without the first of each."""
+    inputs, forward = work
+    taken: tuple[list[float], list[float]] = ([], [])
+    began, least = time.perf_counter(), 4
+    while len(taken[0]) < least or time.perf_counter() - began < seconds:
+        for one in inputs:
+            one.grad = None
+        start = _now()
+        outputs = forward()
+        between = _now()
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        for times, spent in zip(taken, (between - start, _now() - between), strict=True):
+            times.append(spent)
+    return taken[0][1:], taken[1][1:]
 
 
 # -- drives ------------------------------------------------------------------------------------------------------------
@@ -203,17 +293,12 @@ def _drive(
             file.close()
 
 
-def _buffers() -> list[torch.Tensor]:
+def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
+    """Fill the file, find the fastest transfer method for it, and time that for longer."""
     noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
     buffers = [host_buffer(_PIECE) for _ in range(_BUFFERS)]
     for buffer in buffers:
         buffer.view(-1, 1 << 20)[:] = noise
-    return buffers
-
-
-def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
-    """Fill the file, find the fastest transfer method for it, and time that for longer."""
-    buffers = _buffers()
     places = list(range(0, file.size, _PIECE))
 
     def timed(words: str, seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:

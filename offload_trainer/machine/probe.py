@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.storage.scratch_dir import root_of
 
+_CGROUPS = Path("/sys/fs/cgroup")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs", "beegfs")
 
 
@@ -33,27 +35,19 @@ def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> Machine
     `output` need not exist. Raises UserError for a drive's directory that is missing or not writable, and UnusableGpu
     for a GPU that does not work.
     """
+    cpu = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return MachineProfile(
         **_gpu(),
         ram_bytes=available_ram_bytes(),
         cores=len(os.sched_getaffinity(0)),
         drives=tuple(_drive(directory) for directory in drives),
         output=_output(output),
-        cpu=_cpu(),
+        cpu=next((value.strip() for key, _, value in cpu if key.strip() == "model name"), "unknown"),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        memlock_bytes=_memlock(),
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         packages=tuple(name for name in OPTIONAL if is_installed(name)),
     )
-
-
-def _cpu() -> str:
-    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    return next((value.strip() for key, _, value in lines if key.strip() == "model name"), "unknown")
-
-
-def _memlock() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _gpu() -> dict[str, Any]:
@@ -92,24 +86,18 @@ def total_ram_bytes() -> int:
 def _cgroup_room() -> list[int]:
     """Return the bytes left under each memory limit that applies to this process, for cgroup v1 and v2."""
     rooms = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = (
-                Path("/sys/fs/cgroup/memory"),
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-        else:
-            continue
-        group = root / path.lstrip("/")
+    for root, path in _cgroups("memory"):
+        v2 = root == _CGROUPS
+        limit, usage = ("memory.max", "memory.current") if v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        group = root / path
         # In a container the path is the host's and does not exist inside; the root is then the container's own group.
         for folder in [group, *group.parents] if group.exists() else [root]:
             try:
                 text, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-                cache = _reclaimable(folder)
+                # the page cache that counts against the limit but can be reclaimed
+                counts = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                caches = (int(size) for key, size in counts if key in ("total_inactive_file", "inactive_file"))
+                cache = next(caches, 0)
             except (OSError, ValueError):
                 continue
             if text != "max":
@@ -117,13 +105,14 @@ def _cgroup_room() -> list[int]:
     return rooms
 
 
-def _reclaimable(folder: Path) -> int:
-    """Return the page cache that counts against the cgroup's limit but can be reclaimed, in bytes."""
-    for line in (folder / "memory.stat").read_text().splitlines():
-        key, value = line.split()
-        if key in ("total_inactive_file", "inactive_file"):
-            return int(value)
-    return 0
+def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:
+    """Yield this process's cgroup v2, and its v1 cgroup of the controller: the root in /sys and the path below it."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield _CGROUPS, path.lstrip("/")
+        elif controller in controllers.split(","):
+            yield _CGROUPS / controller, path.lstrip("/")
 
 
 def _drive(directory: str) -> DriveFacts:
@@ -151,7 +140,15 @@ def _output(directory: str) -> DriveFacts:
 def _facts(path: Path, existing: Path) -> DriveFacts:
     number = existing.stat().st_dev
     block = _block_device(number)
-    filesystem = _filesystem(existing)
+    mounts = [(Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True)]
+    here = [(len(str(point)), kind) for point, kind in mounts if existing.is_relative_to(point)]
+    filesystem = max(here, default=(0, "unknown"))[1]
+    try:  # can a file there be opened with O_DIRECT?
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".probe-") as file:
+            os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
+        direct = True
+    except OSError:
+        direct = False
     return DriveFacts(
         directory=str(path),
         free_bytes=shutil.disk_usage(existing).free,
@@ -161,15 +158,9 @@ def _facts(path: Path, existing: Path) -> DriveFacts:
         throttle=_throttle(block),
         rotational=_says(block, "queue/rotational") == "1",
         network=filesystem in _NETWORK,
-        direct=_takes_direct(existing),
+        direct=direct,
         sector_bytes=int(_says(block, "queue/logical_block_size") or 512),
     )
-
-
-def _filesystem(path: Path) -> str:
-    mounts = [(Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True)]
-    here = [(len(str(point)), kind) for point, kind in mounts if path.is_relative_to(point)]
-    return max(here, default=(0, "unknown"))[1]
 
 
 def _block_device(number: int) -> Path | None:
@@ -195,28 +186,9 @@ def _throttle(block: Path | None) -> str:
     """
     number = _says(block, "dev")
     found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines() if number else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            folder, names = Path("/sys/fs/cgroup"), ["io.max"]
-        elif "blkio" in controllers.split(","):
-            folder, names = (
-                Path("/sys/fs/cgroup/blkio"),
-                [f"blkio.throttle.{way}_bps_device" for way in ("read", "write")],
-            )
-        else:
-            continue
-        for name in names:
-            text = _says(folder / path.lstrip("/"), name)
+    for root, path in _cgroups("blkio") if number else ():
+        v1 = [f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
+        for name in ["io.max"] if root == _CGROUPS else v1:
+            text = _says(root / path, name)
             found += [f"{name} {limit}" for limit in text.splitlines() if limit.split()[:1] == [number]]
     return "; ".join(found)
-
-
-def _takes_direct(directory: Path) -> bool:
-    """Return whether a file in the directory can be opened with O_DIRECT."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
-            os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
-    except OSError:
-        return False
-    return True

@@ -34,9 +34,11 @@ def cache_file() -> Path:
     return cache_directory() / "machine.json"
 
 
-def fingerprint(machine: MachineProfile) -> str:
-    """Return the cache key of compute and copy rates, which includes the threads of all ranks together."""
-    return _key(machine, _threads(machine))
+def fingerprint(machine: MachineProfile, threads: int | None = None) -> str:
+    """Return the cache key of compute and copy rates, with these or this process's threads of all ranks together."""
+    # os.cpu_count: the machine's cores, since a rank may be restricted to some of them
+    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads or _threads(machine)))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _threads(machine: MachineProfile) -> int:
@@ -46,12 +48,6 @@ def _threads(machine: MachineProfile) -> int:
     """
     each = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(each) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if each.isdecimal() else machine.cores
-
-
-def _key(machine: MachineProfile, threads: int) -> str:
-    # the machine's cores, since a rank may be restricted to some of them
-    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads))
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _links_key(machine: MachineProfile) -> str:
@@ -160,10 +156,8 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
 def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
     """Return a note if rates are cached for this machine only with other numbers of threads."""
     threads = _threads(machine)
-    if _key(machine, threads) in stored.machines:
-        return []
-    counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if _key(machine, count) in stored.machines]
-    if not counts:
+    counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if fingerprint(machine, count) in stored.machines]
+    if not counts or fingerprint(machine) in stored.machines:
         return []
     return [
         f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is unknown with the "

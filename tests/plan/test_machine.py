@@ -16,7 +16,7 @@ from parts import form
 from offload_trainer.cli import main
 from offload_trainer.engine.timed_updates import available_updates, kernel_update, make_buffers
 from offload_trainer.errors import UserError
-from offload_trainer.machine import bench, layer_rates, rate_cache
+from offload_trainer.machine import bench, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.machine import (
@@ -53,8 +53,8 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_PIECE", 1 << 20)
     monkeypatch.setattr(bench, "_repeat", _a_few)
-    monkeypatch.setattr(layer_rates, "_TOKENS", {False: 32})
-    monkeypatch.setattr(layer_rates, "_WIDTH", {False: 64})
+    monkeypatch.setattr(bench, "_TOKENS", {False: 32})
+    monkeypatch.setattr(bench, "_WIDTH", {False: 64})
     kernel, _ = choose_kernel("torch")
     return bench.bench_machine(
         probe_machine(drives=(str(drive),), output=str(tmp_path)),

@@ -158,7 +158,7 @@ class AnswerEncoder:
 
         The calls are rendered with unique function names, which can only be in the text if the template prints them.
         """
-        messages, names = list(example.messages), {}
+        messages, names = list(example.messages), dict[int, str]()
         for number, message in enumerate(messages):
             if message.get("tool_calls"):
                 name = {"name": f"offload_trainer_{number}"}

@@ -146,14 +146,14 @@ def _tokenised(
             packed=rows is not None and rows.packed,
         ) as writer:
             if rows is None:
-                read = partial(read_documents, text_field=section.text_field)
-                documents = _of_all(sources, sums=sums, read=read, writer=writer)
+                by_document = partial(read_documents, text_field=section.text_field)
+                documents = _of_all(sources, sums=sums, read=by_document, writer=writer)
                 tokenize_documents(
                     documents, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
                 )
             else:
-                read = partial(read_records, wanted=COLUMNS, strings=True)
-                records = _of_all(sources, sums=sums, read=read, writer=writer)
+                by_record = partial(read_records, wanted=COLUMNS, strings=True)
+                records = _of_all(sources, sums=sums, read=by_record, writer=writer)
                 write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
             if not writer.tokens:
                 raise UserError(f"{', '.join(section.path)}: it contains no text; correct the path")
@@ -253,15 +253,24 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
         known = parsed(file_bytes(memory, opener=open_owned), dict[str, Any])
     except (FileNotFoundError, ValueError):
         known = {}
-    about = {str(source.resolve()): _state(source) for source in sources}
-    fresh = {path: state for path, state in about.items() if not _is_known(known.get(path), state)}
-    total = sum(state["size"] for state in fresh.values())
+    about: dict[str, dict[str, Any]] = {}
+    for source in sources:
+        found = source.stat()
+        about[str(source.resolve())] = {
+            "size": found.st_size,
+            "mtime_ns": found.st_mtime_ns,
+            "ctime_ns": found.st_ctime_ns,
+            "inode": found.st_ino,
+            "device": found.st_dev,
+        }
+    fresh = [path for path, state in about.items() if not _is_known(known.get(path), state)]
+    total = sum(about[path]["size"] for path in fresh)
     if total >= _LONG:
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
     for path in fresh:
         at = time.time_ns()
         about[path] |= {"sum": _sum(Path(path)), "at": at}
-    about |= {path: known[path] for path in about.keys() - fresh.keys()}
+    about |= {path: known[path] for path in about.keys() - set(fresh)}
     if fresh:
         try:
             memory.parent.mkdir(parents=True, exist_ok=True)
@@ -276,17 +285,6 @@ def _is_known(then: Any, now: dict[str, int]) -> bool:
     if not isinstance(then, dict) or not isinstance(then.get("sum"), str) or not isinstance(then.get("at"), int):
         return False
     return now.items() <= then.items() and then["at"] - max(now["mtime_ns"], now["ctime_ns"]) > _SETTLED_NS
-
-
-def _state(source: Path) -> dict[str, Any]:
-    found = source.stat()
-    return {
-        "size": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
-        "inode": found.st_ino,
-        "device": found.st_dev,
-    }
 
 
 def _sum(path: Path) -> str:

@@ -249,7 +249,8 @@ def clear(drive: Path, *, say: Say, listed: Path | None = None, but: Path | None
     Also report each directory that stays because the list of its run is missing. Raises OSError if the drive cannot be
     searched.
     """
-    found, removed = [folder for folder in _dead_in(drive) if folder != but], []
+    removed: list[Path] = []
+    found = [folder for folder in _dead_in(drive) if folder != but]
     needed = [folder for folder in found if is_listed(folder, but=listed)]
     for folder in needed:
         place = _list_of(folder)

@@ -69,7 +69,8 @@ class Trackers:
     def __init__(self, names: Sequence[str], run: Tracked, *, say: Say) -> None:
         refuse_missing(names)
         self._say, self._late = say, False
-        known, memory = {}, run.directory / "trackers.json"
+        known: dict[str, str] = {}
+        memory = run.directory / "trackers.json"
         if run.done and memory.exists():
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)

@@ -145,35 +145,30 @@ class AnswerEncoder:
                     f"{example.where}: the chat template leaves out message {number} "
                     f"({message['role'][:60]!r}): {_OWN_TEMPLATE} it, or leave that message out"
                 )
-        if any(message.get("tool_calls") for message in example.messages):
-            self._refuse_unprinted_calls(example, text)
+        self._refuse_unprinted_calls(example)
         if example.tools is not None and text == self._render(example, example.messages, tools=False):
             raise UserError(
                 f"{example.where}: the chat template prints no 'tools', which this conversation has: {_OWN_TEMPLATE} "
                 "them, or leave them out"
             )
 
-    def _refuse_unprinted_calls(self, example: Example, text: str) -> None:
+    def _refuse_unprinted_calls(self, example: Example) -> None:
         """Raise UserError for tool calls that the template does not print.
 
         The calls are rendered with unique function names, which can only be in the text if the template prints them.
         """
-        messages, names = list(example.messages), dict[int, str]()
-        for number, message in enumerate(messages):
-            if message.get("tool_calls"):
-                name = {"name": f"offload_trainer_{number}"}
-                names[number] = name["name"]
-                messages[number] = message | {
-                    "tool_calls": [
-                        call | {"function": call["function"] | name}
-                        if isinstance(call.get("function"), dict)
-                        else call | name
-                        for call in message["tool_calls"]
-                    ]
-                }
-        found = self._render(example, messages)
-        for number, printed in names.items():
-            if not re.search(rf"{printed}\b", found):
+        messages = list(example.messages)
+        calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        for number in calling:
+            name = {"name": f"offload_trainer_{number}"}
+            calls = [
+                call | {"function": call["function"] | name} if isinstance(call.get("function"), dict) else call | name
+                for call in messages[number]["tool_calls"]
+            ]
+            messages[number] = messages[number] | {"tool_calls": calls}
+        found = self._render(example, messages) if calling else ""
+        for number in calling:
+            if not re.search(rf"offload_trainer_{number}\b", found):
                 raise UserError(
                     f"{example.where}: the chat template does not print the 'tool_calls' of message {number + 1}, and "
                     f"the rest would be trained on as an answer: {_OWN_TEMPLATE} them, or leave that conversation out"

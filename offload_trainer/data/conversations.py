@@ -260,8 +260,8 @@ def _message(message: Any, number: int, *, where: str) -> Message:
     if "role" not in its:
         if role.lower() == _CALL:
             called = _called(its.get("value"), number, where=where)
-            learned = {key: its[key] for key in ("weight", "train") if key in its}
-            return {"role": "assistant", "content": "", "tool_calls": called, **learned}
+            marks: Message = {key: its[key] for key in ("weight", "train") if key in its}
+            return {"role": "assistant", "content": "", "tool_calls": called, **marks}
         if role.lower() not in _ROLES:
             known = ", ".join((*_ROLES, _CALL))
             raise UserError(f"{where}: message {number} is from {role[:60]!r}; known are {known}")

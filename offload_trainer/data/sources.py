@@ -74,11 +74,11 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
             "data.path is empty: name a text file, a jsonl file, a table, a directory, a .bin file, or builtin"
         )
     named: list[Path] = []
-    for path in paths:
-        if path.startswith("hub:"):
-            named += hub_files(path)
+    for wish in paths:
+        if wish.startswith("hub:"):
+            named += hub_files(wish)
         else:
-            named.append(BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser())
+            named.append(BUILTIN_CORPUS if wish == "builtin" else Path(wish).expanduser())
     if missing := [str(path) for path in named if not os.path.exists(path)]:
         fix, name = "correct the path", missing[0]
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():

@@ -37,24 +37,14 @@ class DataState:
         return cls(position=int(fields["position"]))
 
 
-class Rows(NamedTuple):
-    """`inputs` and `targets`, int64 [rows, seq_len]; a target is the token after its input.
-
-    `positions`, of the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding`
-    is the number of inputs, over all rows, that only fill up rows of conversations.
-    """
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor | None = None
-    padding: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One micro-batch: the fields of `Rows`, the state to resume from after it, and a seed; targets may be IGNORED.
+    """Rows of one micro-batch, with the state to resume from after it.
 
-    `seed` determines everything random in a training forward (dropout, router noise).
+    `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
+    the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of
+    inputs, over all rows, that only fill up rows of conversations. `seed` determines everything random in a training
+    forward (dropout, router noise).
     """
 
     inputs: torch.Tensor
@@ -211,10 +201,9 @@ class RowReader:
         position = state.position
         while True:
             first = position + rank * micro_batch
-            rows = self.rows_at([self._row(place) for place in range(first, first + micro_batch)])
+            indices = [self._row(place) for place in range(first, first + micro_batch)]
             position += micro_batch * world
-            seed = forward_seed(self._seed, first=first)
-            yield Batch(**rows._asdict(), state=DataState(position), seed=seed)
+            yield self.rows_at(indices, state=DataState(position), seed=forward_seed(self._seed, first=first))
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
         """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller.
@@ -224,9 +213,9 @@ class RowReader:
         rows = self._rows[:limit]
         for start in range(0, len(rows), micro_batch):
             some = rows[start : start + micro_batch]
-            yield Batch(**self.rows_at(some)._asdict(), state=DataState(start + len(some)))
+            yield self.rows_at(some, state=DataState(start + len(some)))
 
-    def rows_at(self, indices: Sequence[int]) -> Rows:
+    def rows_at(self, indices: Sequence[int], *, state: DataState = DataState(), seed: int = 0) -> Batch:
         """Return the rows with these numbers, counted from the file's beginning."""
         length = self._seq_len
         block = np.stack([self._tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
@@ -250,7 +239,8 @@ class RowReader:
             begins = np.zeros_like(targets, dtype=bool)
             begins[:, 1:] = block[:, :-2] == self._apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
-        return Rows(torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(targets), positions, padding)
+        inputs = torch.from_numpy(block[:, :-1].copy())
+        return Batch(inputs, torch.from_numpy(targets), state, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:
         if self._shares is not None:

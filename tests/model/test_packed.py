@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from offload_trainer.config import ModelSection
 from offload_trainer.data.loss_mask import Encoded
 from offload_trainer.data.packing import Packer, RowMaker
-from offload_trainer.data.rows import RowReader, Rows
+from offload_trainer.data.rows import Batch, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
@@ -52,7 +52,7 @@ def talks() -> list[Encoded]:
     return made
 
 
-def rows_of(given: list[Encoded], folder: Path) -> Rows:
+def rows_of(given: list[Encoded], folder: Path) -> Batch:
     maker, packer = RowMaker(LENGTH, pad=0), Packer(LENGTH, pad=0)
     with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=LENGTH, packed=True) as writer:
         for talk in given:
@@ -98,7 +98,8 @@ def test_packed_conversations_have_the_loss_and_gradients_of_each_by_itself(
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip("eager only")
     model.set_attn_implementation(attention)
-    inputs, targets, positions, _ = rows_of(talks(), tmp_path)
+    rows = rows_of(talks(), tmp_path)
+    inputs, targets, positions = rows.inputs, rows.targets, rows.positions
     assert positions is not None
     assert int((targets != -100).sum()) == count
     loss = CausalLoss(model, chunk=8)(inputs, targets, None, None, positions)

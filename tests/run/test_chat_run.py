@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from offload_trainer.data.loss_mask import Encoded
 from offload_trainer.data.packing import RowMaker
-from offload_trainer.data.rows import RowReader
+from offload_trainer.data.rows import Batch, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
 from offload_trainer.model.loss import CausalLoss
@@ -166,12 +166,12 @@ def test_rows_have_the_loss_of_their_conversations(name: str, tmp_path: Path) ->
         sums += functional.cross_entropy(logits[places], torch.tensor(ids[1:])[places], reduction="sum")
         count += int(places.sum())
     batch = rows_of(talks, tmp_path)
-    loss = CausalLoss(model, chunk=8)(*batch[:2])
-    assert count == int((batch[1] != -100).sum())
+    loss = CausalLoss(model, chunk=8)(batch.inputs, batch.targets)
+    assert count == int((batch.targets != -100).sum())
     assert loss.item() == pytest.approx((sums / count).item(), abs=1e-5)
 
 
-def rows_of(talks: list[Encoded], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(talks: list[Encoded], folder: Path) -> Batch:
     maker = RowMaker(16, pad=0)
     with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=16) as writer:
         for talk in talks:

@@ -17,7 +17,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX, exchange_of
 from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.plan.tiered.footprint import taken_by_parts, tiered_traffic
+from offload_trainer.plan.tiered.footprint import gathered_weights, tiered_traffic
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, homes_in
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
@@ -52,7 +52,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     sizes, units = plan.sizes, units_of(shape)
     assert isinstance(sizes, TierSizes)
     homes = [homes_in(units, plan.placement, sizes, node=node) for node in range(nodes)]
-    by_parts = taken_by_parts(work, units, homes[0], sizes)
+    by_parts = gathered_weights(work, units, homes[0], sizes)
     moved = [
         exchange_of(work, units, of_node, ordered=False, by_parts=by_parts, node=node)
         for node, of_node in enumerate(homes)

@@ -15,7 +15,13 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
 from offload_trainer.plan.tiered.norm_shards import given, norm_parts, piece_width
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.weight_streaming import TransferBytes, at_once, seconds_of, taken, uses_all_gather
+from offload_trainer.plan.tiered.weight_streaming import (
+    TransferBytes,
+    at_once,
+    seconds_of,
+    transfer_bytes,
+    uses_all_gather,
+)
 from offload_trainer.units import format_seconds
 
 MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3e10}
@@ -41,9 +47,9 @@ def by_parts(plan: Plan) -> bool:
 def test_bytes_of_a_unit() -> None:
     """Each of 3 ranks copies 2 of 8 pieces and the 2 left over; 4 pieces come from the other ranks."""
     piece = 2 * ALIGN
-    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(4 * piece, 4 * piece)
-    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=False) == TransferBytes(8 * piece, 0)
-    assert taken(2 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(
+    assert transfer_bytes(8 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(4 * piece, 4 * piece)
+    assert transfer_bytes(8 * ALIGN, item_bytes=2, ranks=3, by_parts=False) == TransferBytes(8 * piece, 0)
+    assert transfer_bytes(2 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(
         2 * piece, 0
     )  # fewer pieces than ranks
 

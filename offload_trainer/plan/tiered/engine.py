@@ -32,11 +32,16 @@ from offload_trainer.plan.step_time import (
     share_that_is_last,
     update_rate,
 )
-from offload_trainer.plan.tiered.footprint import bytes_of_additions, taken_by_parts, tiered_items, tiered_traffic
+from offload_trainer.plan.tiered.footprint import bytes_of_additions, gathered_weights, tiered_items, tiered_traffic
 from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, shares_in_words, shares_that_fit, tier_sizes
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.tiered.weight_streaming import Take, TransferBytes, bounds_by_parts, describe_weight_transfer
+from offload_trainer.plan.tiered.weight_streaming import (
+    TransferBytes,
+    WeightTransfer,
+    bounds_by_parts,
+    describe_weight_transfer,
+)
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -262,7 +267,7 @@ class TieredCandidate:
     placement: Placement
     sizes: TierSizes
     layouts: Layouts = field(compare=False, repr=False)
-    take: Take = "auto"  # tiered.weight_transfer
+    weight_transfer: WeightTransfer = "auto"  # tiered.weight_transfer
     may_overlap: bool = False  # the update may overlap the next forward if that gains enough
 
     title, cannot_save = "tiered engine", None
@@ -311,7 +316,7 @@ class TieredCandidate:
 
     @cached_property
     def _by_parts(self) -> dict[str, TransferBytes]:
-        return taken_by_parts(self.work, self.units, self._laid_out, self.sizes)
+        return gathered_weights(self.work, self.units, self._laid_out, self.sizes)
 
     def links(self) -> tuple[Traffic, ...]:
         """Return the bytes that ranks exchange: into and out of each GPU, and those of a node over the network."""
@@ -440,7 +445,7 @@ class TieredCandidate:
                 f"{self.work.seq_len} tokens of a row; {self.work.data} data-parallel group(s) of {self.work.sequence} "
                 "ranks"
             )
-        notes += self._note_of_take()
+        notes += self._note_of_transfer()
         for phase in PHASES:
             held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
             parts = [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]
@@ -460,7 +465,7 @@ class TieredCandidate:
             f"{largest.name}, has {format_count(largest.elements)} of its block's {format_count(block)} parameters"
         ]
 
-    def _note_of_take(self) -> list[str]:
+    def _note_of_transfer(self) -> list[str]:
         """Return a note on how weights in RAM reach the devices of a node, or why the setting has no effect."""
         ranks, largest = self.work.here, max(unit.elements for unit in self.units)
         if (
@@ -471,13 +476,13 @@ class TieredCandidate:
             size, by_parts = self.work.item_bytes, self.sizes.by_parts
             return [
                 describe_weight_transfer(
-                    self.take, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts
+                    self.weight_transfer, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts
                 )
             ]
-        if self.take != "auto":
+        if self.weight_transfer != "auto":
             return [
-                f"tiered.weight_transfer={self.take} has no effect here: there is one rank per node, or the weights "
-                "are not in RAM"
+                f"tiered.weight_transfer={self.weight_transfer} has no effect here: there is one rank per node, or the "
+                "weights are not in RAM"
             ]
         return []
 

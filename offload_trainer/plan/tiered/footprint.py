@@ -34,7 +34,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     fetches,
     orders,
     slot_sizes,
-    taken,
+    transfer_bytes,
 )
 from offload_trainer.plan.tiers import Item, TierKind, Tiers, on_drive
 from offload_trainer.plan.workload import Workload
@@ -265,7 +265,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
         elements, by_parts = units[unit].elements, sizes.by_parts and homes.weights[unit] == RAM
-        into = taken(elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
+        into = transfer_bytes(elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
         move(homes.weights[unit], phase, read=times * units[unit].stored_bytes(e))
         move(DEVICE, phase, read=times * into)
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
@@ -287,12 +287,14 @@ def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSi
     return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
 
 
-def taken_by_parts(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> dict[str, TransferBytes]:
+def gathered_weights(
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes
+) -> dict[str, TransferBytes]:
     """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
     found: dict[str, TransferBytes] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
-            one = taken(units[unit].elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
+            one = transfer_bytes(units[unit].elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
             found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
     return found
 

@@ -2,12 +2,11 @@
 
     ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
 
-A unit is one of the model's repeated blocks, a part of one (`divided`), or a module outside the
-blocks. Its weights are concatenated, trainable ones first and matrices before vectors, so an element of the optimizer
-state has the same offset in its unit as its weight. A page is a range of one unit's trainable part. Every transfer
-starts and ends at a multiple of 4096 elements, which is a multiple of a drive's sector for every element size. With
-several ranks, each rank updates one range of every unit. The planner counts with these functions, and the engine
-allocates with them.
+A unit is one of the model's repeated blocks, a part of one (`divided`), or a module outside the blocks. Its weights are
+concatenated, trainable ones first and matrices before vectors, so an element of the optimizer state has the same offset
+in its unit as its weight. A page is a range of one unit's trainable part. Every transfer starts and ends at a multiple
+of 4096 elements, which is a multiple of a drive's sector for every element size. With several ranks, each rank updates
+one range of every unit. The planner counts with these functions, and the engine allocates with them.
 """
 
 from __future__ import annotations

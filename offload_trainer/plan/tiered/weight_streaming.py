@@ -4,8 +4,8 @@
               (`model/meta/access_trace.py`), or the order of registration
     Rings     device buffers, one ring for blocks and one for other modules. The least recently used unit is evicted,
               and the next units are prefetched while the current one computes
-    direct    each of a node's n GPUs copies the T bytes of a unit from RAM at once     T / A
-    gather    each copies T / n and receives the other shards in an all-gather     T / n / A + (n - 1) / n T / G
+    direct    each of a node's n GPUs copies the T bytes of a unit from RAM: T / A seconds
+    gather    each copies T / n and receives the other shards in an all-gather: T / n / A + (n - 1) / n T / G seconds
 
 A is the bytes/s into each GPU while all of them copy; G the bytes/s that each GPU receives in an all-gather. `bench`
 measures both between ranks. Without a measurement, A is one GPU's rate, or the memory's rate divided by n if that is
@@ -187,7 +187,7 @@ class _Walk:
 
 
 NCCL_BYTES = 512 << 20  # GPU memory of one communicator's buffers; an assumption
-Take = Literal["auto", "direct", "all_gather"]
+WeightTransfer = Literal["auto", "direct", "all_gather"]
 
 
 def even_part(elements: int, *, ranks: int) -> int:
@@ -209,7 +209,7 @@ class TransferBytes:
         return TransferBytes(times * self.from_ram, times * self.from_others)
 
 
-def taken(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> TransferBytes:
+def transfer_bytes(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> TransferBytes:
     """Return the bytes that one of a node's `ranks` receives for a unit of `elements`."""
     others = (ranks - 1) * even_part(elements, ranks=ranks) if by_parts else 0
     return TransferBytes(item_bytes * (elements - others), item_bytes * others)
@@ -256,7 +256,7 @@ def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> f
     return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
 
 
-def uses_all_gather(wish: Take, machine: MachineProfile, *, ranks: int) -> bool:
+def uses_all_gather(wish: WeightTransfer, machine: MachineProfile, *, ranks: int) -> bool:
     """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
     if ranks == 1 or wish == "direct":
         return False
@@ -269,7 +269,9 @@ def uses_all_gather(wish: Take, machine: MachineProfile, *, ranks: int) -> bool:
 def _of_unit(
     elements: int, machine: MachineProfile, *, ranks: int, by_parts: bool, item_bytes: int = 2
 ) -> float | None:
-    return seconds_of(taken(elements, item_bytes=item_bytes, ranks=ranks, by_parts=by_parts), machine, ranks=ranks)
+    return seconds_of(
+        transfer_bytes(elements, item_bytes=item_bytes, ranks=ranks, by_parts=by_parts), machine, ranks=ranks
+    )
 
 
 def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile, *, ranks: int) -> list[Bound]:
@@ -287,7 +289,7 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
 
 
 def describe_weight_transfer(
-    wish: Take, elements: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
+    wish: WeightTransfer, elements: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
 ) -> str:
     """Return a sentence with the seconds of both ways for a unit of `elements`, and the chosen one."""
     told = []

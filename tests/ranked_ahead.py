@@ -35,7 +35,7 @@ told: set[int] = set()
 def watch() -> None:
     """Start every step speculatively, and record how many of its pages were kept."""
     MispredictionWatch.rarely = True  # type: ignore[method-assign, assignment]
-    its, tell, clear = SpeculativeStep.kept, ShardedGradients._tell, ShardedGradients.clear
+    its, tell, clear = SpeculativeStep.kept, ShardedGradients._report, ShardedGradients.clear
 
     def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
         numbers = its(ahead, *given)
@@ -51,7 +51,7 @@ def watch() -> None:
         clear(self)
 
     SpeculativeStep.kept = seen  # type: ignore[method-assign]
-    ShardedGradients._tell, ShardedGradients.clear = telling, clearing  # type: ignore[method-assign]
+    ShardedGradients._report, ShardedGradients.clear = telling, clearing  # type: ignore[method-assign]
     undo, (rank, world) = Updater._undo, ranks.place_here()
 
     def undoing(self: Any, ahead: SpeculativeStep) -> None:

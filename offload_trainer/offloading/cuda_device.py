@@ -36,8 +36,8 @@ class CudaDevice:
         `staging_bytes` is 0 if no weights are on a drive.
         """
         self.place = device
-        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._keeping, self._returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._inputs_to_host, self._inputs_to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
         self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class CudaDevice:
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> DeviceCopy:
         if isinstance(source, torch.Tensor):
-            return self._arrive(self._inward, None, source, into, after=after)
+            return self._arrive(self._to_device, None, source, into, after=after)
         if isinstance(source, QueuedFill):
             return self._gathered(source, into, after=after)
         with self._lock:  # the training thread fetches, and so does a thread that completes an update's writes
@@ -68,7 +68,7 @@ class CudaDevice:
             self._stagings.append(staging)
             part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
             before, read = staging.last, Future()
-            arrival = staging.last = self._arrive(self._inward, read, part, into, after=after)
+            arrival = staging.last = self._arrive(self._to_device, read, part, into, after=after)
 
         def fill() -> None:
             try:
@@ -88,7 +88,7 @@ class CudaDevice:
         """Queue the copy of this rank's shard and NCCL's all-gather, on the gathering thread at this rank's turn."""
 
         def queue() -> torch.cuda.Event:
-            with self._in_order(self._inward, after=after) as event:
+            with self._in_order(self._to_device, after=after) as event:
                 gather.fill(into, lambda values, target: target.copy_(values, non_blocking=True))
             return event
 
@@ -131,13 +131,13 @@ class CudaDevice:
         return event
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
-        event, future = self._copy_in(values, into, after=after, stream=self._inward), Future()
+        event, future = self._copy_in(values, into, after=after, stream=self._to_device), Future()
         self._waiter.put(ending(future, event.synchronize))
         return future
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None = None) -> Future:
         after = after or self.mark()
-        return self._copy_out(values, into, after=after, stream=self._outward, waiter=self._downloaded)
+        return self._copy_out(values, into, after=after, stream=self._to_host, waiter=self._downloaded)
 
     def _copy_out(
         self,
@@ -159,13 +159,13 @@ class CudaDevice:
         return future
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        return self._copy_out(values, into, after=self.mark(), stream=self._keeping, waiter=self._waiter)
+        return self._copy_out(values, into, after=self.mark(), stream=self._inputs_to_host, waiter=self._waiter)
 
     def copy_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
     ) -> ReturnCopy:
-        arrival, left = self._arrive(self._returning, ready, source, into, after=after), Future()
-        into.record_stream(self._returning)  # `into` may be dropped without a wait for the copy
+        arrival, left = self._arrive(self._inputs_to_device, ready, source, into, after=after), Future()
+        into.record_stream(self._inputs_to_device)  # `into` may be dropped without a wait for the copy
         arrival.queued.then(lambda _: self._waiter.put(ending(left, arrival.finish)))
         return ReturnCopy(arrival, left)
 

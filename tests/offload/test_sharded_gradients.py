@@ -184,7 +184,7 @@ def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypa
                 first, end = range_of_rank(unit, rank, ranks=world)
                 sums = torch.full((unit.trained,), float("nan"))  # elements of other ranks
                 sums[first:end] = whole[unit.index][first:end]
-                ours.take(unit.index, sums, arrived, leaves=True)
+                ours.take(unit.index, sums, arrived, staged=True)
                 sums.fill_(float("nan"))
             found.append(ours.of(arrived))
             ours.clear()

@@ -193,9 +193,9 @@ class Gradients:
         missing = self._missing.setdefault(unit.index, set(names))
         missing.discard(name)
         if not missing:
-            made, download = self._device.mark(), [self._downloads.get(one) for one in names]
+            made, downloads = self._device.mark(), [self._downloads.get(one) for one in names]
             added = done() if unit.index in self._on_device else self._host.complete(unit.index)
-            stored = together([added, *(future for future in download if future is not None)])
+            stored = together([added, *(future for future in downloads if future is not None)])
             stored.then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:

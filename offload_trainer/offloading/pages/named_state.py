@@ -165,12 +165,12 @@ class TieredState:
             stored_moment(moment, fields).start_at_zero()
         page, halves = self.store.pages[number], self.store.format.remainders
         master = torch.zeros(page.elements) if halves else fields["master"]
-        for name, stretch in self.pieces(number):
-            start = page.start + stretch.start
-            within, count = start - self.places[name][1].start, stretch.stop - stretch.start
-            master[stretch].copy_(stored["master"].in_fp32(name, within, count))
+        for name, part in self.pieces(number):
+            start = page.start + part.start
+            within, count = start - self.places[name][1].start, part.stop - part.start
+            master[part].copy_(stored["master"].in_fp32(name, within, count))
             for moment in moments:
-                here, source = stored_moment(moment, fields, stretch), stored[moment.name]
+                here, source = stored_moment(moment, fields, part), stored[moment.name]
                 if converted:
                     here.write(source.in_fp32(name, within, count))
                     continue
@@ -247,10 +247,10 @@ class TieredSnapshot:
 
     def _put(self, writer: PlacedWriter, field: str, number: int, values: torch.Tensor) -> None:
         kind, page = self.owner.store.format.whole.fields[field], self.owner.store.pages[number]
-        for name, stretch in self.owner.pieces(number):
-            stored = values[stretch.start // kind.per : kind.entries(stretch.stop)]
+        for name, part in self.owner.pieces(number):
+            stored = values[part.start // kind.per : kind.entries(part.stop)]
             refuse_to_save(name, stored, field=field)
-            within = page.start + stretch.start - self.owner.places[name][1].start
+            within = page.start + part.start - self.owner.places[name][1].start
             writer.put(name, within // kind.per, stored)
 
     def close(self) -> None:

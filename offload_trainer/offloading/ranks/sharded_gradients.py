@@ -199,13 +199,13 @@ class ShardedGradients:
         self._add_up(unit, box, dict(zip(self._names[unit.index], givers, strict=True)))
         self._normed.discard(unit.index)
         if self._last and not self._intake.arrived.isdisjoint(self._names[unit.index]):
-            leaves = self.store.host(unit.index) is None
-            self._norms.take(unit.index, self._sums.collecting(unit.index), self._intake.arrived, leaves=leaves)
+            staged = self.store.host(unit.index) is None
+            self._norms.take(unit.index, self._sums.collecting(unit.index), self._intake.arrived, staged=staged)
             self._normed.add(unit.index)
             if self._complete is not None and self._intake.arrived.issuperset(self._names[unit.index]):
-                self._tell(unit, self._complete)
+                self._report(unit, self._complete)
 
-    def _tell(self, unit: Unit, complete: Complete) -> None:
+    def _report(self, unit: Unit, complete: Complete) -> None:
         """Store the unit's sums if they are in a staging buffer, and then report the unit."""
         made = self._device.mark()
         self._sums.send(unit.index).then(lambda error: complete(unit.index, made, error))
@@ -244,7 +244,7 @@ class ShardedGradients:
         for unit in self._turns:
             sums = self.store.host(unit.index)
             if sums is not None and unit.index not in self._normed:  # the last micro-batch was not announced
-                self._norms.take(unit.index, sums, self._intake.arrived, leaves=False)
+                self._norms.take(unit.index, sums, self._intake.arrived, staged=False)
         return self._norms.of(self._intake.arrived)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
@@ -295,10 +295,10 @@ class ShardedNorms:
         self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
 
-    def take(self, unit: int, sums: torch.Tensor, arrived: Container[str], *, leaves: bool) -> None:
+    def take(self, unit: int, sums: torch.Tensor, arrived: Container[str], *, staged: bool) -> None:
         """Compute this rank's partial norms of a unit's weights that have arrived.
 
-        `sums` holds the unit's sums; only this rank's range is valid. `leaves`: the memory will be reused soon.
+        `sums` holds the unit's sums; only this rank's range is valid. `staged`: the memory will be reused soon.
         """
         for name, share in self._shares.items():
             if share.unit != unit or name not in arrived:
@@ -308,7 +308,7 @@ class ShardedNorms:
             self._numbers[share.first : share.first + len(starts)] = share.norm.of(pieces, count=len(starts))
             given = sums[share.parts.gives[1] : share.parts.gives[2]] if share.parts.gives else sums[:0]
             begun = sums[share.parts.starts[-1] : share.parts.has] if share.parts.gets else sums[:0]
-            self._cut[name] = (given.clone(), begun.clone()) if leaves else (given, begun)
+            self._cut[name] = (given.clone(), begun.clone()) if staged else (given, begun)
 
     def of(self, arrived: Container[str]) -> dict[str, torch.Tensor]:
         """Return the norms (fp32, 0-dim) of the weights that have arrived, in order and equal on all ranks.

@@ -69,11 +69,11 @@ def _ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int])
         name = place.weight.name
         if name not in rules:
             continue
-        alike = (rules[name], steps[name])
-        if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == alike:
-            found[-1] = ParamRange(found[-1].start, end, *alike)
+        same = (rules[name], steps[name])
+        if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == same:
+            found[-1] = ParamRange(found[-1].start, end, *same)
         else:
-            found.append(ParamRange(place.start, end, *alike))
+            found.append(ParamRange(place.start, end, *same))
     return found
 
 

@@ -39,9 +39,9 @@ class ResidentGuard:
     def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
         """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
         for module, units in wanted.items():
-            held = [unit for unit in units if unit in self._parts]
-            if held:
-                module.register_forward_pre_hook(self._before(held))
+            resident = [unit for unit in units if unit in self._parts]
+            if resident:
+                module.register_forward_pre_hook(self._before(resident))
 
     def _before(self, units: Sequence[int]) -> Callable[..., None]:
         def hook(*_: Any) -> None:

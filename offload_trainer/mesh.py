@@ -157,6 +157,8 @@ class Mesh:
         poll = select.poll()
         watched = {peer: self._peers[peer].fileno() for peer in {*out, *into}}
         for peer, descriptor in watched.items():
+            if descriptor < 0:
+                raise PeerGone(f"the connection to rank {peer} is closed")
             poll.register(descriptor, _events(peer, out, into))
         while out or into:
             ready = poll.poll(max(0.0, until - time.monotonic()) * 1000)

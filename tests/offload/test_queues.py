@@ -130,11 +130,11 @@ def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
         filled: list[torch.Tensor] = []
         arrival = device.fetch(lambda staging: (filled.append(staging), read)[1], into, after=device.mark())
         filled[0].fill_(3.0)
-        assert [kind for kind, _ in device._inward.queue] == []
+        assert [kind for kind, _ in device._to_device.queue] == []
         reader = threading.Thread(target=read.finish_part)
         reader.start()
         reader.join()
-        assert [kind for kind, _ in device._inward.queue] == ["wait", "copy", "record"]
+        assert [kind for kind, _ in device._to_device.queue] == ["wait", "copy", "record"]
         assert not into.any()
         arrival.wait()
         assert bool((into == 3.0).all())
@@ -187,7 +187,7 @@ def test_copies_out_of_the_device_keep_their_memory_and_hold_nothing_up(monkeypa
     """A kept input waits only for what computed it, leaves on its own stream, and returns on another one."""
     with queued(monkeypatch, haste=0.0) as cuda:
         device, values, host, back = cuda.device(), torch.ones(8), torch.zeros(8), torch.zeros(8)
-        device._outward.queue.append(("copy", lambda: pytest.fail("a gradient was waited for")))
+        device._to_host.queue.append(("copy", lambda: pytest.fail("a gradient was waited for")))
         kept = device.keep(values, host)
         assert values.data_ptr() in cuda.recorded
         returned = device.copy_back(host, back, after=device.mark(), ready=kept)
@@ -195,5 +195,5 @@ def test_copies_out_of_the_device_keep_their_memory_and_hold_nothing_up(monkeypa
         returned.left.wait()
         assert torch.equal(back, values)
         assert cuda.log == [f"{device._keeping.name} copy", f"{device._returning.name} copy"]
-        device._outward.queue.clear()
+        device._to_host.queue.clear()
         device.close()

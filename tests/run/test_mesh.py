@@ -104,13 +104,13 @@ def test_ranks_exchange_tensors_as_torch_does(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_ranks_tell_is_json() -> None:
     """A value without a JSON form is an error for its sender; a malformed message is an error for its receiver."""
-    told = ranks._told({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2)})
-    assert str(ranks._read(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2]}"
+    told = ranks._encode({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2)})
+    assert str(ranks._decode(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2]}"
     with pytest.raises(TypeError):
-        ranks._told(object())
+        ranks._encode(object())
     for wrong in (b"cos\nsystem\n(S'true'\ntR.", b"[1, 2", b"\xff", b"[" * 100_000):
         with pytest.raises(TrainerError, match="cannot read"):
-            ranks._read(wrong, list)
+            ranks._decode(wrong, list)
 
 
 def test_one_that_has_gone_and_one_that_is_late() -> None:

@@ -194,6 +194,6 @@ def test_copies_out_of_the_device_keep_their_memory_and_hold_nothing_up(monkeypa
         returned.arrival.wait()
         returned.left.wait()
         assert torch.equal(back, values)
-        assert cuda.log == [f"{device._keeping.name} copy", f"{device._returning.name} copy"]
+        assert cuda.log == [f"{device._inputs_to_host.name} copy", f"{device._inputs_to_device.name} copy"]
         device._to_host.queue.clear()
         device.close()

@@ -41,7 +41,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.deepspeed.candidate import TUNING_OF_DRIVES
+from offload_trainer.plan.deepspeed.engine import TUNING_OF_DRIVES
 from offload_trainer.storage.owned_dirs import scratch
 
 # the same schedule, however many steps are timed

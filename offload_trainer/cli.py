@@ -124,7 +124,7 @@ def _plan(words: list[str]) -> None:
         _print_plan(words, as_json=as_json)
         return
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.plan.parallel.cluster import describe, to_json
+    from offload_trainer.plan.parallel.tables import describe, to_json
     from offload_trainer.run.commands.plan import described, plan_cluster, plan_elsewhere
 
     machine, words = described(read_machine(name), words)

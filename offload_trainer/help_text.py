@@ -51,7 +51,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
                 "--nodes K[,K...]",
                 "plan for K machines with --gpus ranks each; several K: compare them (weak scaling), one line each",
             ),
-            ("--parallel", "compare ways to parallelise a step over the ranks: ZeRO, tensor, sequence, pipeline"),
+            ("--parallel", "compare ways to parallelise a step over the ranks: ZeRO, tensor, sequence"),
         ),
         "Writes nothing. Exit code 0: the run fits; 2: it does not fit, or the configuration is wrong.",
     ),

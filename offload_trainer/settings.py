@@ -77,7 +77,7 @@ _REMOVED_VALUES = {
 }
 # Keys that users look for and that are not implemented.
 _NOT_IMPLEMENTED = {
-    "parallel.pipeline": "not implemented: docs/pipeline.md explains why; `plan --parallel` forecasts its gain",
+    "parallel.pipeline": "not implemented: docs/pipeline.md explains why",
 }
 
 

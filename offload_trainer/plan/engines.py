@@ -19,11 +19,9 @@ from offload_trainer.config import (
     TieredSection,
     TrainConfig,
 )
-from offload_trainer.plan.deepspeed.candidate import DeepSpeedCandidate
-from offload_trainer.plan.deepspeed.engine import DeepSpeed
+from offload_trainer.plan.deepspeed.engine import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, process_items
-from offload_trainer.plan.parallel.tensor_degree import tensor_of
 from offload_trainer.plan.step_time import UPDATE_START, Bound, Forecast, Traffic, update_rate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
@@ -120,6 +118,11 @@ class PlainCandidate:
 
 Engine = Tiered | DeepSpeed | Plain
 Candidate = TieredCandidate | DeepSpeedCandidate | PlainCandidate  # one placement of an engine, with its costs
+
+
+def tensor_of(section: ParallelSection) -> int:
+    """Return the number of tensor-parallel ranks; 1 while `auto` is unresolved."""
+    return 1 if section.tensor == "auto" else section.tensor
 
 
 def engine_of(config: TrainConfig) -> Engine:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.parallel.modes import Mode, kept_elements
+from offload_trainer.plan.parallel.collectives import kept_elements
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, estimated
 from offload_trainer.plan.tiered.layout import aligned
 from offload_trainer.plan.tiers import Item, TierKind, Tiers, tiers_of
@@ -78,7 +78,7 @@ def activation_items(
     offloaded = bool(kept) or bool(work.inputs_away and tiers.has_gpu)
     of_rank = counted or estimated(shape, work.item_bytes)
     if work.sequence > 1:
-        more = work.item_bytes * kept_elements(Mode(sequence=work.sequence), shape)
+        more = work.item_bytes * kept_elements(shape, work.sequence)
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
     peak = peak_of(
         of_rank,

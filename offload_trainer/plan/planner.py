@@ -17,10 +17,16 @@ from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
 from offload_trainer.plan.defaults import micro_batches, row_length, wants_checkpointing, with_dtype_of_card
-from offload_trainer.plan.engines import Candidate, Engine, combination_mistakes, engine_of, settings_of_others
+from offload_trainer.plan.engines import (
+    Candidate,
+    Engine,
+    combination_mistakes,
+    engine_of,
+    settings_of_others,
+    tensor_of,
+)
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, refuse_card
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
-from offload_trainer.plan.parallel.tensor_degree import divisions, tensor_of, why
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
@@ -74,10 +80,14 @@ def _best_division(
 ) -> tuple[TrainConfig, Plan]:
     """Resolve `parallel.tensor=auto` to the fastest number of tensor-parallel ranks that fits; 1 if rates are missing.
 
-    Raise the UserError of 1 rank, if there is one; those of other numbers become part of a note.
+    The tokens per step stay the same: a group of N ranks takes N times the rows. Groups stay inside a node because
+    every block waits for their all-reduce. Raise the UserError of 1 rank, if there is one; those of other numbers
+    become part of a note.
     """
-    settled, refused = dict[int, tuple[TrainConfig, Plan]](), dict[int, str]()
-    for count, train in divisions(config.train, world=world, nodes=nodes):
+    settled, refused, here = dict[int, tuple[TrainConfig, Plan]](), dict[int, str](), world // nodes
+    for count in (count for count in range(1, here + 1) if here % count == 0):
+        rows = {"micro_batch_size": config.train.micro_batch_size * count}
+        train = config.train.model_copy(update=rows if config.train.tokens_per_step == "auto" else {})
         partition = config.parallel.partition_activations and count > 1
         parallel = config.parallel.model_copy(update={"tensor": count, "partition_activations": partition})
         one = config.model_copy(update={"parallel": parallel, "train": train})
@@ -92,7 +102,12 @@ def _best_division(
     plans = {count: plan for count, (_, plan) in settled.items()}
     chosen = _choose(list(plans.values()))
     count = next(count for count, plan in plans.items() if plan is chosen)
-    return settled[count][0], replace(chosen, notes=(*chosen.notes, why(count, plans, refused)))
+    told = [f"parallel.tensor=auto: {count}"]
+    for tried, plan in plans.items():
+        step = "not timed" if plan.forecast.step is None else f"{format_seconds(plan.forecast.step)} a step"
+        told.append(f"{tried}: {step if plan.fits else '; '.join(plan.shortfalls())}")
+    told += [f"{tried}: {reason}" for tried, reason in refused.items()]
+    return settled[count][0], replace(chosen, notes=(*chosen.notes, ", ".join(told)))
 
 
 def make_plan(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from plans import GB, SHAPES, machine, wish
@@ -13,22 +12,19 @@ from plans import GB, SHAPES, machine, wish
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
-from offload_trainer.plan.deepspeed.zero_gathers import gathers
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroGathers, gathers, zero_sizes
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
-from offload_trainer.plan.parallel.cost import priced, stock_rates
-from offload_trainer.plan.parallel.modes import (
+from offload_trainer.plan.parallel.collectives import (
     Collective,
-    Mode,
-    columns,
-    flows,
+    all_to_alls,
+    column_products,
     link_seconds,
-    modes,
     refusal,
+    tensor_collectives,
     weights_held,
+    zero_collectives,
 )
-from offload_trainer.plan.parallel.table import compare
-from offload_trainer.plan.parallel.tensor_degree import tensor_of
+from offload_trainer.plan.parallel.tables import Mode, compare, modes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -52,9 +48,12 @@ def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
     return workload(wish(*words), SHAPE, world=world, nodes=nodes, saves=False)
 
 
-def moved(mode: Mode, step: Workload) -> dict[tuple[str, str], Collective]:
-    held = weights_held(mode, SHAPE)
-    return {(one.what, one.phase): one for one in flows(mode, step, held=held, trained=held)}
+def zero(step: Workload, *, stage: int, trained: int, gathered: ZeroGathers | None = None) -> dict[str, float]:
+    """Return the bytes of ZeRO's collectives by phase."""
+    found = Counter[str]()
+    for one in zero_collectives(step, stage=stage, trained=trained, gathered=gathered):
+        found[one.phase] += one.bytes  # type: ignore[assignment]
+    return dict(found)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -63,8 +62,8 @@ def moved(mode: Mode, step: Workload) -> dict[tuple[str, str], Collective]:
 def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tuple[float, float]:
     """Return the bytes a rank sends, and those a node's ranks send to other nodes, for one byte of data on each rank.
 
-    The simulation goes message by message: n - 1 ring steps with one part each to the next rank, each pair of an
-    all-to-all, or everything to the next stage.
+    The simulation goes message by message: n - 1 ring steps with one part each to the next rank, or each pair of
+    an all-to-all.
     """
     sent: Counter[int] = Counter()
     out: Counter[int] = Counter()
@@ -73,7 +72,6 @@ def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tu
         pairs = {
             "ring": [(a, b, 1 / group) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)] * (group - 1),
             "all-to-all": [(a, b, 1 / group) for a in ranks for b in ranks if a != b],
-            "send": [(a, b, 1.0) for a, b in pairwise(ranks)],
         }[kind]
         for a, b, size in pairs:
             sent[a] += size  # type: ignore[assignment]
@@ -82,7 +80,7 @@ def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tu
     return max(sent.values()), max(out.values(), default=0.0)
 
 
-@pytest.mark.parametrize("kind", ["ring", "all-to-all", "send"])
+@pytest.mark.parametrize("kind", ["ring", "all-to-all"])
 @pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
 def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, here: int) -> None:
     world = 16
@@ -91,28 +89,8 @@ def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, her
             if group * apart > world:
                 continue
             gpu, network = simulated(group, apart, here=here, world=world, kind=kind)
-            flow = Collective("", "forward", gpu, 1, group, apart, kind)  # type: ignore[arg-type]
+            flow = Collective("forward", gpu, 1, group, apart, kind)  # type: ignore[arg-type]
             assert flow.network(here) == pytest.approx(network), (group, apart)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_zero_by_itself_moves_what_the_plan_of_stock_deepspeed_says(stage: int, nodes: int) -> None:
-    """tests/engine/test_deepspeed_engine.py compares that plan with counted runs."""
-    words = ("--accumulate", "3", "--engine", "deepspeed", f"deepspeed.zero_stage={stage}", "--save-every", "0")
-    step, fast = work(*words, nodes=nodes), here(between_gpus=rate(1e11), network=rate(1e10))
-    one = next(mode for mode in modes(8) if mode == Mode(data=8, stage=stage))
-    gathered = stock_rates(step, fast).gathered
-    found = Counter[tuple[str, str]]()
-    for flow in flows(one, step, held=SHAPE.parameters, trained=SHAPE.trainable, gathered=gathered):
-        found["gpus", flow.phase] += round(flow.bytes)
-        if nodes > 1:
-            found["network", flow.phase] += round(flow.network(step.here))
-    plan = make_plan(wish(*words), SHAPE, fast, world=8, nodes=nodes)
-    planned = {(link.place, link.phase): link.read for link in plan.links}
-    assert set(found) == set(planned)
-    for place, size in planned.items():
-        assert found[place] == pytest.approx(size, abs=3)
 
 
 def test_a_stage_that_cannot_be_is_refused() -> None:
@@ -145,80 +123,47 @@ def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
     assert 0.9 * 2 * moving < usual.forward + usual.backward < 2 * moving + SHAPE.largest
 
 
-def test_zero_1_scatters_once_a_step() -> None:
-    found = moved(Mode(data=4, tensor=2), work("--accumulate", "3"))
-    held = weights_held(Mode(data=4, tensor=2), SHAPE)
-    assert found["scattered gradients", "backward"].bytes == pytest.approx(3 / 4 * 2 * held)
-    assert found["new weights", "update"].bytes == pytest.approx(3 / 4 * 2 * held)
+def test_zero_scatters_once_a_step_or_once_a_micro_batch() -> None:
+    step = replace(work("--accumulate", "3"), tensor=2)
+    held = weights_held(SHAPE, 2)
+    each = pytest.approx(3 / 4 * 2 * held)
+    assert zero(step, stage=1, trained=held) == {"backward": each, "update": each}
+    assert zero(step, stage=2, trained=held)["backward"] == pytest.approx(3 * 3 / 4 * 2 * held)
+    found = zero(step, stage=3, trained=held, gathered=ZeroGathers(forward=held, backward=held, update=0))
+    assert found == {"forward": pytest.approx(3 * 3 / 4 * 2 * held), "backward": pytest.approx(6 * 3 / 4 * 2 * held)}
 
 
 def test_tensor_parallel_by_hand() -> None:
     """gpt2-medium has 4 matrices a block, 2 of them split by columns, in 24 blocks with bf16 states of 1024."""
     step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.activation_checkpointing=off")
-    found = moved(Mode(tensor=8), step)
+    step = replace(step, tensor=8)
+    forward, backward = tensor_collectives(step)
     each = 2 * 7 / 8 * 2 * (2 * 512) * 1024
-    assert columns(SHAPE) == 2
-    assert found["all-reduces", "forward"].bytes == pytest.approx(5 * 24 * 2 * each)
-    assert found["all-reduces", "backward"].bytes == pytest.approx(5 * 24 * 2 * each)
-    again = replace(step, checkpointing=True)
-    assert moved(Mode(tensor=8), again)["all-reduces", "backward"].bytes == pytest.approx(5 * 24 * 3 * each)
+    assert column_products(SHAPE) == 2
+    assert (forward.phase, forward.bytes) == ("forward", pytest.approx(5 * 24 * 2 * each))
+    assert (backward.phase, backward.bytes) == ("backward", pytest.approx(5 * 24 * 2 * each))
+    _, again = tensor_collectives(replace(step, checkpointing=True))
+    assert again.bytes == pytest.approx(5 * 24 * 3 * each)
     matrices = 24 * 12 * 1024**2
     rest = SHAPE.parameters - matrices
-    assert weights_held(Mode(tensor=8), SHAPE) == matrices // 8 + rest
+    assert weights_held(SHAPE, 8) == matrices // 8 + rest
 
 
-def test_sequence_and_pipeline_by_hand() -> None:
+def test_sequence_parallel_by_hand() -> None:
     step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
-    found = moved(Mode(sequence=4, data=2), step)
+    step = replace(step, sequence=4)
+    forward, _ = all_to_alls(step)
     each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # bytes of queries, and equally of keys, values and results: 16 heads of 64
-    assert found["all-to-alls", "forward"].bytes == pytest.approx(4 * 24 * 4 * each)
-    fewer = replace(step, shape=replace(SHAPE, heads=16, key_heads=4))
-    held = weights_held(Mode(sequence=4), SHAPE)
-    shared = next(one for one in flows(Mode(sequence=4), fewer, held=held, trained=held) if one.kind == "all-to-all")
+    assert forward.bytes == pytest.approx(4 * 24 * 4 * each)
+    shared, _ = all_to_alls(replace(step, shape=replace(SHAPE, heads=16, key_heads=4)))
     assert shared.bytes == pytest.approx(4 * 24 * (2 + 2 / 4) * each)
-    sends = moved(Mode(pipeline=4, data=2), step)["sends", "backward"]
-    assert sends.bytes == 4 * 2 * (2 * 512) * 1024
-    ends = weights_held(Mode(pipeline=4, data=2), SHAPE)
-    embeddings = (SHAPE.vocabulary + SHAPE.context) * 1024
-    assert ends == 6 * (SHAPE.parameters - embeddings - 2 * 1024) // 24 + embeddings
 
 
-# -- memory and seconds -----------------------------------------------------------------------------------------------
-
-
-def test_memory_of_weights_gradients_and_state() -> None:
-    step = work("--accumulate", "1", "--micro-batch", "1")
-    fast = here(between_gpus=rate(1e11), network=rate(1e10))
-    stock, p = stock_rates(step, fast), SHAPE.parameters
-    by_mode = {mode: priced(mode, step, fast, stock).memory for mode in (Mode(data=8), Mode(data=8, stage=2))}
-    one, two = by_mode.values()
-    assert one["weights"] == two["weights"] == 2 * p
-    assert one["gradients"] == pytest.approx(2 * p)
-    assert two["gradients"] == pytest.approx(2 * p / 8, rel=1e-6)
-    assert one["masters and moments"] == two["masters and moments"] == pytest.approx(12 * p / 8, rel=1e-6)
-    three = priced(Mode(data=8, stage=3), step, fast, stock).memory
-    assert three["weights"] == pytest.approx(2 * p / 8 + 4 * SHAPE.largest, rel=1e-6)
-    tensor = priced(Mode(tensor=8), step, fast, stock)
-    assert tensor.memory["masters and moments"] == 12 * weights_held(Mode(tensor=8), SHAPE)
-    assert tensor.memory["activations"] < tensor.micro_batch * one["activations"]
-
-
-def test_state_goes_to_ram_where_the_gpu_is_too_small_and_a_mode_is_refused_where_that_is_not_enough() -> None:
-    step = work("--accumulate", "1", "--micro-batch", "1")
-    link = {"between_gpus": rate(1e11), "network": rate(1e10)}
-    whole = priced(Mode(data=8), step, here(**link), stock_rates(step, here(**link)))
-    assert whole.home == "gpu"
-    small = here(gpu=whole.gpu - whole.memory["reserve"], **link)
-    found = priced(Mode(data=8), step, small, stock_rates(step, small))
-    assert (found.home, found.lacks) == ("cpu", "")
-    assert found.ram > 16 * SHAPE.parameters
-    assert found.offload[0] == found.offload[1] == pytest.approx(2 * SHAPE.parameters / 8, rel=1e-6)
-    less = here(gpu=1 * GB, **link)
-    assert "on each GPU, which has 1 GB" in priced(Mode(data=8), step, less, stock_rates(step, less)).lacks
+# -- seconds ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() -> None:
-    flow = next(one for one in flows(Mode(data=8, stage=3), work(), held=10**9, trained=10**9))
+    flow = next(zero_collectives(work(), stage=2, trained=10**9))
     across = replace(flow, kind="all-to-all")
     timed = {"all_gather": rate(2e9), "all_to_all": rate(5e9)}
     assert link_seconds(flow, here(**timed), here=8) == flow.bytes / 2e9
@@ -227,56 +172,56 @@ def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() 
     assert link_seconds(flow, here(), here=8) == flow.bytes / 1e10
 
 
-def test_seconds_of_products_links_and_bubbles() -> None:
-    """All modes compute equally long with free links; a pipeline has bubbles, and a slow network adds time."""
-    words = ("--accumulate", "8", "--micro-batch", "1", "model.activation_checkpointing=off")
-    step = work(*words, nodes=2)
-    free = here(between_gpus=rate(1e20), network=rate(1e20))
-    stock = stock_rates(step, free)
-    assert stock.forward is not None
-    whole = priced(Mode(data=8, stage=3), step, free, stock)
-    assert whole.seconds is not None
-    assert whole.seconds["forward"] == pytest.approx(stock.forward, rel=1e-3)
-    piped = priced(Mode(pipeline=4, data=2), step, free, stock)
-    assert piped.seconds is not None
-    turns = piped.accumulate
-    assert piped.seconds["forward"] == pytest.approx(stock.forward * (turns + 3) / turns, rel=1e-3)
-    split = priced(Mode(tensor=4, data=2), step, free, stock)
-    assert split.seconds is not None
-    assert split.seconds["forward"] == pytest.approx(stock.forward * (1 + 3 * stock.head), rel=1e-3)
-    slow = here(between_gpus=rate(1e20), network=rate(1e8))
-    across = priced(Mode(tensor=8), step, slow, stock)
-    assert across.step is not None
-    assert across.step > across.network / 1e8 * 0.999
-    unknown = here(between_gpus=rate(1e20))
-    assert priced(Mode(tensor=4, data=2), step, unknown, stock).step is None
-    assert priced(Mode(tensor=4, data=2), work(*words), unknown, stock).step is not None
-
-
 # -- available modes ---------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_divided_is_named() -> None:
-    def told(mode: Mode, rows: int = 16, **changed: object) -> str:
-        return refusal(mode, replace(SHAPE, **changed), rows=rows, seq_len=512)  # type: ignore[arg-type]
+    def told(*, tensor: int = 1, sequence: int = 1, **changed: object) -> str:
+        return refusal(replace(SHAPE, **changed), tensor=tensor, sequence=sequence, seq_len=512)  # type: ignore[arg-type]
 
-    assert told(Mode(tensor=8)) == ""
-    assert told(Mode(tensor=32)) == "16 attention heads are not a multiple of 32"
-    assert told(Mode(tensor=8), key_heads=4) == "4 key-value heads are not a multiple of 8"
-    assert told(Mode(sequence=3)) == "16 attention heads are not a multiple of 3"
-    assert "not a multiple of 3 data" in told(Mode(data=3))
-    assert told(Mode(pipeline=32)) == "24 blocks are too few for 32 pipeline stages"
+    assert told(tensor=8) == ""
+    assert told(tensor=32) == "16 attention heads are not a multiple of 32"
+    assert told(tensor=8, key_heads=4) == "4 key-value heads are not a multiple of 8"
+    assert told(sequence=3) == "16 attention heads are not a multiple of 3"
     experts = Weight("h.0.experts", (4, 8, 8), unit="h.0", block=True)
-    assert "experts" in told(Mode(tensor=2), weights=(*SHAPE.weights, experts))
-    assert told(Mode(sequence=16), heads=0) == ""
+    assert "experts" in told(tensor=2, weights=(*SHAPE.weights, experts))
+    assert told(sequence=16, heads=0) == ""
+    assert told(sequence=3, heads=0) == "rows of 512 tokens are not a multiple of 3"
 
 
-def test_every_mode_uses_every_rank_once() -> None:
+def test_modes_are_those_that_an_engine_runs() -> None:
+    """Every name and setting is of one mode, and the configuration accepts every setting."""
     for world in (2, 4, 6, 8, 16):
         found = list(modes(world))
-        assert len(found) == len(set(found))
-        assert {one.data * one.tensor * one.sequence * one.pipeline for one in found} == {world}
-        assert len({one.name for one in found}) == len(found)
+        assert len({one.name for one in found}) == len({(one.stage, one.setting) for one in found}) == len(found)
+        for one in found:
+            wish("--engine", "tiered" if one.stage is None else "deepspeed", *filter(None, [one.setting]))
+
+
+def test_rows_of_the_table_are_plans() -> None:
+    """A mode's bytes and seconds are those of its plan; refused modes are named with their reason."""
+    step, fast = work("--micro-batch", "1"), here(between_gpus=rate(1e11), network=rate(1e10))
+    plans: dict[str, Plan] = {}
+
+    def plan(mode: Mode, tokens: int) -> Plan | str:
+        if mode.tensor > 1:
+            return f"{mode.setting}: not divided"
+        words = (f"train.tokens_per_step={tokens}", *filter(None, [mode.setting]))
+        engine = "tiered" if mode.stage is None else "deepspeed"
+        plans[mode.name] = resolve_and_plan(wish("--engine", engine, *words), SHAPE, fast, world=8, saves=False)[1]
+        return plans[mode.name]
+
+    found = compare(step, fast, plan=plan)
+    assert [reason for _, reason in found.refused] == ["not divided"] * 3
+    assert "rejected: tensor 2 x ZeRO-1 over 4, tensor 4 x ZeRO-1 over 2, tensor 8: not divided" in found.describe()
+    found = compare(step, fast, plan=plan)
+    assert len(found.rows) == 7
+    seconds = {row.name: row.seconds for row in compare(step, fast, plan=plan).rows}
+    assert list(seconds.values()) == sorted(seconds.values())  # type: ignore[type-var]
+    stage_2 = next(row for row in found.rows if row.name == "ZeRO-2 over 8")
+    assert stage_2.words == "--engine deepspeed deepspeed.zero_stage=2"
+    assert stage_2.collectives == stage_2.accumulate + 1
+    assert stage_2.link_bytes == pytest.approx((stage_2.accumulate + 1) * 7 / 8 * 2 * SHAPE.parameters, abs=2)
 
 
 # -- the number of tensor ranks ----------------------------------------------------------------------------------------
@@ -294,8 +239,8 @@ def chosen(*words: str, shape: ModelShape = RULED, world: int = 4, nodes: int = 
     told = ("--engine", "deepspeed", "parallel.tensor=auto", "model.activation_checkpointing=off", *words)
     place = here(**links) if links else machine(gpu=80 * GB, ram=500 * GB)
     config, plan = resolve_and_plan(wish(*told), shape, place, world=world, nodes=nodes)
-    count = tensor_of(config.parallel)
-    assert config.parallel.tensor == count
+    count = config.parallel.tensor
+    assert count != "auto"
     assert config.train.micro_batch_size == plan.micro_batch
     assert (
         plan.tokens_per_step
@@ -355,11 +300,16 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert shared["network_bytes"] == whole["network_bytes"]  # neighbouring ranks share rows
     assert shared["pcie_bytes"] > whole["pcie_bytes"]
     assert ["sequence" in row["name"] for row in found["modes"]].count(True) == 3
-    assert by_name["ZeRO-3 over 8"]["network_bytes"] > by_name["pipeline 2 x ZeRO-1 over 4"]["network_bytes"] > 0
+    assert by_name["ZeRO-3 over 8"]["network_bytes"] > by_name["ZeRO-1 over 8"]["network_bytes"] > 0
+    assert {one["mode"] for one in found["refused"]} == {
+        "tensor 2 x ZeRO-1 over 4",
+        "tensor 4 x ZeRO-1 over 2",
+        "tensor 8",
+    }
     assert by_name["ZeRO-3 over 8"]["link_bytes"] == 0 < by_name["ZeRO-3 over 8"]["pcie_bytes"]
     assert main([*WORDS, "--machine", "8xh100-80gb"]) == 0
     told = capsys.readouterr().out
-    assert "tensor 2 x ZeRO-1 over 4" in told
+    assert "rejected: tensor 2 x ZeRO-1 over 4, tensor 4 x ZeRO-1 over 2, tensor 8: transformers has no" in told
     assert "fastest from 8.19 k tokens a step: " in told
     assert "assumed: between GPUs: 360 GB/s each way" in told
 
@@ -375,16 +325,3 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mistake_is_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_a_mode_that_runs_says_what_with() -> None:
-    """Tensor parallelism is offered only for weights that have a split rule."""
-    step, fast = work("--micro-batch", "1"), here(between_gpus=rate(1e11))
-    ruled = replace(SHAPE, weights=tuple(replace(one, split="column" if one.block else "") for one in SHAPE.weights))
-    for shape, expected in ((SHAPE, ""), (ruled, "--engine deepspeed parallel.tensor=2")):
-        found = compare(replace(step, shape=shape), fast, ours=lambda *_: "")
-        words = {row.name: row.words for row in found.rows}
-        assert words["tensor 2 x ZeRO-1 over 4"] == expected
-        for stage in (1, 2, 3):
-            assert words[f"ZeRO-{stage} over 8"] == f"--engine deepspeed deepspeed.zero_stage={stage}"
-        assert words["pipeline 8"] == ""

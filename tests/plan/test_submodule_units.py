@@ -144,9 +144,9 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
 def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     compared = list[Plan]()
-    taken = plan_command._of_rows
+    taken = plan_command._planned_tiered
     monkeypatch.setattr(
-        plan_command, "_of_rows", lambda *given, **more: compared.append(taken(*given, **more)) or compared[-1]
+        plan_command, "_planned_tiered", lambda *given, **more: compared.append(taken(*given, **more)) or compared[-1]
     )
     for gpus, nodes in ((2, 1), (1, 2)):
         config, needs = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus)]), list[int]()

@@ -1,19 +1,42 @@
-"""Planning for the stock DeepSpeed engine: check its settings, and list the placements that they allow.
+"""Planning for the stock DeepSpeed engine: check its settings, and price each placement that they allow.
 
-`candidate.py` computes the memory and time of each placement.
+With W ranks, w of them on this node, the node has w / W of everything that ZeRO partitions. `memory.py` computes the
+memory items. The traffic follows counted bytes (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md
+compares both with measurements. A GPU's PCIe link carries only what its rank owns: the rest comes from other GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.candidate import DeepSpeedCandidate
+from offload_trainer.plan.deepspeed.memory import StockBytes
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, gathers, zero_sizes
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.parallel.modes import Mode, refusal
-from offload_trainer.plan.tiers import Placement, TierKind, kind_asked
+from offload_trainer.plan.parallel.collectives import (
+    Collective,
+    link_seconds,
+    refusal,
+    tensor_collectives,
+    zero_collectives,
+)
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, zero_bounds
+from offload_trainer.plan.step_time import (
+    DEVICE_COPIES,
+    PHASES,
+    UPDATE_START,
+    Bound,
+    Forecast,
+    Traffic,
+    forecast,
+    update_rate,
+)
+from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
 from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_count
 
 # From the fastest to the one that needs the least memory.
 _PLACEMENTS = (
@@ -24,6 +47,21 @@ _PLACEMENTS = (
     Placement(TierKind.RAM, TierKind.DRIVES),
     Placement(TierKind.DRIVES, TierKind.DRIVES),
 )
+
+# Measured (docs/benchmarks/step.md, predictions.md): seconds per parameter that DeepSpeed's hooks add to a backward on
+# the CPU, and the speed of its optimizer step relative to the fused kernel.
+_HOOKS = 8e-9
+_SPEED = 0.47
+
+# Settings of the NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
+TUNING_OF_DRIVES = (
+    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
+    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
+    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
+    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
+    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
+)
+_TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
 
 
 @dataclass(frozen=True)
@@ -118,7 +156,7 @@ class DeepSpeed:
                 f"{wish}: transformers has no tensor-parallel plan for this architecture that splits each matrix of a "
                 "block by rows or columns only; use 1"
             )
-        if reason := refusal(Mode(tensor=self.tensor), work.shape, rows=1, seq_len=work.seq_len):
+        if reason := refusal(work.shape, tensor=self.tensor):
             raise UserError(f"{wish}: {reason}")
 
     def _sums_need_ram(self, work: Workload) -> bool:
@@ -151,3 +189,161 @@ class DeepSpeed:
         ]
         # A requested combination that is not in the list, such as weights off the GPU and the optimizer on it, is used.
         return found or [Placement(params or TierKind.GPU, optimizer or TierKind.RAM)]
+
+
+@dataclass(frozen=True)
+class DeepSpeedCandidate:
+    """One placement of DeepSpeed, with the buffer sizes computed for it."""
+
+    work: Workload
+    machine: MachineProfile
+    placement: Placement
+    section: DeepSpeedSection
+    moments: str  # optim.moment_dtype; "8bit" means bitsandbytes on the GPU
+
+    @cached_property
+    def sizes(self) -> ZeroSizes:
+        work = self.work
+        return zero_sizes(work.shape, self.section, self.placement, world=work.world, item_bytes=work.item_bytes)
+
+    @property
+    def title(self) -> str:
+        if self.work.tensor > 1:
+            return f"DeepSpeed AutoTP over {self.work.tensor} ranks, ZeRO-1"
+        return f"DeepSpeed ZeRO-{self.placement.stage}"
+
+    @property
+    def homes(self) -> str:
+        return self.machine.in_words(str(self.placement))
+
+    @property
+    def uses_drives(self) -> bool:
+        return TierKind.DRIVES in (self.placement.params, self.placement.optimizer)
+
+    @property
+    def cannot_save(self) -> str | None:
+        if self.placement.optimizer == TierKind.DRIVES:
+            return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
+        if self.moments == "8bit":
+            return "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
+        return None
+
+    @property
+    def _drive(self) -> str | None:
+        return self.machine.drives[0].directory if self.machine.drives else None
+
+    @cached_property
+    def _bytes(self) -> StockBytes:
+        return StockBytes(self.work, self.placement, self.sizes, tiers_of(self.machine))
+
+    def items(self) -> list[Item]:
+        """Return stock DeepSpeed's memory at its peak."""
+        return self._bytes.items()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def traffic(self) -> list[Traffic]:
+        """Return the bytes that a step moves.
+
+        With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
+        """
+        work, e, micro, drive = self.work, self.work.item_bytes, self.work.accumulate, self._drive
+        trained, total = self._bytes.trained, -(-work.shape.parameters // work.nodes)
+        own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
+        micro_out = 1 if self.placement.stage == 1 else micro
+        found = []
+        if self.placement.optimizer != TierKind.GPU:
+            found.append(Traffic(DEVICE_COPIES, "backward", 0, e * own_trained * micro_out))
+            found.append(Traffic(DEVICE_COPIES, "update", e * own_trained, 0))
+        if self.placement.optimizer == TierKind.DRIVES and drive:
+            found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
+        if self.placement.params != TierKind.GPU:
+            found += [Traffic(DEVICE_COPIES, phase, e * own * micro, 0) for phase in ("forward", "backward")]
+        if self.placement.params == TierKind.DRIVES and drive:
+            found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
+            found.append(Traffic(drive, "update", 0, e * total))
+        return found
+
+    def links(self) -> tuple[Traffic, ...]:
+        return tuple(_as_traffic(self._collectives, here=self.work.here))
+
+    @cached_property
+    def _collectives(self) -> list[Collective]:
+        work, stage, gathered = self.work, self.placement.stage, None
+        if stage == 3 and work.world > 1:
+            gathered = gathers(work.shape, self.sizes, checkpointing=work.checkpointing)
+        zero = zero_collectives(work, stage=stage, trained=self._bytes.held_trained, gathered=gathered)
+        return [*zero, *tensor_collectives(work)]
+
+    def bounds(self) -> list[Bound]:
+        """Return the bounds of AdamW, on the CPU or on the GPU, and of the collectives that overlap computation."""
+        hidden = _as_traffic([one for one in self._collectives if one.hides != "nothing"], here=self.work.here)
+        update = Bound("update", 0.0, "AdamW on the GPU", "adamw")
+        if self.machine.gpu is None or self.placement.optimizer != TierKind.GPU:
+            count, rate = self._bytes.trained, update_rate(self.work, self.machine)  # parameters per second of a node
+            if rate is not None:
+                stock = self.machine.rates.update.get("deepspeed")
+                rate = stock.value if stock else rate * _SPEED
+            seconds = None if rate is None else count / rate + UPDATE_START
+            update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
+        return [update, *zero_bounds(list(hidden), self.machine)]  # `on_top` has the other collectives
+
+    def stretch(self) -> float:
+        """Return the factor by which the drive's time exceeds simultaneous reading and writing of the state.
+
+        The first sub-group is read, and the last one is written, without traffic in the other direction. Without
+        pipelining that holds for every sub-group.
+        """
+        if not (self.section.pipeline_read or self.section.pipeline_write):
+            return 2.0
+        return 1 + min(1.0, self.sizes.largest_sub_group / max(1, self.work.shape.trainable))
+
+    def on_top(self) -> Mapping[str, float]:
+        work, machine = self.work, self.machine
+        if machine.gpu is None:
+            return {"backward": _HOOKS * work.shape.trainable}
+        waits = dict.fromkeys(PHASES, 0.0)
+        if work.tensor > 1:  # every rank computes all of what is outside the blocks
+            found = forecast(work, machine, (), (), engine="deepspeed").seconds
+            head, blocks = work.shape.head_flops(), work.shape.block_flops(seq_len=work.seq_len)
+            times = (work.tensor - 1) * head / (blocks + head)
+            waits |= {phase: times * (found[phase] or 0.0) for phase in ("forward", "backward")}
+        for one in self._collectives:
+            if one.hides == "nothing":
+                waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0
+        return waits
+
+    def settled(self, found: Forecast) -> tuple[ZeroSizes, Forecast]:
+        return self.sizes, found
+
+    def notes(self) -> list[str]:
+        notes = [
+            "the RAM that heap fragmentation costs under DeepSpeed is a measured value, not computed (predictions.md)"
+        ]
+        if self.work.checkpoints == 0:
+            notes.append("no checkpoints (--save-every 0): a killed run starts over; weights are exported at the end")
+        if self.work.tensor > 1:
+            notes.append(
+                f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s); the activations that "
+                "AutoTP stores were measured only on a CPU"
+            )
+        if self.work.keepers > 1:
+            notes.append(
+                f"parallel.partition_activations: each rank stores 1 / {self.work.keepers} of a block's input, and "
+                "the ranks gather it when the block is recomputed"
+            )
+        return notes
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == TierKind.DRIVES else ())]
+
+
+def _as_traffic(moved: Sequence[Collective], *, here: int) -> Iterator[Traffic]:
+    """Yield the bytes of each phase through each GPU, and through each node's network."""
+    found: dict[tuple[str, str], float] = {}
+    for one in moved:
+        for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):
+            if size:
+                found[place, one.phase] = found.get((place, one.phase), 0.0) + size
+    for (place, phase), size in found.items():
+        yield Traffic(place, phase, round(size), round(size))

@@ -26,12 +26,12 @@ the head of a wide model has less of it. docs/benchmarks/predictions.md has meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, decay_groups
 from offload_trainer.plan.memory import LONG, activation_items, mapped_from, process_items
-from offload_trainer.plan.parallel.modes import Mode, divided, part_held
+from offload_trainer.plan.parallel.collectives import divided, part_held, weights_held
 from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, Tiers
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
@@ -49,61 +49,59 @@ _ACTIVATIONS = ("saved activations", "block inputs", "activations")
 
 @dataclass(frozen=True)
 class StockBytes:
-    """The memory of one placement.
-
-    A rank has `held` weights, `held_trained` of them trained. A node has the state of `trained` parameters.
-    """
+    """The memory of one placement of a workload."""
 
     work: Workload
     placement: Placement
     sizes: ZeroSizes
-    mode: Mode
-    held: int
-    held_trained: int
-    trained: int
     tiers: Tiers
+
+    @cached_property
+    def held(self) -> int:
+        """Return the weights of a rank in elements, divided by tensor parallelism only."""
+        return weights_held(self.work.shape, self.work.tensor)
+
+    @cached_property
+    def held_trained(self) -> int:
+        """Return the trained weights of a rank in elements."""
+        return -(-self.held * self.work.shape.trainable // self.work.shape.parameters)
+
+    @cached_property
+    def trained(self) -> int:
+        """Return the number of parameters whose optimizer state is on one node."""
+        if self.work.tensor > 1:
+            return -(-self.held_trained * self.work.here // self.work.data)
+        return -(-self.work.shape.trainable // self.work.nodes)
 
     def items(self) -> list[Item]:
         """Return a node's memory at its peak."""
-        model = activation_items(
-            self._of_rank, tiers=self.tiers, gradients=self.placement.stage > 1, waiting=self._waiting
-        )
+        work, shape = self.work, self.work.shape
+        if work.tensor > 1 and shape.on_gpu is not None and shape.on_cpu is not None:
+            on_gpu, on_cpu = divided(shape.on_gpu, work.tensor), divided(shape.on_cpu, work.tensor)
+            work = replace(work, shape=replace(shape, on_gpu=on_gpu, on_cpu=on_cpu))
+        reduced = self.placement.stage > 1  # as they come; only a tied head's gradient waits for the embedding's
+        tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
+        waiting = work.item_bytes * tied if reduced else 0
+        model = activation_items(work, tiers=self.tiers, gradients=reduced, waiting=waiting)
         there = [item for item in model if item.tier == self.tiers.device.name and item.name in _ACTIVATIONS]
         return [
             *self._process(),
-            *(self._gathered_weights() if self.placement.stage == 3 else self._whole_weights()),
+            *self._weights(),
             *self._gradients(),
             *self._state(),
             *model,
-            *self._beyond(sum(item.bytes for item in there), kept=sum(item.bytes for item in there[:-1])),
+            self._beyond(sum(item.bytes for item in there), kept=sum(item.bytes for item in there[:-1])),
         ]
-
-    # -- what it is counted with --------------------------------------------------------------------------------------
-
-    @property
-    def _of_rank(self) -> Workload:
-        """Return the workload with the activations of one tensor-parallel rank."""
-        on_gpu, on_cpu = self.work.shape.on_gpu, self.work.shape.on_cpu
-        if self.work.tensor == 1 or on_gpu is None or on_cpu is None:
-            return self.work
-        on_gpu, on_cpu = divided(on_gpu, self.mode), divided(on_cpu, self.mode)
-        return replace(self.work, shape=replace(self.work.shape, on_gpu=on_gpu, on_cpu=on_cpu))
-
-    @property
-    def _waiting(self) -> int:
-        """Return the bytes of a tied head's gradient, which waits until the embedding's is added to it."""
-        tied = [weight for weight in self.work.shape.weights if weight.trainable and weight.uses > 1]
-        return self.work.item_bytes * sum(weight.numel for weight in tied) if self.placement.stage > 1 else 0
 
     @property
     def _sums(self) -> int:
         """Return the bytes per element of the gradient sums over a rank's micro-batches."""
         return 4 if self.work.accumulate > 1 and self.work.sums == "fp32" else self.work.item_bytes
 
-    @property
+    @cached_property
     def _parts(self) -> list[int]:
         """Return the elements of each trained weight on a rank."""
-        return [part_held(self.mode, weight) for weight in self.work.shape.weights if weight.trainable]
+        return [part_held(weight, self.work.tensor) for weight in self.work.shape.weights if weight.trainable]
 
     @property
     def _bucket(self) -> int:
@@ -134,27 +132,22 @@ class StockBytes:
             items.append(self.tiers.ram.item("heap", holes, why))
         return items
 
-    def _whole_weights(self) -> list[Item]:
-        e, work = self.work.item_bytes, self.work
-        how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} parameters on each rank"
-        return [self.tiers.device.item("weights", e * self.held * work.here, f"{e} B a parameter, {how}")]
-
-    def _gathered_weights(self) -> list[Item]:
-        shape, here, e, sizes = self.work.shape, self.work.here, self.work.item_bytes, self.sizes
-        home, divided_up = self._tier(self.placement.params), e * -(-shape.parameters // self.work.nodes)
+    def _weights(self) -> list[Item]:
+        work, sizes, e, here = self.work, self.sizes, self.work.item_bytes, self.work.here
+        if self.placement.stage < 3:
+            how = "whole on each rank" if work.tensor == 1 else f"{self.held:,} parameters on each rank"
+            return [self.tiers.device.item("weights", e * self.held * here, f"{e} B a parameter, {how}")]
+        home, sharded = self._tier(self.placement.params), e * -(-work.shape.parameters // work.nodes)
         why = "gathered at the same time: max_live_parameters and a prefetch bucket"
         items = [
-            home.item("weights", divided_up, f"{e} B a parameter, sharded over the ranks"),
+            home.item("weights", sharded, f"{e} B a parameter, sharded over the ranks"),
             self.tiers.device.item("weights in use", e * self._gathered * here, why),
         ]
         if self.placement.params == TierKind.DRIVES:
-            buffers, why = (
-                e * sizes.weight_buffers * sizes.weight_buffer_elements,
-                f"{sizes.weight_buffers} buffers for the",
-            )
-            items.append(self.tiers.ram.item("weight swap buffers", buffers * here, f"{why} largest weight"))
-            write = e * sizes.largest_sub_group * here
-            items.append(self.tiers.ram.item("weight write buffer", write, "one sub-group"))
+            buffers, why = sizes.weight_buffers, f"{sizes.weight_buffers} buffers for the largest weight"
+            swap, write = buffers * sizes.weight_buffer_elements, sizes.largest_sub_group
+            items.append(self.tiers.ram.item("weight swap buffers", e * swap * here, why))
+            items.append(self.tiers.ram.item("weight write buffer", e * write * here, "one sub-group"))
         return items
 
     def _gradients(self) -> list[Item]:
@@ -203,30 +196,28 @@ class StockBytes:
 
     # -- the largest moment -------------------------------------------------------------------------------------------
 
-    def _beyond(self, model: int, *, kept: int) -> Sequence[Item]:
+    def _beyond(self, model: int, *, kept: int) -> Item:
         """Return what other moments need on the device in excess of the model's peak.
 
         The model's peak has `model` bytes, of which blocks keep `kept` until their backward.
         """
-        e, here = self.work.item_bytes, self.work.here
+        e, here, parts = self.work.item_bytes, self.work.here, self._parts
         if self.placement.stage == 3:
             model += e * self._gathered * here
-        full = self._full_buckets() + (0 if self._ends_with_largest else kept)
+        of_each = sorted(map(self._full_bucket, self._largest_parts()))  # the ranks of the node that needs the most
+        full = sum(of_each[-here:]) * (here // min(here, len(of_each)))
+        if self.held_trained > self._bucket and max(parts[1:], default=0) >= parts[0]:
+            full += kept  # the largest gradient is not the last one to be reduced
         whole = e * (self.work.shape.parameters - self.held) * here if self.work.tensor > 1 else 0
         if whole > max(model, full):
             why = "until AutoTP has split it; in addition to activations"
-            return [self.tiers.device.item("whole model", whole - model, why)]
+            return self.tiers.device.item("whole model", whole - model, why)
         why = "a bucket's gradients and the largest weight's norm in fp64, minus activations that are freed by then"
-        return [self.tiers.device.item("gradients reduced", max(0, full - model), why)]
-
-    def _full_buckets(self) -> int:
-        """Return the bytes of a full bucket's moment, summed over the ranks of the node that needs the most."""
-        of_each = sorted(map(self._full_bucket, self._largest_parts()))
-        return sum(of_each[-self.work.here :]) * (self.work.here // min(self.work.here, len(of_each)))
+        return self.tiers.device.item("gradients reduced", max(0, full - model), why)
 
     def _full_bucket(self, part: int) -> int:
         """Return a rank's bytes at a full bucket's moment; it has the state of up to `part` elements of one weight."""
-        e, bucket, alike = self.work.item_bytes, self._bucket, self.mode.data_parallel
+        e, bucket, alike = self.work.item_bytes, self._bucket, self.work.data
         largest = max(self._parts, default=0)
         norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
         if self.placement.stage < 3:
@@ -236,20 +227,14 @@ class StockBytes:
             norm = max(norm, 4 * -(-bucket // alike))
         return e * bucket * min(2, alike) + norm + e * largest
 
-    @property
-    def _ends_with_largest(self) -> bool:
-        """Return whether all activations are freed when the largest gradient is reduced."""
-        parts = self._parts
-        return self.held_trained <= self._bucket or max(parts[1:], default=0) < parts[0]
-
     def _largest_parts(self) -> list[int]:
         """Return the largest part of a weight whose state each rank has, in elements, for ranks with equal weights."""
-        alike = self.mode.data_parallel
+        alike = self.work.data
         if self.placement.stage == 3:
             return [max((-(-numel // alike) for numel in self._parts), default=0)] * alike
         largest = [0] * alike
         for group in decay_groups(self.work.shape.weights):
-            numels = [part_held(self.mode, weight) for weight in group]
+            numels = [part_held(weight, self.work.tensor) for weight in group]
             size, begin = max(1, -(-sum(numels) // alike)), 0
             for numel in numels:
                 end = begin + numel

@@ -1,12 +1,20 @@
-"""Compute the buffer and bucket sizes of DeepSpeed's ZeRO from the model, so that every placement runs.
+"""Compute ZeRO's buffer and bucket sizes from the model, and the weights that ZeRO-3 gathers. Pure arithmetic.
 
-DeepSpeed's defaults fail for NVMe (buffers run out) or take tens of gigabytes (a buffer of a billion elements).
-`engine/ds_config.py` writes these sizes into DeepSpeed's configuration. Pure arithmetic.
+DeepSpeed's default sizes fail for NVMe (buffers run out) or take tens of gigabytes (a buffer of a billion elements).
+`engine/ds_config.py` writes these sizes into DeepSpeed's configuration.
+
+`gathers` follows DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`,
+`__params_to_release`), after its first step has recorded the order of modules. Before a module runs, its missing
+weights are gathered. Then those of the next modules are, up to a prefetch bucket and `max_live_parameters`. After it
+ran, its weights are released, except those that are used again within `max_reuse_distance` elements, or that the
+prefetcher has already passed for a later use. So the last blocks of a forward are still gathered for their backward.
+Small weights stay gathered, and are gathered once after each update (`_post_step` in stage3.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,51 +52,27 @@ def zero_sizes(
     with `already assigned swap buffer`.
     """
     largest = shape.largest
+    block = max(1, (shape.parameters - largest) // shape.layers)  # approximately one block
     sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
-    bucket = _given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1)))
-    block = max(largest, _block(shape))
-    ahead = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, _block(shape))
-    prefetch = _given(section.prefetch_bucket_size, ahead)
-    live = _given(section.max_live_parameters, 2 * block)
+    prefetch = 0 if placement.params == TierKind.DRIVES else min(_BUCKET, block)
+    live = _given(section.max_live_parameters, 2 * max(largest, block))
+    pipelines = section.pipeline_read + section.pipeline_write
+    buffers = _weight_buffers(shape, window=live, world=world, item_bytes=item_bytes)
     return ZeroSizes(
         sub_group=sub_group,
         largest_sub_group=_largest_sub_group(shape, sub_group, world=world),
-        optimizer_buffers=_given(section.optimizer_buffer_count, _optimizer_buffers(section)),
-        reduce_bucket=bucket,
-        prefetch_bucket=prefetch,
+        optimizer_buffers=_given(section.optimizer_buffer_count, 4 * (1 + pipelines)),  # 4 of a sub-group for each
+        reduce_bucket=_given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1))),
+        prefetch_bucket=_given(section.prefetch_bucket_size, prefetch),
         max_live=live,
         persistent=_PERSISTENT,
-        weight_buffers=_given(
-            section.param_buffer_count,
-            _weight_buffers(shape, window=live, world=world, item_bytes=item_bytes),
-        ),
+        weight_buffers=_given(section.param_buffer_count, buffers),
         weight_buffer_elements=-(-largest // world),
     )
 
 
-def drive_stretch(shape: ModelShape, section: DeepSpeedSection, sizes: ZeroSizes) -> float:
-    """Return the factor by which the optimizer's drive time exceeds simultaneous reading and writing of its bytes.
-
-    The first sub-group is read, and the last one is written, without traffic in the other direction. Without
-    pipelining that holds for every sub-group.
-    """
-    if not (section.pipeline_read or section.pipeline_write):
-        return 2.0
-    return 1 + min(1.0, sizes.largest_sub_group / max(1, shape.trainable))
-
-
 def _given(wish: int | Literal["auto"], computed: int) -> int:
     return computed if wish == "auto" else wish
-
-
-def _block(shape: ModelShape) -> int:
-    """Return the approximate elements of one block: all weights except the largest one, divided by the layers."""
-    return max(1, (shape.parameters - shape.largest) // shape.layers)
-
-
-def _optimizer_buffers(section: DeepSpeedSection) -> int:
-    """Return the buffer count: 4 for a sub-group and 4 more for each pipelined direction."""
-    return 4 * (1 + section.pipeline_read + section.pipeline_write)
 
 
 def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
@@ -126,3 +110,102 @@ def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: i
             first += 1
         most = max(most, last - first + 1)
     return min(most, len(sizes)) + 4
+
+
+@dataclass(frozen=True)
+class ZeroGathers:
+    """Gathered elements: in forward and backward of each micro-batch, and once per step after the update."""
+
+    forward: int
+    backward: int
+    update: int
+
+
+def gathers(shape: ModelShape, sizes: ZeroSizes, *, checkpointing: bool) -> ZeroGathers:
+    """Return the elements gathered by all ranks together; in a ring each rank receives all but its own shard."""
+    forward = list(_modules(shape.weights))
+    found = {True: 0, False: 0}
+    walk = _Walk([*forward, *_backward(forward, checkpointing=checkpointing)], sizes)
+    for step in range(len(walk.modules)):
+        found[step < len(forward)] += walk.fetch(step)
+        walk.release(step)
+    once = sum(weight.numel for weight in shape.weights if weight.numel <= sizes.persistent)
+    return ZeroGathers(found[True], found[False], once)
+
+
+def _modules(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """Yield the weights of each module in the order of the forward; a tied head comes last."""
+    owned: dict[str, list[Weight]] = {}
+    for weight in weights:
+        owned.setdefault(weight.name.rpartition(".")[0], []).append(weight)
+    yield from owned.values()
+    tied = [weight for weight in weights if weight.uses > 1]
+    if tied:
+        yield tied
+
+
+def _backward(forward: list[list[Weight]], *, checkpointing: bool) -> Iterator[list[Weight]]:
+    """Yield the modules in the order of the backward; a checkpointed block's forward is repeated before it."""
+    blocks: dict[str, list[list[Weight]]] = {}
+    for place, module in enumerate(forward):
+        blocks.setdefault(module[0].unit if module[0].block else f" {place}", []).append(module)
+    for block in reversed(blocks.values()):
+        if checkpointing and block[0][0].block:
+            yield from block
+        yield from reversed(block)
+
+
+class _Walk:
+    """The set of gathered weights, by name, while a micro-batch runs through `modules`."""
+
+    def __init__(self, modules: list[list[Weight]], sizes: ZeroSizes) -> None:
+        self.modules = modules
+        self._sizes = sizes
+        self._there = {weight.name for module in modules for weight in module if weight.numel <= sizes.persistent}
+        self._persistent = frozenset(self._there)
+        self._ahead = deque((weight, step) for step, module in enumerate(modules) for weight in module)
+        self._passed = dict[str, int]()  # the last step for which the prefetcher has taken each weight
+        self._live = 0
+
+    def fetch(self, step: int) -> int:
+        """Gather the weights of this step and prefetch those of later ones; return the number of elements."""
+        module = self.modules[step]
+        size = self._gather([weight for weight in module if weight.name not in self._there])
+        wanted = {weight.name for weight in module if self._passed.get(weight.name, -1) < step}
+        while wanted and self._ahead:
+            wanted.discard(self._next().name)
+        room = min(self._sizes.max_live - self._live, self._sizes.prefetch_bucket)
+        coming: dict[str, Weight] = {}
+        while self._ahead and sum(weight.numel for weight in coming.values()) < room:
+            weight = self._next()
+            if weight.name not in self._there:
+                coming[weight.name] = weight
+        return size + self._gather(list(coming.values()))
+
+    def release(self, step: int) -> None:
+        """Release the weights of this step's module that are not needed again soon."""
+        going = {
+            weight.name: weight.numel
+            for weight in self.modules[step]
+            if weight.name not in self._persistent and self._passed[weight.name] <= step + 1
+        }
+        seen = 0
+        for later in self.modules[step + 1 :]:
+            if not going or seen >= self._sizes.max_live:  # engine/ds_config.py sets max_reuse_distance to the same
+                break
+            for weight in later:
+                going.pop(weight.name, None)
+                seen += weight.numel
+        self._there -= set(going)
+        self._live -= sum(going.values())
+
+    def _gather(self, weights: list[Weight]) -> int:
+        size = sum(weight.numel for weight in weights)
+        self._there |= {weight.name for weight in weights}
+        self._live += size
+        return size
+
+    def _next(self) -> Weight:
+        weight, step = self._ahead.popleft()
+        self._passed[weight.name] = max(step, self._passed.get(weight.name, -1))
+        return weight

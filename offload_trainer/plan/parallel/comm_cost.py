@@ -1,8 +1,9 @@
 """Compute the bytes that ranks exchange in a step, per node and link, and the seconds that they wait. Pure arithmetic.
 
 This covers the tiered engine (`offloading/ranks/sharded_gradients.py`, `node_comm.py`); stock ZeRO's bytes are in
-`modes.py`. There are N ranks, n of them on each of K nodes, with a micro-batches each, e bytes per weight and g per
-element of the gradient sums. Of a unit, T elements are trained; S of them are updated on this node, and R by one rank:
+`collectives.py`. There are N ranks, n of them on each of K nodes, with a micro-batches each, e bytes per weight and g
+per element of the gradient sums. Of a unit, T elements are trained; S of them are updated on this node, and R by one
+rank:
 
     outboxes    a n e T written, a n e S read    each rank writes its gradients; each owner reads its shard of them all
     sums        g S (2 a N - 1)                  in RAM: written once, then read and written per further gradient

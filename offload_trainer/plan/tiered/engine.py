@@ -14,8 +14,8 @@ from functools import cached_property
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile, update_key
+from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
-from offload_trainer.plan.parallel.modes import Collective, Mode, flows, link_seconds, refusal
 from offload_trainer.plan.step_time import (
     PHASES,
     UPDATE_START,
@@ -173,7 +173,7 @@ class Tiered:
             return [f"{wish} with data.packing=on: attention masks between documents need whole rows; leave one out"]
         if not shape.heads:
             return [f"{wish}: the model's number of attention heads is not known; leave it out"]
-        why = refusal(_sequence_mode(work), shape, rows=work.data, seq_len=work.seq_len)
+        why = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
         return [f"{wish}: {why}"] if why else []
 
     def with_setting(self, words: str) -> Tiered:
@@ -507,16 +507,3 @@ class TieredCandidate:
         if self.placement.params != TierKind.GPU:
             groups.append(("tiered.weight_buffers=2", "tiered.weight_buffers=4"))
         return groups
-
-
-def all_to_alls(work: Workload) -> list[Collective]:
-    """Return the all-to-alls of a step on each rank; empty without sequence parallelism.
-
-    Queries, keys, values and results of attention pass through them (`model/ulysses.py`). Buffers during the
-    all-to-alls are smaller than what an MLP needs (tests/plan/test_gpu_bytes.py).
-    """
-    return [one for one in flows(_sequence_mode(work), work, held=0, trained=0.0) if one.kind == "all-to-all"]
-
-
-def _sequence_mode(work: Workload) -> Mode:
-    return Mode(data=work.data, sequence=work.sequence)

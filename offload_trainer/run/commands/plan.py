@@ -10,14 +10,21 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from offload_trainer.config import ModelSection, ParallelSection, TrainConfig
+from offload_trainer.config import (
+    DeepSpeedSection,
+    ModelSection,
+    ParallelSection,
+    TieredSection,
+    TrainConfig,
+    TrainSection,
+)
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.defaults import row_length, with_dtype_of_card
 from offload_trainer.plan.machine import MachineProfile, refuse_card
-from offload_trainer.plan.parallel.table import Comparison, compare
+from offload_trainer.plan.parallel.tables import Comparison, Mode, compare
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, make_plan, workload
+from offload_trainer.plan.planner import any_placement_fits, combination_mistakes, make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.workload import item_bytes
@@ -75,31 +82,55 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     whole = "" if _preset(config) else _why_whole(models.source)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     refuse_card(here, dtype=config.model.dtype)
-    layouts = Layouts(shape)
+    world, row, layouts = gpus * count, row_length(config.data.seq_len, shape), Layouts(shape)
 
-    def ours(tokens: int, sequence: int) -> Plan | str:
-        rows, left = divmod(tokens, gpus * count // sequence * row_length(config.data.seq_len, shape))
-        if left or not rows:
-            return ""
-        if sequence > 1 and whole:
+    def plan(mode: Mode, tokens: int) -> Plan | str:
+        groups = world // (mode.tensor * mode.sequence)
+        rows, rest = divmod(tokens, groups * row)
+        if rest or not rows:
+            return f"{tokens // row} rows a step are not a multiple of {groups} data-parallel ranks"
+        if mode.sequence > 1 and whole:
             return whole
-        wish = config.model_copy(
-            update={
-                "placement": config.placement.model_copy(update={"engine": "tiered"}),
-                "parallel": ParallelSection(sequence=sequence),
-            }
-        )
+        wish = _asking(config, mode, tokens=tokens)
         try:
-            return _of_rows(wish, rows, models, here, nodes=count, world=gpus * count, layouts=layouts)
+            if mode.stage is None:
+                return _planned_tiered(wish, rows, models, here, nodes=count, world=world, layouts=layouts)
+            if mistakes := combination_mistakes(wish):
+                return "; ".join(mistakes)
+            return resolve_and_plan(wish, shape, here, world=world, nodes=count, saves=False)[1]
         except UserError as error:
-            if sequence == 1:
+            if mode == Mode(world):
                 raise
             return str(error)
 
-    return compare(workload(config, shape, world=gpus * count, nodes=count, saves=False), here, ours=ours)
+    return compare(workload(config, shape, world=world, nodes=count, saves=False), here, plan=plan)
 
 
-def _of_rows(
+def _asking(config: TrainConfig, mode: Mode, *, tokens: int) -> TrainConfig:
+    """Return the configuration that runs a mode; settings of the other engine are left out."""
+    place = config.placement
+    if mode.stage is None:
+        return config.model_copy(
+            update={
+                "placement": place.model_copy(update={"engine": "tiered"}),
+                "parallel": ParallelSection(sequence=mode.sequence),
+                "deepspeed": DeepSpeedSection(),
+            }
+        )
+    partition = config.parallel.partition_activations and mode.tensor > 1
+    stage = "auto" if mode.tensor > 1 else mode.stage
+    return config.model_copy(
+        update={
+            "placement": place.model_copy(update={"engine": "deepspeed", "nvme": place.nvme[:1]}),
+            "parallel": ParallelSection(tensor=mode.tensor, partition_activations=partition),
+            "deepspeed": config.deepspeed.model_copy(update={"zero_stage": stage}),
+            "tiered": TieredSection(),
+            "train": TrainSection(tokens_per_step=tokens),
+        }
+    )
+
+
+def _planned_tiered(
     wish: TrainConfig,
     rows: int,
     models: MemoryFallbacks,
@@ -114,12 +145,9 @@ def _of_rows(
     If even the smallest micro-batch does not fit, try the memory fallbacks for it.
     """
     how: dict[str, Any] = {"world": world, "nodes": nodes, "saves": False}
-    micros = sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True)
-    trains = [
-        wish.train.model_copy(update={"micro_batch_size": micro, "gradient_accumulation_steps": rows // micro})
-        for micro in micros
-    ]
-    *larger, smallest = [wish.model_copy(update={"train": train}) for train in trains]
+    sizes = sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True)
+    trains = ({"micro_batch_size": size, "gradient_accumulation_steps": rows // size} for size in sizes)
+    *larger, smallest = [wish.model_copy(update={"train": wish.train.model_copy(update=train)}) for train in trains]
     if any_placement_fits(smallest, layouts, machine, **how):
         for one in larger:
             plan = make_plan(one, layouts.shape, machine, layouts=layouts, **how)

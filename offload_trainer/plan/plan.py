@@ -144,11 +144,11 @@ class Plan:
         lines += self._describe_tiers()
         lines += [f"  {self.too_large}"] if self.too_large else []
         if self.longest_row == 0:
-            lines.append("  longest row: not even the shortest row fits, in any placement")
+            lines.append("  rows of any length: not even the shortest fit, in any placement")
         elif self.longest_row is not None:
-            rows = "1 row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
             lines.append(
-                f"  longest row: {self.longest_row} tokens, {rows} a micro-batch, in the placement with most room"
+                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch; the "
+                "longest may need another placement"
             )
         lines += self._describe_seconds()
         lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
@@ -218,10 +218,11 @@ class Plan:
         lines += [f"    auto ruled out {way.why_not}" for way in others if way.why_not]
         hidden = tokens_that_hide_the_update(self.forecast, tokens=self.tokens_per_step)
         if hidden and hidden > self.tokens_per_step:
-            of_others = [f"{way.words} {format_count(way.tokens)}" for way in others if way.tokens]
-            more = f"; with {', '.join(of_others)}" if of_others else ""
-            tokens = f"{format_count(hidden)} tokens a step"
-            lines.append(f"    the update falls to a tenth of a step at {tokens} (--accumulate){more}")
+            of_others = [f"with {way.words} from {format_count(way.tokens)} on" for way in others if way.tokens]
+            told = (
+                f"from {format_count(hidden)} tokens a step on (--accumulate), a step waits for the update at most 10%"
+            )
+            lines.append(f"    {'; '.join([f'{told} of its time', *of_others])}")
         return lines
 
 

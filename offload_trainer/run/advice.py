@@ -131,7 +131,7 @@ def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, Update]]:
     )
     hidden = tokens_that_hide_the_update(planned.plan.forecast, tokens=planned.plan.tokens_per_step)
     if hidden and hidden > tokens:
-        told += f" (the update falls to a tenth of a step at {format_count(hidden)})"
+        told += f" (from {format_count(hidden)} on, a step waits for the update at most 10% of its time)"
     ways = [(told, rows, 4 * times)]
     ways += [(f"micro-batches of {2 * rows} rows", 2 * rows, times // 2)] if times % 2 == 0 else []
     ways += [(f"micro-batches of {rows // 2} rows", rows // 2, 2 * times)] if rows % 2 == 0 else []

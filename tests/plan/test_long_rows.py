@@ -169,7 +169,7 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
     """The plan states it for a described machine, without torch for a preset, and in the command's JSON."""
     plan = plan_elsewhere(wish("--model", "gpt2"), machine(gpu=24 * GB))
     assert plan.longest_row == 1024
-    assert "longest row: 1024 tokens" in plan.describe()
+    assert "rows of up to 1024 tokens fit" in plan.describe()
     assert json.loads(json.dumps(plan.to_json()))["longest_row"] == 1024
     words = [f"model.overrides.{key}={value}" for key, value in WIDE.items()]
     small = plan_elsewhere(wish(*words, "--micro-batch", "1", "--seq-len", "512"), machine(gpu=4 * GB))

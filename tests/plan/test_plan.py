@@ -449,8 +449,8 @@ def test_directories_on_one_filesystem_are_told_of_as_one() -> None:
 def test_a_drive_that_is_not_used_and_a_row_that_does_not_fit_are_told_as_such() -> None:
     plan = make_plan(wish("--ram-fraction", "1"), SHAPES["gpt2"], machine())
     assert "0 B   of 500 GB: not used by this plan" in plan.describe()
-    assert "longest row: not even the shortest row fits" in replace(plan, longest_row=0).describe()
-    assert "longest row: 256 tokens, 4 rows a micro-batch" in replace(plan, longest_row=256).describe()
+    assert "rows of any length: not even the shortest fit" in replace(plan, longest_row=0).describe()
+    assert "rows of up to 256 tokens fit (--seq-len), 4 in a micro-batch" in replace(plan, longest_row=256).describe()
 
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])

@@ -38,7 +38,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
 )
 from offload_trainer.plan.tiers import Item, TierKind, Tiers, on_drive
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes
+from offload_trainer.units import format_bytes, format_count
 
 
 def tiered_items(
@@ -184,7 +184,10 @@ def _gradient_items(
 ) -> list[Item]:
     placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
     held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
-    items = [tiers[home].item("gradients", size, f"{g} B a trainable parameter") for home, size in held.items()]
+    items = []
+    for home, size in held.items():
+        why = f"{g} B for each of {format_count(size // g)} trainable parameters, until the update"
+        items.append(tiers[home].item("gradients", size, why))
     away = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
     if away:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
         blocks = [unit.trained for unit in away if unit.block]

@@ -228,10 +228,6 @@ class DeepSpeedCandidate:
             return "the 8-bit moments are in DeepSpeed's flat buffers, which cannot be saved weight by weight"
         return None
 
-    @property
-    def _drive(self) -> str | None:
-        return self.machine.drives[0].directory if self.machine.drives else None
-
     @cached_property
     def _bytes(self) -> StockBytes:
         return StockBytes(self.work, self.placement, self.sizes, tiers_of(self.machine))
@@ -247,7 +243,8 @@ class DeepSpeedCandidate:
 
         With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
         """
-        work, e, micro, drive = self.work, self.work.item_bytes, self.work.accumulate, self._drive
+        work, e, micro = self.work, self.work.item_bytes, self.work.accumulate
+        drive = self.machine.drives[0].directory if self.machine.drives else None
         trained, total = self._bytes.trained, -(-work.shape.parameters // work.nodes)
         own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
         micro_out = 1 if self.placement.stage == 1 else micro

@@ -128,7 +128,11 @@ def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Boun
     """
     if work.world == 1:
         return []
-    bounds, meets = [_adding(moved, machine)], {"backward": moved.meets - MEETS, "update": MEETS}
+    rate = machine.rates.memory  # gradients of other nodes are written to RAM before they are added
+    size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
+    what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
+    bounds = [Bound("backward", None if rate is None else size / rate.value, what, "memory")]
+    meets = {"backward": moved.meets - MEETS, "update": MEETS}
     bounds += _over_network(moved.bytes(NETWORK, "norm"), machine, phase="update")
     return bounds + [bound for phase, count in meets.items() for bound in _meetings(count, work, machine, phase=phase)]
 
@@ -152,14 +156,6 @@ def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str
     if message is None or count == 0:
         return []
     return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} barriers", "meeting")]
-
-
-def _adding(moved: CommCost, machine: MachineProfile) -> Bound:
-    """Return the bound of adding all ranks' gradients in RAM; those of other nodes are also written there first."""
-    size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
-    rate = machine.rates.memory
-    what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
-    return Bound("backward", None if rate is None else size / rate.value, what, "memory")
 
 
 def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str) -> list[Bound]:

@@ -67,7 +67,7 @@ def _scaling(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
     `scaling` is a node's tokens/s divided by those of the first plan's node.
     """
-    rows = []
+    rows = list[dict[str, Any]]()
     for plan in plans:
         step = plan.forecast.step
         speed = None if step is None else plan.tokens_per_step / step
@@ -96,7 +96,7 @@ def _scaling(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 def _table_of_nodes(plans: Sequence[Plan]) -> list[str]:
     """Return `_scaling` as a text table, followed by each plan's placement and whether it fits."""
-    cells, ends = [_NODES], []
+    cells, ends = list[Sequence[str]]([_NODES]), []
     for row, plan in zip(_scaling(plans), plans, strict=True):
         known = row["seconds"] is not None
         cells.append(

@@ -175,7 +175,15 @@ def _why_whole(source: Any) -> str:
 
 
 def _models(config: TrainConfig) -> MemoryFallbacks:
-    return MemoryFallbacks(lambda: _source(config), preset=_preset(config))
+    def source() -> Any:
+        from offload_trainer.model.loader import resolve_model
+
+        packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
+        found = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
+        refuse_nothing_trained(found.shape)
+        return found
+
+    return MemoryFallbacks(source, preset=_preset(config))
 
 
 def _preset(config: TrainConfig) -> ModelShape | None:
@@ -185,15 +193,6 @@ def _preset(config: TrainConfig) -> ModelShape | None:
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
     changed = changed or config.data.packing == "on" or looked_at
     return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
-
-
-def _source(config: TrainConfig) -> Any:
-    from offload_trainer.model.loader import resolve_model
-
-    pieces = config.parallel.sequence > 1
-    source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on", pieces=pieces)
-    refuse_nothing_trained(source.shape)
-    return source
 
 
 def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:

@@ -110,8 +110,8 @@ def native_engine(setup: Any, **_: Any) -> Any:
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.protocol import StepResult
-    from offload_trainer.model.loader import DTYPES
     from offload_trainer.model.pretrained import as_parameter
+    from offload_trainer.storage.tensorfile import DTYPES
 
     dtype = DTYPES[setup.planned.config.model.dtype]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -152,7 +152,7 @@ def loaded(directory: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.model.loader import DTYPES
+    from offload_trainer.storage.tensorfile import DTYPES
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     use_fp32_products(DTYPES[dtype])

@@ -31,9 +31,9 @@ from tiny_models import kinds, tiny_config
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import meta_model
-from offload_trainer.model.loader import block_names
 from offload_trainer.model.probes import submodules
-from offload_trainer.model.probes.tiny_model import twin_model
+from offload_trainer.model.probes.tiny_model import TrialFailed, try_on_tiny_model
+from offload_trainer.model.shape import block_names
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.tiered import footprint, layout
 from offload_trainer.telemetry.meters import PhaseClock
@@ -200,16 +200,15 @@ def saved_config(folder: Path) -> Any:
 def _trial(config: Any) -> str:
     """Run the trial that divides blocks; return its result, or why it could not run."""
     model = meta_model(config, trust_remote_code=False)
-    names, needs = submodules.apart(model, block_names, trust_remote_code=False)
+    names, needs = submodules.apart(model, trust_remote_code=False)
     if names:
         return f"{len(names)} modules, {len(needs)} orders"
     if not block_names(model):
         return "no blocks"
     try:
-        with twin_model(model, trust_remote_code=False) as twin:
-            submodules._proven(twin, block_names(twin))
-    except Exception as error:
-        return one_line(error)
+        try_on_tiny_model(model, submodules._proven, trust_remote_code=False)
+    except TrialFailed as error:
+        return str(error)
     return "nothing"
 
 

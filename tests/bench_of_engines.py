@@ -19,10 +19,10 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model import loader as model_source
+from offload_trainer.model import shape as model_shape
+from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.meta.activations import count_activations
 from offload_trainer.model.probes.positionwise import with_tiles
 from offload_trainer.model.probes.submodules import in_parts
 from offload_trainer.plan.planner import make_plan, workload
@@ -123,7 +123,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
     always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
-    with mock.patch.object(model_source, "count_activations", _counted_once):
+    with mock.patch.object(model_shape, "count_activations", _counted_once):
         source = resolve_model(config.model, seed=config.train.seed)
     if isinstance(config.model.mlp_chunk, int):
         source = with_tiles(source)

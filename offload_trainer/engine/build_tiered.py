@@ -11,7 +11,6 @@ import torch
 
 from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.errors import UserError
-from offload_trainer.model.loader import DTYPES
 from offload_trainer.offloading.allocation import Drives, Layout
 from offload_trainer.offloading.cuda_device import CudaDevice
 from offload_trainer.offloading.device import CpuDevice, Device
@@ -23,6 +22,7 @@ from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, homes_in
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import (
     AioTransfers,
     CheckedTransfers,

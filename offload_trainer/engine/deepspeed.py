@@ -24,7 +24,7 @@ from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.tp_shards import parts_of
 from offload_trainer.errors import TrainerError
-from offload_trainer.model.loader import DTYPES, ModelSource
+from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.recompute_hooks import keep_inputs
 from offload_trainer.optim.state_files import (
@@ -38,6 +38,7 @@ from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.ranks import all_gather_json, join_torch
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
 
 

@@ -19,7 +19,7 @@ from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.model.loader import DTYPES, ModelSource
+from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.gradients.norms import clip_factor, norm_of
 from offload_trainer.optim.state_files import (
@@ -31,6 +31,7 @@ from offload_trainer.optim.state_files import (
 )
 from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
 
 

@@ -21,7 +21,7 @@ from offload_trainer.engine.build_tiered import Say, open_parts
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.init_weights import parameters_without_memory
-from offload_trainer.model.loader import DTYPES, ModelSource
+from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.ulysses import DividedAttention, share_rows
 from offload_trainer.offloading.device import Device
@@ -36,6 +36,7 @@ from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, all_to_all, group_of
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,6 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.checkpoint_mapping import read_model_config, refuse_endless
-from offload_trainer.model.flops import attention_widths, of_layer, products_of
-from offload_trainer.model.generation_files import check_beside, copy_beside
 from offload_trainer.model.init_weights import (
     NamedTensor,
     initial_weights,
@@ -37,8 +34,7 @@ from offload_trainer.model.init_weights import (
     parameters_without_memory,
     tied_names,
 )
-from offload_trainer.model.loss import CausalLoss, adds_router_loss, head_needs_only_hidden_states
-from offload_trainer.model.meta.activations import ModelMemory, count_activations
+from offload_trainer.model.loss import CausalLoss, adds_router_loss
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import (
     OpenedWeights,
@@ -49,18 +45,22 @@ from offload_trainer.model.pretrained import (
     pretrained_order,
     pretrained_weights,
 )
-from offload_trainer.model.probes.packing import refuse_crossing
+from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
+from offload_trainer.model.shape import model_shape
 from offload_trainer.model.tiled_mlp import tile
-from offload_trainer.model.tp_plan import splits
-from offload_trainer.model.ulysses import refuse_pieces
 from offload_trainer.plan.defaults import wants_checkpointing
-from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered.weight_streaming import with_order
-from offload_trainer.safe_files import one_line
-from offload_trainer.storage.tensorfile import DTYPES
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.safe_files import one_line, read_back
 
 BUFFERS = "buffers.safetensors"  # next to a run's config.json
-_UNLIMITED = 2048  # row length in tokens for a model without a limit
+# Files of a pretrained model that exports carry along unchanged. A chat model's end-of-turn tokens and sampling
+# temperature are only in the first.
+_BESIDE = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 
@@ -204,11 +204,13 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
         refuse_pieces(model, trust_remote_code=section.trust_remote_code)
     if not random:
         assert directory is not None
-        check_beside(directory)
+        for name in _BESIDE:
+            if (directory / name).exists():
+                read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")
         match_weights(directory, model)
     return ModelSource(
         config=config,
-        shape=_shape(model, section, packed=packed),
+        shape=model_shape(model, section, packed=packed),
         section=section,
         seed=seed,
         directory=directory,
@@ -271,136 +273,6 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
         setattr(config, key, value)
 
 
-def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = False) -> ModelShape:
-    """Return the shape of a model on the meta device.
-
-    Afterwards its parameters are in the run's dtype, and frozen as configured.
-    """
-    freeze, patterns = section.freeze, []
-    for text in freeze:
-        try:
-            patterns.append(re.compile(text))
-        except re.error as error:
-            raise UserError(f"model.freeze: {text!r} is not a regular expression: {error}") from error
-    names = [name for name, _ in model.named_parameters()]
-    idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
-    if idle:
-        raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
-    if section.activation_checkpointing == "on" and not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"model.activation_checkpointing=on: {type(model).__name__} has none in transformers; leave it auto"
-        )
-    blocks = block_names(model)
-    products = products_of(model)
-    spared, divided = no_weight_decay_names(model), splits(model, blocks)
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    weights = []
-    for name, parameter in model.named_parameters():
-        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
-        weights.append(
-            Weight(
-                name,
-                tuple(parameter.shape),
-                trainable=not any(pattern.search(name) for pattern in patterns),
-                unit=block or name.rpartition(".")[0],
-                block=block is not None,
-                uses=uses[id(parameter)],
-                spared=name in spared,
-                split=divided.get(name, ""),
-                products=products[name],
-            )
-        )
-    # If nothing is trainable, adapters will be trained; count their passes as those of the whole model.
-    trained = {weight.name for weight in weights if weight.trainable} or set(names)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
-    counted = _activations(model, blocks, section, packed=packed)
-    whole = counted is None and not head_needs_only_hidden_states(model)
-    if whole:
-        counted = _activations(model, blocks, section, packed=packed, whole_logits=True)
-    text = model.config.get_text_config()
-    shape = ModelShape(
-        weights=tuple(weights),
-        layers=getattr(text, "num_hidden_layers", None) or len(blocks),
-        hidden=getattr(text, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1],
-        vocabulary=text.vocab_size,
-        context=_context(text),
-        attention=attention_widths(model, blocks),
-        heads=_count(text, "num_attention_heads"),
-        key_heads=_count(text, "num_key_value_heads") or _count(text, "num_attention_heads"),
-        on_gpu=counted.on_gpu if counted else None,
-        on_cpu=counted.on_cpu if counted else None,
-        can_checkpoint=model.supports_gradient_checkpointing,
-        whole_logits=whole,
-        packed=packed,
-        notes=_notes(model, section, whole_logits=whole),
-    )
-    return with_order(shape, counted.order) if counted and counted.order else shape
-
-
-def _count(text: Any, name: str) -> int:
-    """Return a number from a configuration, or 0 if it is missing or differs between blocks."""
-    found = 0 if getattr(text, "is_heterogeneous", False) else getattr(text, name, None)
-    return found if isinstance(found, int) else 0
-
-
-def _context(text: Any) -> int:
-    """Return the longest row in tokens. Some models have no limit, or state it as -1."""
-    positions = getattr(text, "max_position_embeddings", None) or 0
-    return positions if positions > 0 else _UNLIMITED
-
-
-def _activations(
-    model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, packed: bool, whole_logits: bool = False
-) -> ModelMemory | None:
-    """Count the memory of activations; return None, for an estimate, if the model cannot run on meta tensors."""
-    try:
-        dtype = DTYPES[section.dtype]
-        return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed)
-    except Exception:  # an architecture's code may raise anything
-        return None
-
-
-def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
-    """Return the notes on the model that its plan should show."""
-    notes, name, text = [], type(model).__name__, model.config.get_text_config()
-    attends = bool(getattr(of_layer(text, 0), "num_attention_heads", None))
-    if section.attention == "auto" and attends and text._attn_implementation == "eager":
-        notes.append(f"attention: eager, since {name} has no SDPA in transformers; attention matrices are stored")
-    if section.activation_checkpointing == "auto" and not model.supports_gradient_checkpointing:
-        notes.append(f"gradient checkpointing: off whatever its size, since {name} has none in transformers")
-    if whole_logits:
-        notes.append(
-            f"loss: with the logits of all tokens at once, since {name}'s head cannot be run on a chunk of hidden "
-            "states; model.loss_chunk has no effect"
-        )
-    return tuple(notes)
-
-
-# transformers' Trainer recognises biases and norms in this way; A_log is Mamba's decay, excluded by its authors too.
-_SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
-
-
-def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters of more than one dimension that get no weight decay.
-
-    These are biases, parts of norms, and Mamba's decay, recognised by their names and their modules' classes.
-    """
-    norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
-    names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))
-
-
-def block_names(model: PreTrainedModel) -> list[str]:
-    """Return the repeated blocks: the outermost modules that transformers says must not be split over devices."""
-    kinds = tuple(model._no_split_modules or ())
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if type(module).__name__ in kinds and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-    return found
-
-
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
     """Write the config.json and generation_config.json that `from_pretrained` reads together with exported weights.
 
@@ -415,7 +287,9 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     config.save_pretrained(directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
     if not source.random and source.directory is not None:
-        copy_beside(source.directory, directory)
+        for name in _BESIDE:
+            if (source.directory / name).exists():
+                shutil.copyfile(source.directory / name, directory / name)
     kept = persistent_buffers(source._meta())
     if kept:
         held = source.buffers()

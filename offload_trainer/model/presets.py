@@ -92,7 +92,7 @@ def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2) -> ModelShape:
 
 
 def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
-    """Return what `model/meta/activations.py` would count, in closed form: without dropout, with fused attention.
+    """Return what `model/activations.py` would count, in closed form: without dropout, with fused attention.
 
     The eager `gelu_new` keeps most of it: in total 28 hidden states per token and block.
     """

@@ -3,10 +3,9 @@
     queries, keys, values   [rows, all heads, its tokens]  ──all-to-all──>  [rows, its heads, all tokens]
     result                  [rows, its tokens, all heads]  <──all-to-all──  [rows, all tokens, its heads]
 
-See Jacobs et al. 2023. Everything else in the model must be position-wise; `refuse_pieces` probes a tiny model, because
-a list of architectures would soon be outdated. The exchange is registered as one of transformers' attention functions,
-so the model's code stays unchanged. If the number of key heads is not divisible by the ranks, key heads are repeated
-before they are sent.
+See Jacobs et al. 2023. Everything else in the model must be position-wise, which probes/rows.py tries. The exchange is
+registered as one of transformers' attention functions, so the model's code stays unchanged. If the number of key heads
+is not divisible by the ranks, key heads are repeated before they are sent.
 """
 
 from __future__ import annotations
@@ -22,19 +21,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError
 from offload_trainer.model.attention import with_groups
-from offload_trainer.model.loss import adds_router_loss
-from offload_trainer.model.probes.tiny_model import twin_model
-from offload_trainer.safe_files import one_line
-
-_NAME, _TRIED = "sequence", "sequence, tried"  # names of the attention functions in transformers' registry
-_TOKENS, _PIECES = 32, 2  # the probe's row and its pieces; windows of a tiny model have 8 tokens
-_EQUAL, _SHOWS = (
-    1e-4,
-    1e-2,
-)  # relative to the largest logit, in fp32: limit for equality; least effect of separate pieces
-_OF_LENGTH = ("dynamic", "longrope")  # rotary tables that depend on the largest position, which differs between pieces
 
 Send = Callable[[torch.Tensor], torch.Tensor]  # all-to-all: [count, ...] with part i for rank i -> parts from each rank
 
@@ -47,30 +35,28 @@ class SharedRows:
 
     def whole(self, states: torch.Tensor) -> torch.Tensor:
         """Exchange pieces for heads: [rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size]."""
-        return self._sent(states)
+        sent: torch.Tensor = _Sent.apply(states.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous(), self._send)
+        return sent.movedim(0, 2).flatten(2, 3)
 
-    def piece(self, result: torch.Tensor) -> torch.Tensor:
-        """Exchange heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size]."""
-        return self._sent(result)
-
-    def _sent(self, values: torch.Tensor) -> torch.Tensor:
-        """Send parts of dimension 1 to the ranks: [a, b, c, size] -> [a, b / count, c of all ranks, size]."""
-        come: torch.Tensor = _Sent.apply(values.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous(), self._send)
-        return come.movedim(0, 2).flatten(2, 3)
+    # Heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size].
+    piece = whole
 
 
-class RowsBelow:
-    """A stand-in for the probe: the pieces of a row are stacked in one batch, and nothing is sent."""
+class StackedRows:
+    """A stand-in for probes: the `pieces` of a row are stacked in one batch, and nothing is sent."""
 
     count = 1
 
+    def __init__(self, pieces: int) -> None:
+        self._pieces = pieces
+
     def whole(self, states: torch.Tensor) -> torch.Tensor:
         """Join pieces: [pieces x rows, heads, tokens of a piece, size] -> [rows, heads, tokens, size]."""
-        return states.unflatten(0, (_PIECES, -1)).movedim(0, 2).flatten(2, 3)
+        return states.unflatten(0, (self._pieces, -1)).movedim(0, 2).flatten(2, 3)
 
     def piece(self, result: torch.Tensor) -> torch.Tensor:
         """Cut into pieces: [rows, tokens, heads, size] -> [pieces x rows, tokens of a piece, heads, size]."""
-        return result.unflatten(1, (_PIECES, -1)).movedim(1, 0).flatten(0, 1)
+        return result.unflatten(1, (self._pieces, -1)).movedim(1, 0).flatten(0, 1)
 
 
 class _Sent(torch.autograd.Function):
@@ -92,7 +78,7 @@ class DividedAttention:
     The only mask that it supports is a sliding window, which a module passes as `sliding_window`.
     """
 
-    def __init__(self, rows: SharedRows | RowsBelow) -> None:
+    def __init__(self, rows: SharedRows | StackedRows) -> None:
         self._rows = rows
         self._apart = False
         self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
@@ -149,72 +135,13 @@ class DividedAttention:
 def share_rows(model: PreTrainedModel, *, send: Send, count: int) -> DividedAttention:
     """Make `model` compute on pieces of rows; `send` exchanges parts with the `count` ranks that share a row."""
     made = DividedAttention(SharedRows(send, count=count))
-    _set(model, made, name=_NAME)
+    set_attention(model, made, name="sequence")
     return made
 
 
-def _set(model: PreTrainedModel, attention: DividedAttention, *, name: str) -> None:
+def set_attention(model: PreTrainedModel, attention: DividedAttention, *, name: str) -> None:
     """Set the attention function; raise ValueError if the model does not use transformers' attention interface."""
     AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
         raise ValueError("its attention is its own, and not transformers' interface")
-
-
-# -- supported architectures ------------------------------------------------------------------------------------------
-
-
-def refuse_pieces(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
-    """Raise UserError if pieces of rows would not give the results of whole rows, or if that cannot be probed."""
-    name, wish = type(model).__name__, "parallel.sequence"
-    text = model.config.get_text_config()
-    if text._attn_implementation != "sdpa":
-        raise UserError(f"{wish}: {name} runs with {text._attn_implementation} attention, and it needs sdpa")
-    if adds_router_loss(model):
-        raise UserError(f"{wish}: the routers' loss (output_router_logits) is of all tokens of a row: set it to false")
-    if kinds := _rotary_kinds(vars(text)) & set(_OF_LENGTH):
-        raise UserError(
-            f"{wish}: {name}'s rotary positions ({', '.join(sorted(kinds))}) depend on the length of the row, and each "
-            "rank sees a piece of it"
-        )
-    try:
-        with twin_model(model, trust_remote_code=trust_remote_code) as twin:
-            whole, alone = _compared(twin)
-    except Exception as error:  # transformers' code may raise anything for an unusual configuration
-        raise UserError(
-            f"{wish}: a tiny {name} to try it on does not run ({one_line(error)}), so whether its rows can be cut into "
-            "pieces is not known: leave it out"
-        ) from error
-    if not (whole <= _EQUAL and alone >= _SHOWS):  # a NaN is neither
-        raise UserError(
-            f"{wish}: {name} computes something else of a row in {_PIECES} pieces (in a trial logits are {whole:.0%} "
-            "of the largest apart): its tokens meet elsewhere than in attention to those before. Leave it out"
-        )
-
-
-def _rotary_kinds(held: Any) -> set[str]:
-    """Return the rotary embedding types that a configuration names at any depth."""
-    if not isinstance(held, dict):
-        return set()
-    named = {held[key] for key in ("rope_type", "type") if isinstance(held.get(key), str)}
-    return named.union(*map(_rotary_kinds, held.values()))
-
-
-@torch.no_grad()
-def _compared(twin: PreTrainedModel) -> tuple[float, float]:
-    """Return the relative difference of pieces to whole rows, with attention over all pieces and without."""
-    vocabulary = twin.config.get_text_config().vocab_size
-    rows = torch.randint(5, vocabulary - 5, (2, _TOKENS))
-    expected = twin(input_ids=rows, use_cache=False).logits.float()
-    pieces, places = (torch.cat(tokens.chunk(_PIECES, 1)) for tokens in (rows, torch.arange(_TOKENS).expand_as(rows)))
-    attention = DividedAttention(RowsBelow())
-    _set(twin, attention, name=_TRIED)
-
-    def apart() -> float:
-        logits = twin(input_ids=pieces, position_ids=places, use_cache=False).logits.float()
-        found = torch.cat(logits.chunk(_PIECES), 1)
-        return float((found - expected).abs().max() / expected.abs().max())
-
-    with attention.apart():
-        alone = apart()
-    return apart(), alone

@@ -22,8 +22,7 @@ from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenizer import TokenBytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
-from offload_trainer.model.loader import DTYPES
-from offload_trainer.model.sample import sample_text
+from offload_trainer.model.inference import sample_text
 from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
 from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
@@ -37,6 +36,7 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.telemetry.trackers import Tracked, Trackers

@@ -27,7 +27,6 @@ from offload_trainer.checkpoint import RunRecord, TrainState, check_identity, ch
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import done_before, write_final
-from offload_trainer.model.loader import DTYPES
 from offload_trainer.plan.engines import engine_of, mistakes_of_length
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
@@ -56,6 +55,7 @@ from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.trackers import refuse_missing
 from offload_trainer.trainer import Job
 

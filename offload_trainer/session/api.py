@@ -24,7 +24,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.engine.build_tiered import EngineParts, open_parts
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory
-from offload_trainer.model.loader import DTYPES, resolve_model, save_model_config
+from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
@@ -43,6 +43,7 @@ from offload_trainer.settings import load_config
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
+from offload_trainer.storage.tensorfile import DTYPES
 
 Say = Callable[[str], None]
 Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]

@@ -122,8 +122,8 @@ class TorchAO(_Rival):
         import torch
         from torchao.optim import CPUOffloadOptimizer
 
-        from offload_trainer.model.loader import DTYPES
         from offload_trainer.model.pretrained import as_parameter
+        from offload_trainer.storage.tensorfile import DTYPES
 
         dtype = DTYPES[config.model.dtype]
         self._device = torch.device("cuda")
@@ -147,7 +147,7 @@ class Fsdp2(_Rival):
         import torch
         import torch.distributed as dist
 
-        from offload_trainer.model.loader import DTYPES
+        from offload_trainer.storage.tensorfile import DTYPES
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for library in ("NCCL", "GLOO"):
@@ -171,7 +171,7 @@ class Fsdp2(_Rival):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        from offload_trainer.model.loader import block_names
+        from offload_trainer.model.shape import block_names
 
         on_gpu = self._device.type == "cuda"
         settings: dict[str, Any] = {

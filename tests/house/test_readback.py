@@ -314,7 +314,7 @@ OPENING = {
     "export/directory.py": "files that it has just written",
     "export/gguf.py": "a file that it has just written",
     "machine/probe.py": "the kernel's",
-    "model/generation_files.py": "copyfile, of what was read before",
+    "model/loader.py": "copyfile, of what was read before",
     "numa.py": "the kernel's",
     "offloading/ranks/node_comm.py": "another rank's memory",
     "offloading/pages/manifest.py": "new, in a private directory, and the kernel's",

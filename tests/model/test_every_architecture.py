@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
+from offload_trainer.model import meta_trace
 from offload_trainer.model.loader import ModelSource, resolve_model
-from offload_trainer.model.meta import allocation_trace
 from offload_trainer.plan.defaults import wants_checkpointing
 from offload_trainer.plan.planner import make_plan
 
@@ -50,7 +50,7 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
 ) -> None:
     if name == "Rwkv":
         # It processes tokens one by one, so its activations are estimated.
-        monkeypatch.setattr(allocation_trace, "_MOST_OPERATIONS", 300)
+        monkeypatch.setattr(meta_trace, "_MOST_OPERATIONS", 300)
     result = every_architecture.examine(name, tmp_path)
     assert (result.outcome, result.why) == ("right", "")
     notes = " ".join(result.notes)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, reference
 
-from offload_trainer.model.loader import block_names
-from offload_trainer.model.meta.activations import count_activations
+from offload_trainer.model.activations import count_activations
+from offload_trainer.model.shape import block_names
 from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
@@ -63,7 +63,7 @@ def test_units_of_every_architecture_come_as_often_as_planned(request: pytest.Fi
 
 
 def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_trainer.model.loader.with_order", lambda shape, _: shape)
+    monkeypatch.setattr("offload_trainer.model.shape.with_order", lambda shape, _: shape)
     result = examine("MossTranscribeDiarize", tmp_path)
     assert result.outcome == "wrong"
     assert "model.audio_tower.layers.0 0 times for 2" in result.why

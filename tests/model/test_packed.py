@@ -21,8 +21,8 @@ from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.probes import packing
-from offload_trainer.model.probes.packing import refuse_crossing
+from offload_trainer.model.probes import rows
+from offload_trainer.model.probes.rows import refuse_crossing
 from offload_trainer.settings import load_config
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
@@ -132,7 +132,8 @@ def test_a_trial_that_lacks_a_part_of_the_model_says_nothing_of_it(monkeypatch: 
     model.extra = torch.nn.GRU(2, 2)
     with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
         refuse_crossing(model, trust_remote_code=False)
-    monkeypatch.setattr(packing, "_tried", lambda *_, **__: (float("nan"), 1.0))
+    del model.extra
+    monkeypatch.setattr(rows, "_compare_documents", lambda tiny: (float("nan"), 1.0))
     with pytest.raises(UserError, match="computes something else"):
         refuse_crossing(model, trust_remote_code=False)
 

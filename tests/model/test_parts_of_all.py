@@ -45,9 +45,7 @@ def test_what_is_not_divided_says_why(tmp_path: Path) -> None:
 
 
 def test_a_module_that_cannot_be_divided_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        submodules, "_proven", lambda twin, blocks: {kind for kind, _ in submodules._with_children(twin, blocks)}
-    )
+    monkeypatch.setattr(submodules, "_proven", lambda tiny: {kind for kind, _, _ in submodules._with_children(tiny)})
     result = parts_of_all.examine("Mamba", tmp_path)
     assert result.outcome == "wrong"
     assert "a loss is NaN" in result.why

@@ -21,7 +21,8 @@ from transformers import (
 
 from offload_trainer.data.rows import IGNORED, Batch, DataState
 from offload_trainer.errors import UserError
-from offload_trainer.model.ulysses import DividedAttention, refuse_pieces
+from offload_trainer.model.probes.rows import refuse_pieces
+from offload_trainer.model.ulysses import DividedAttention
 
 CUT = ("gpt2", "llama, untied", "qwen3, tied", "granite, scaled", "mixtral, experts", "qwen2moe, shared expert")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
@@ -74,7 +75,7 @@ def test_the_routers_loss_is_refused() -> None:
 
 def test_a_trial_in_which_nothing_would_show_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """If separate pieces match whole rows, the trial did not exercise attention."""
-    monkeypatch.setattr("offload_trainer.model.ulysses._compared", lambda twin: (0.0, 0.0))
+    monkeypatch.setattr("offload_trainer.model.probes.rows._compare_pieces", lambda tiny: (0.0, 0.0))
     with pytest.raises(UserError, match="computes something else"):
         refuse_pieces(model_of(ARCHITECTURES["gpt2"]), trust_remote_code=False)
 

@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.config import ModelSection
-from offload_trainer.model.loader import block_names, resolve_model
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.probes.positionwise import tileable, with_tiles
+from offload_trainer.model.shape import block_names
 from offload_trainer.model.tiled_mlp import tile
 from offload_trainer.offloading.device import CpuDevice
 
@@ -45,7 +46,7 @@ def test_in_pieces_a_model_has_its_loss_and_gradients(name: str) -> None:
     divide the rows.
     """
     model = model_of(name)
-    found = tileable(model, block_names)
+    found = tileable(model, trust_remote_code=False)[0]
     assert found == [f"{block}.{TILED[name]}" for block in block_names(model)]
     tokens = torch.randint(99, (2, 31))
     expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -188,7 +189,7 @@ def test_what_computes_no_token_by_itself_is_found_out(kind: type[nn.Module], mo
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", kind)
     model = model_of("llama, untied")
     assert type(model.model.layers[0].mlp) is kind
-    assert bool(tileable(model, block_names)) == (kind is LlamaMLP)
+    assert bool(tileable(model, trust_remote_code=False)[0]) == (kind is LlamaMLP)
 
 
 def test_routers_whose_logits_are_a_loss_are_left_whole() -> None:
@@ -197,13 +198,13 @@ def test_routers_whose_logits_are_a_loss_are_left_whole() -> None:
     shape |= {"num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4}
     for asked in (False, True):
         model = AutoModelForCausalLM.from_config(MixtralConfig(**shape, output_router_logits=asked))
-        assert bool(tileable(model, block_names)) != asked
+        assert bool(tileable(model, trust_remote_code=False)[0]) != asked
 
 
 def test_nothing_of_a_recurrence_is_taken_apart() -> None:
     config = RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=64)
     model = AutoModelForCausalLM.from_config(config)
-    assert tileable(model, block_names) == []
+    assert tileable(model, trust_remote_code=False)[0] == []
 
 
 # -- in the engines ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from architectures import small
 from transformers import AutoConfig, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_trainer.model.loader import no_weight_decay_names
+from offload_trainer.model.shape import no_weight_decay_names
 
 
 @pytest.mark.parametrize(

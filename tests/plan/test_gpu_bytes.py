@@ -14,9 +14,9 @@ from plans import machine, wish
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from offload_trainer.config import ModelSection
-from offload_trainer.model import loader as model_source
+from offload_trainer.model import meta_trace
+from offload_trainer.model import shape as model_shape
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.model.meta import allocation_trace
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.probes.positionwise import with_tiles
 from offload_trainer.plan.memory import peak_of
@@ -185,7 +185,7 @@ def test_what_cannot_be_counted_is_estimated_and_said(monkeypatch: pytest.Monkey
         raise NotImplementedError
 
     counted = resolve_model(ModelSection(name="gpt2"), seed=0).shape
-    monkeypatch.setattr(model_source, "count_activations", fail)
+    monkeypatch.setattr(model_shape, "count_activations", fail)
     shape = resolve_model(ModelSection(name="gpt2"), seed=0).shape
     assert shape.on_gpu is None
     for words in ([], ["model.activation_checkpointing=off"]):
@@ -222,7 +222,7 @@ def test_an_architecture_that_cannot_be_counted_has_a_shape(kind: str) -> None:
 
 
 def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation_trace, "_MOST_OPERATIONS", 1000)
+    monkeypatch.setattr(meta_trace, "_MOST_OPERATIONS", 1000)
     assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
 
 
@@ -257,7 +257,7 @@ def shape_of(kind: Any) -> ModelShape:
         model = small(kind())
     except Exception as error:  # a package is missing, or keys do not fit each other
         raise AssertionError from error
-    return model_source._shape(model, ModelSection(name="gpt2", random_init=True))
+    return model_shape.model_shape(model, ModelSection(name="gpt2", random_init=True))
 
 
 def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:

@@ -15,7 +15,7 @@ checkpointed blocks then record the order in which weights are used, from which 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,14 +26,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from offload_trainer.model.init_weights import meta_model
-from offload_trainer.model.loader import ModelSource, block_names, checkpoint_blocks
-from offload_trainer.model.probes.tiny_model import twin_model
+from offload_trainer.model.loader import ModelSource, checkpoint_blocks
+from offload_trainer.model.probes.tiny_model import (
+    Kind,
+    TrialFailed,
+    modules_in_blocks,
+    random_ids,
+    try_on_tiny_model,
+)
+from offload_trainer.model.shape import block_names
 from offload_trainer.offloading.recompute_hooks import keep_weights
 from offload_trainer.plan.shape import Needs
 from offload_trainer.plan.tiered.layout import divided
 
-_Kind = tuple[type, str, type]  # class of the block, name of the module in it, class of the module
-_Made = tuple[str, type, frozenset[str]]
+_BlockKind = tuple[str, type, frozenset[str]]
+_Order = tuple[tuple[str, ...], tuple[str, ...]]  # names of weights in the order of use by forward and backward
 _ROW = 24  # tokens
 
 
@@ -41,41 +48,35 @@ def in_parts(source: ModelSource) -> ModelSource:
     """Return the model with its blocks divided into submodules, or unchanged if no block can be divided."""
     trusted = source.section.trust_remote_code
     model = meta_model(source.config, trust_remote_code=trusted)
-    names, needs = apart(model, block_names, trust_remote_code=trusted)
+    names, needs = apart(model, trust_remote_code=trusted)
     return replace(source, shape=divided(replace(source.shape, apart=tuple(names), needs=tuple(needs))))
 
 
-def apart(
-    model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]], *, trust_remote_code: bool
-) -> tuple[list[str], list[Needs]]:
+def apart(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[list[str], list[Needs]]:
     """Return the names of blocks and of modules inside them whose children can be fetched separately, and their order.
 
-    The result is empty if a tiny model of the same kind does not run. `blocks` returns the names of a model's blocks.
+    The result is empty if a tiny model of the same kind does not run.
     """
+
+    def trial(tiny: PreTrainedModel) -> tuple[set[Kind], dict[_BlockKind, _Order]]:
+        proven = _proven(tiny)
+        return proven, _orders(tiny, proven) if proven else {}
+
     try:
-        with twin_model(model, trust_remote_code=trust_remote_code) as twin:
-            proven = _proven(twin, blocks(twin))
-            orders = _orders(twin, blocks(twin), proven) if proven else {}
-    except Exception:  # transformers' code may raise anything for an unusual configuration
+        proven, orders = try_on_tiny_model(model, trial, trust_remote_code=trust_remote_code)
+    except TrialFailed:
         return [], []
-    names = [name for kind, name in _with_children(model, blocks(model)) if kind in proven]
     needs = []
-    for block in blocks(model):
-        shown = orders.get(_made(model, block))
+    for block in block_names(model):
+        shown = orders.get(_block_kind(model, block))
         if shown is not None:  # the order is empty for a tower that text does not pass through
             needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in shown)))
-    return names, needs
+    return [name for kind, name, _ in _with_children(model) if kind in proven], needs
 
 
-def _with_children(model: nn.Module, blocks: Sequence[str]) -> list[tuple[_Kind, str]]:
-    """Return the kind and name of each block, and of each module inside a block, that has children with weights."""
-    found = []
-    for name in blocks:
-        block = model.get_submodule(name)
-        for inner, module in block.named_modules():
-            if _children(module):
-                found.append(((type(block), inner, type(module)), f"{name}.{inner}" if inner else name))
-    return found
+def _with_children(model: PreTrainedModel) -> list[tuple[Kind, str, nn.Module]]:
+    """Return (kind, name, module) of blocks and of modules inside blocks that have children with weights."""
+    return [found for found in modules_in_blocks(model) if _children(found[2])]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
@@ -83,13 +84,14 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _proven(twin: PreTrainedModel, blocks: Sequence[str]) -> set[_Kind]:
-    ids = torch.randint(5, twin.config.get_text_config().vocab_size - 5, (2, _ROW))
+def _proven(tiny: PreTrainedModel) -> set[Kind]:
+    """Return the kinds of modules whose children can be present one at a time, alone and together."""
+    ids = random_ids(tiny, 2, _ROW)
 
     def logits() -> Any:
-        return twin(input_ids=ids, use_cache=False).logits
+        return tiny(input_ids=ids, use_cache=False).logits
 
-    whole, every = logits(), _with_children(twin, blocks)
+    whole, every = logits(), _with_children(tiny)
     if not bool(whole.isfinite().all()):
         return set()
 
@@ -97,24 +99,19 @@ def _proven(twin: PreTrainedModel, blocks: Sequence[str]) -> set[_Kind]:
         with _one_at_a_time(parts):
             return torch.equal(logits(), whole)
 
-    proven = set[_Kind]()
-    for kind in dict.fromkeys(kind for kind, _ in every):
-        alike = [twin.get_submodule(name) for its, name in every if its == kind]
-        if passes([child for module in alike for child in _children(module)]):
+    proven = set[Kind]()
+    for kind in dict.fromkeys(kind for kind, _, _ in every):
+        if passes([child for its, _, module in every if its == kind for child in _children(module)]):
             proven.add(kind)
-    divisible = _divisible(twin, blocks, proven)
-    finest = [part for name in blocks for part in _finest(twin.get_submodule(name), divisible)]
-    return proven if passes(finest) else set()
+    divisible = {module for kind, _, module in every if kind in proven}
 
+    def finest(module: nn.Module) -> list[nn.Module]:
+        if module not in divisible:
+            return [module]
+        return [part for child in _children(module) for part in finest(child)]
 
-def _divisible(twin: PreTrainedModel, blocks: Sequence[str], proven: set[_Kind]) -> set[nn.Module]:
-    return {twin.get_submodule(name) for kind, name in _with_children(twin, blocks) if kind in proven}
-
-
-def _finest(module: nn.Module, divisible: set[nn.Module]) -> list[nn.Module]:
-    if module not in divisible:
-        return [module]
-    return [part for child in _children(module) for part in _finest(child, divisible)]
+    together = [part for name in block_names(tiny) for part in finest(tiny.get_submodule(name))]
+    return proven if passes(together) else set()
 
 
 @dataclass(frozen=True)
@@ -128,12 +125,12 @@ class _Saved:
 class _Needed:
     """Record the names of weights inside blocks in the order in which they are used."""
 
-    def __init__(self, twin: PreTrainedModel, blocks: Sequence[str], divisible: set[nn.Module]) -> None:
-        below = tuple(f"{block}." for block in blocks)
-        self._names = {weight.data_ptr(): name for name, weight in twin.named_parameters() if name.startswith(below)}
+    def __init__(self, tiny: PreTrainedModel, divisible: set[nn.Module]) -> None:
+        below = tuple(f"{block}." for block in block_names(tiny))
+        self._names = {weight.data_ptr(): name for name, weight in tiny.named_parameters() if name.startswith(below)}
         self._divisible = divisible
         self.names: list[str] = []
-        for module in {module: None for block in blocks for module in twin.get_submodule(block).modules()}:
+        for module in {module: None for _, _, module in modules_in_blocks(tiny)}:
             module.register_forward_pre_hook(self.run)
 
     def run(self, module: nn.Module, _: Any) -> None:
@@ -155,31 +152,31 @@ class _Needed:
         return saved.values
 
 
-def _orders(
-    twin: PreTrainedModel, blocks: Sequence[str], proven: set[_Kind]
-) -> dict[_Made, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return, for each kind of block, the names of its weights in the order of use by a forward and by a backward.
+def _orders(tiny: PreTrainedModel, proven: set[Kind]) -> dict[_BlockKind, _Order]:
+    """Return, for each kind of block, the order in which its weights are used.
 
     The backward includes the recomputation of blocks that are checkpointed.
     """
-    twin.train()
-    needed = _Needed(twin, blocks, _divisible(twin, blocks, proven))
-    if twin.supports_gradient_checkpointing:
-        checkpoint_blocks(twin, reentrant=False)
-        keep_weights(twin, needed)
-    ids = torch.randint(5, twin.config.get_text_config().vocab_size - 5, (2, _ROW))
+    tiny.train()
+    needed = _Needed(tiny, {module for kind, _, module in _with_children(tiny) if kind in proven})
+    if tiny.supports_gradient_checkpointing:
+        checkpoint_blocks(tiny, reentrant=False)
+        keep_weights(tiny, needed)
+    ids = random_ids(tiny, 2, _ROW)
     with saved_tensors_hooks(needed.pack, needed.unpack):
-        loss = twin(input_ids=ids, use_cache=False).logits.sum()
+        loss = tiny(input_ids=ids, use_cache=False).logits.sum()
     forward, needed.names = needed.names, []
     loss.backward()
-    return {_made(twin, block): (_inside(block, forward), _inside(block, needed.names)) for block in blocks}
+    return {
+        _block_kind(tiny, block): (_inside(block, forward), _inside(block, needed.names)) for block in block_names(tiny)
+    }
 
 
 def _inside(block: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
 
 
-def _made(model: nn.Module, block: str) -> _Made:
+def _block_kind(model: nn.Module, block: str) -> _BlockKind:
     """Return a key that blocks of one kind share: the module list, the class, and the names of the weights.
 
     The list matters because two lists of the same class may run differently: one of Blt's runs without gradients.
@@ -194,11 +191,15 @@ def _one_at_a_time(parts: Sequence[nn.Module]) -> Iterator[None]:
     held = {part: [(weight, weight.data) for weight in part.parameters()] for part in parts}
     there: list[nn.Module] = []
 
+    def send_away(part: nn.Module) -> None:
+        for weight, values in held[part]:
+            weight.data = values.new_full((1,), torch.nan).expand(values.shape)
+
     def bring(part: nn.Module) -> None:
         if there == [part]:
             return
         for other in there:
-            _send_away(held[other])
+            send_away(other)
         there[:] = [part]
         for weight, values in held[part]:
             weight.data = values
@@ -210,7 +211,7 @@ def _one_at_a_time(parts: Sequence[nn.Module]) -> Iterator[None]:
     ]
     try:
         for part in parts:
-            _send_away(held[part])
+            send_away(part)
         yield
     finally:
         for hook in hooks:
@@ -218,8 +219,3 @@ def _one_at_a_time(parts: Sequence[nn.Module]) -> Iterator[None]:
         for weights in held.values():
             for weight, values in weights:
                 weight.data = values
-
-
-def _send_away(weights: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    for weight, values in weights:
-        weight.data = values.new_full((1,), torch.nan).expand(values.shape)

@@ -1,19 +1,23 @@
-"""Tiny models of the same kind as a given one, for probes: a configuration shrunk by rules, for any architecture.
+"""Trials on a tiny model of the same kind as a given one, for any architecture; all probes use `try_on_tiny_model`.
 
-Widths, heads, windows and numbers of experts become small, whatever their keys are called. One layer of each kind
-remains, and at least two. Dropout and noise are off, so that results are deterministic.
+The configuration is shrunk by rules. Widths, heads, windows and numbers of experts become small, whatever their keys
+are called. One layer of each kind remains, and at least two. Dropout and noise are off, so that results are
+deterministic.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from offload_trainer.model.shape import block_names
+from offload_trainer.safe_files import one_line
 
 VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
 
@@ -45,9 +49,61 @@ _RULES: tuple[tuple[str, int], ...] = (
 _CHANCE = re.compile(r"drop|jitter|noise")
 # keys that stay equal if they are equal in the original
 _PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))
-
-
 _LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
+
+
+Kind = tuple[type, str, type]  # class of a block, name of a module in it, class of that module
+Result = TypeVar("Result")
+
+
+class TrialFailed(Exception):
+    """The tiny model cannot be built, or does not run; the message is that of transformers' error."""
+
+
+def try_on_tiny_model(
+    model: PreTrainedModel,
+    trial: Callable[[PreTrainedModel], Result],
+    *,
+    trust_remote_code: bool,
+    all_classes: bool = True,
+) -> Result:
+    """Return the result of `trial` for a tiny fp32 model of the same kind as `model`.
+
+    Its weights are large enough that differences show. Random numbers that the trial draws do not change torch's
+    generator outside. Raises TrialFailed for any exception of the tiny model or the trial, and, if `all_classes`, for a
+    tiny model that lacks a class of module that `model` has.
+    """
+    try:
+        config = tiny_config_of(model.config)
+        config._attn_implementation = model.config._attn_implementation
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            tiny = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+            ).eval()
+            missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in tiny.modules()}
+            if missing and all_classes:
+                raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            with torch.no_grad():
+                for parameter in tiny.parameters():
+                    if parameter.dim() > 1:
+                        parameter.normal_(0, 0.2)
+            return trial(tiny)
+    except Exception as error:  # transformers' code may raise anything for an unusual configuration
+        raise TrialFailed(one_line(error)) from error
+
+
+def random_ids(tiny: PreTrainedModel, rows: int, length: int) -> torch.Tensor:
+    """Return random tokens [rows, length] without those at both ends of the vocabulary, which may be special."""
+    return torch.randint(5, tiny.config.get_text_config().vocab_size - 5, (rows, length))
+
+
+def modules_in_blocks(model: PreTrainedModel) -> Iterator[tuple[Kind, str, nn.Module]]:
+    """Yield (kind, name, module) for each block and each module inside one, outer modules first."""
+    for name in block_names(model):
+        block = model.get_submodule(name)
+        for inner, module in block.named_modules():
+            yield (type(block), inner, type(module)), f"{name}.{inner}" if inner else name, module
 
 
 def tiny_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -56,30 +112,6 @@ def tiny_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
     for key, value in shrunk_keys(config).items():
         setattr(twin, key, tiny_config_of(value) if isinstance(value, PreTrainedConfig) else value)
     return twin
-
-
-@contextmanager
-def twin_model(model: PreTrainedModel, *, trust_remote_code: bool) -> Iterator[PreTrainedModel]:
-    """Build a tiny fp32 model of the same kind as `model`, with weights large enough that differences show.
-
-    Random numbers drawn inside the context do not change torch's generator outside. Raises ValueError if the tiny model
-    lacks a kind of module that `model` has.
-    """
-    config = tiny_config_of(model.config)
-    config._attn_implementation = model.config._attn_implementation
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        twin = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
-        ).eval()
-        missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in twin.modules()}
-        if missing:
-            raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0, 0.2)
-        yield twin
 
 
 def shrunk_keys(config: PreTrainedConfig) -> dict[str, Any]:
@@ -120,8 +152,7 @@ def _layers(held: dict[str, Any]) -> dict[str, Any]:
     while len(chosen) < min(2, count):
         chosen.append(chosen[-1] if chosen else 0)
     made: dict[str, Any] = {key: min(value, len(chosen)) for key, value in counts.items()}
-    return made | {key: [_item(key, values[place]) for place in chosen] for key, values in lists.items()}
-
-
-def _item(key: str, value: Any) -> Any:
-    return _number(key, value) if type(value) is int else value
+    for key, values in lists.items():
+        items = (values[place] for place in chosen)
+        made[key] = [_number(key, item) if type(item) is int else item for item in items]
+    return made

@@ -44,7 +44,7 @@ def bench_here(
     from offload_trainer.machine.link_rates import bench_links
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
-    from offload_trainer.model.loader import DTYPES
+    from offload_trainer.storage.tensorfile import DTYPES
 
     refuse_unwritable()
     machine = probe_machine(drives=drives, output=output)

@@ -164,7 +164,7 @@ def _planned_tiered(
 def _why_whole(source: Any) -> str:
     """Return why ranks cannot share rows of this model (sequence parallelism); "" if they can."""
     from offload_trainer.model.init_weights import meta_model
-    from offload_trainer.model.ulysses import refuse_pieces
+    from offload_trainer.model.probes.rows import refuse_pieces
 
     words = {"trust_remote_code": source.section.trust_remote_code}
     try:

@@ -1,14 +1,18 @@
-"""Trace the allocations and releases that modules would make on a device, by running them on meta tensors.
+"""Traces of a model's passes on meta tensors: allocations and releases as on a device, and the order of its weights.
 
-Two things depend on values, so they are modelled: the attention kernel (fused kernels keep their output and one
-logarithm per row; a CPU has no fused kernel with dropout), and whether rows are packed, which the caller says.
+Meta tensors have no memory and no values. Two things depend on values, so they are modelled: the attention kernel
+(fused kernels keep their output and one logarithm per row; a CPU has no fused kernel with dropout), and whether rows
+are packed, which the caller says. The number of pieces of a tiled module depends on the row length, so a pass that ran
+them would not show how memory grows: a stub keeps input and output, and marks where pieces run.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import torch
@@ -17,9 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from offload_trainer.model.tiled_mlp import rounded, zeros
+from offload_trainer.offloading.autograd import in_backward
+from offload_trainer.plan.shape import Order
+
 Kind = Literal["gpu", "cpu"]
 _aten = torch.ops.aten
 _MOST_OPERATIONS = 32_000  # limit for all passes and attempts of one count: about two seconds
+FORWARD, BACKWARD = "pieces", "pieces' backward"  # names of marks
 
 
 class _Attention(torch.autograd.Function):
@@ -181,3 +190,128 @@ class AllocationTrace(TorchDispatchMode):
     def _released(self, key: int, size: int) -> None:
         del self._known[key]
         self.events.append(-size)
+
+
+class AccessTrace:
+    """A recorder of the order in which weights are used, by a pass of the model's body and then one of its head.
+
+        forward    a module uses its own weights when it begins, a block all weights inside it, as the engine fetches
+        backward   an autograd operation uses a weight that was saved for it; embeddings are not saved, nor are frozen
+                   weights with nothing trained before them
+
+    Modules that text does not pass through (a vision tower) do not occur, whatever the order of registration. The last
+    passes count.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
+        self._unit_of = {
+            parameter: next((block for block in blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
+            for name, parameter in model.named_parameters()
+        }
+        self._wanted = {
+            module: [self._unit_of[parameter] for parameter in module.parameters(recurse=module in inside)]
+            for module in model.modules()
+        }
+        self._passes: list[list[str]] = []  # forward and backward of the body, then of the head
+        self._storages: dict[int, str] = {}
+
+    @contextmanager
+    def noting(self, *, first: bool) -> Iterator[None]:
+        """Record one forward and its backward; `first` marks the body's. Passes after the head's are ignored."""
+        self._passes = [*([] if first else self._passes), [], []]
+        self._storages = {weight.untyped_storage()._cdata: unit for weight, unit in self._unit_of.items()}
+        handles = [module.register_forward_pre_hook(self._begin) for module, units in self._wanted.items() if units]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        self._passes[-2] += self._wanted[module]
+
+    def given(self, arguments: Any) -> None:
+        """Record the weights among an operation's arguments, if it belongs to a backward."""
+        if not in_backward():
+            return
+        for value in tree_iter(arguments):
+            unit = self._storages.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
+            if unit is not None:
+                self._passes[-1].append(unit)
+
+    def order(self, ran: Sequence[int]) -> Order | None:
+        """Return the recorded order, or None if no blocks are known.
+
+        `ran` lists the blocks that ran; every other block is used like the next one that did.
+        """
+        if not self._blocks:
+            return None
+        others = {
+            block: self._blocks[min(n for n in ran if n > number)]
+            for number, block in enumerate(self._blocks)
+            if number not in ran
+        }
+        body, body_back, head, head_back = self._passes[:4]
+        backward = _filled([*head_back, *body_back][::-1], others)
+        return Order(_filled([*body, *head], others), backward[::-1])
+
+
+def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
+    """Drop consecutive repetitions, and insert each block that did not run before the block that it resembles."""
+    found: list[str] = []
+    for unit, _ in groupby(units):
+        if unit not in found:
+            found += [other for other, like in others.items() if like == unit]
+        found.append(unit)
+    return tuple(found)
+
+
+class TileStub:
+    """Replaces the forwards of tiled modules while a model runs, as tiled_mlp.py does but without running pieces.
+
+    `model/activations.py` counts the memory of one piece separately.
+    """
+
+    def __init__(self, tiles: Sequence[nn.Module]) -> None:
+        self._tiles = tiles
+        self.called: list[tuple[nn.Module, torch.Size]] = []  # module and input shape, by the number of the mark
+
+    @contextmanager
+    def marking(self, held: AllocationTrace) -> Iterator[None]:
+        self.called = []
+        for module in self._tiles:
+            module.forward = partial(self._run, held, module)
+        try:
+            yield
+        finally:
+            for module in self._tiles:
+                del module.forward
+
+    def _run(
+        self, held: AllocationTrace, module: nn.Module, *given: torch.Tensor, **named: torch.Tensor
+    ) -> torch.Tensor:
+        (x,) = (*given, *named.values())
+        weights = [weight for weight in module.parameters() if weight.requires_grad]
+        self.called.append((module, x.shape))
+        return _Part.apply(held, len(self.called) - 1, x, *weights)
+
+
+class _Part(torch.autograd.Function):
+    """Like `tiled_mlp._Pieces`, without running the pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, held: AllocationTrace, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.held, ctx.number, ctx.weights = held, number, weights
+        ctx.save_for_backward(x)
+        output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        held.mark(FORWARD, number)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[2] else None
+        sums: list[torch.Tensor | None] = [zeros(weight) for weight in ctx.weights]
+        ctx.held.mark(BACKWARD, ctx.number)
+        return None, None, back, *rounded(sums, ctx.weights)

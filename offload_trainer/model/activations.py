@@ -1,6 +1,6 @@
 """Counting of activation memory in a model's forward and backward, for any architecture, on the meta device.
 
-    record allocations and releases in order, including dropout    (model/meta/allocation_trace.py)
+    record allocations and releases in order, including dropout    (model/meta_trace.py)
     repeat with twice the rows and twice the tokens                -> growth of each allocation
     cut where blocks begin and where gradients arrive              -> memory over time in each part
     (plan/shape.py)
@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,12 +26,23 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_trainer.model.loss import CausalLoss, cross_entropy
-from offload_trainer.model.meta.access_trace import AccessTrace
-from offload_trainer.model.meta.activation_fit import ROWS, levels_of
-from offload_trainer.model.meta.allocation_trace import AllocationTrace, Gradient, Kernels, Operations, TooLong
-from offload_trainer.model.meta.tile_stub import BACKWARD, FORWARD, TileStub
+from offload_trainer.model.meta_trace import (
+    BACKWARD,
+    FORWARD,
+    AccessTrace,
+    AllocationTrace,
+    Gradient,
+    Kernels,
+    Operations,
+    TileStub,
+    TooLong,
+)
 from offload_trainer.plan.shape import Activations, Growth, Order, Part, pruned
 
+_ROWS = 2  # rows of the smallest pass; with a single row, sums and repetitions over rows would not show
+_NUMBERS = 64  # bytes; smaller tensors are single numbers and do not count
+_LENGTHS = 256, 16  # row lengths in tokens; the shorter one is for architectures that process tokens one by one
+_LONG = 65536  # row length in tokens at which the plausibility of kept memory is checked
 # attributes that differ between otherwise equal blocks
 _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")
 
@@ -168,10 +180,6 @@ class _Run:
         return held
 
 
-_LENGTHS = 256, 16  # row lengths in tokens; the shorter one is for architectures that process tokens one by one
-_LONG = 65536  # row length in tokens at which the plausibility of kept memory is checked
-
-
 class _Cut:
     """The memory of a traced pass, cut into parts. `chain` is the kind of each block that ran, in order."""
 
@@ -179,7 +187,7 @@ class _Cut:
         self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
     ) -> None:
         """Cut `passes`; `pieces` has the memory of one piece for each call of a tiled module."""
-        self._held, self._marks = levels_of(passes, length)
+        self._held, self._marks = _levels(passes, length)
         self._pieces = pieces
         self._at = {(what, number): event for what, number, event in self._marks}
         self._chain = chain
@@ -319,7 +327,7 @@ def _last(kinds: Sequence[int], count: int) -> list[int]:
 def _counted(
     run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
 ) -> Activations:
-    sizes = [(ROWS, length), (2 * ROWS, length), (ROWS, 2 * length)]
+    sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
     bodies, heads, pieces = [], [], []
     for rows, tokens in sizes:
         bodies.append(run.body(modules, rows, tokens))
@@ -407,3 +415,53 @@ def _only(model: PreTrainedModel, blocks: Sequence[str], numbers: Sequence[int])
     finally:
         for module, held, _ in whole:
             module._modules = held
+
+
+# -- how memory grows with rows and tokens ---------------------------------------------------------------------------
+
+
+def _levels(passes: Sequence[AllocationTrace], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
+    """Return the memory after each allocation or release, and the marks.
+
+    `passes` have rows x length, twice the rows, and twice the length. If the number of operations depends on the length
+    (a chunked recurrence), only memory at marks and the maxima between them are returned.
+    """
+    first = passes[0]
+    if len({tuple(mark[:2] for mark in one.marks) for one in passes}) > 1:
+        raise ValueError("blocks run in another order for other rows")
+    if len({len(one.events) for one in passes}) == 1:
+        sizes = zip(*(one.events for one in passes), strict=True)
+        return list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth())), first.marks
+    sampled = zip(*(one.at_marks() for one in passes), strict=True)
+    marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(first.marks)]
+    return [_fitted(*size, length=length) for size in sampled], marks
+
+
+def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:
+    """Return the growth of one tensor from its bytes for _ROWS x length, twice the rows, and twice the length."""
+    if abs(base) < _NUMBERS:
+        return Growth()
+    each = rows == 2 * base
+    if not each and rows != base:  # it grows with rows, but not in proportion
+        return _fitted(base, rows, longer, length=length)
+    size = base / (_ROWS if each else 1)
+    if longer == base:
+        return Growth(row=size) if each else Growth(fixed=size)
+    if longer == 4 * base:
+        return Growth(pair=size / length**2) if each else Growth(square=size / length**2)
+    slope = (longer - base) / (_ROWS if each else 1) / length
+    rest = size - slope * length
+    return Growth(row=rest, token=slope) if each else Growth(fixed=rest, position=slope)
+
+
+def _fitted(base: int, rows: int, longer: int, *, length: int) -> Growth:
+    """Return the growth of many tensors together: a fixed part, a part per token, and a part per pair of tokens.
+
+    Memory that less than doubles with the length has a part per row, such as a recurrent state.
+    """
+    pair = (longer - rows) / (2 * _ROWS * length**2)
+    if pair < 0:
+        token = (longer - base) / (_ROWS * length)
+        return Growth(fixed=2 * base - rows, row=(rows - base) / _ROWS - token * length, token=token)
+    token = (rows - base) / (_ROWS * length) - pair * length
+    return Growth(fixed=2 * base - rows, token=token, pair=pair)

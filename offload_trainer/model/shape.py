@@ -1,0 +1,241 @@
+"""The shape of a transformers model, read from the module on the meta device: all that a plan knows of a model.
+
+The code is independent of the architecture. It asks transformers for blocks, heads and splits, and counts activations
+by running the model on meta tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.model.activations import ModelMemory, count_activations
+from offload_trainer.model.loss import head_needs_only_hidden_states
+from offload_trainer.plan.shape import ModelShape, Split, Weight
+from offload_trainer.plan.tiered.weight_streaming import with_order
+from offload_trainer.storage.tensorfile import DTYPES
+
+_UNLIMITED = 2048  # row length in tokens for a model without a limit
+_ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")  # names that configurations use for k
+_SPLITS: dict[str, Split] = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
+# transformers' Trainer recognises biases and norms in this way; A_log is Mamba's decay, excluded by its authors too.
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
+
+
+def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = False) -> ModelShape:
+    """Return the shape of a model on the meta device.
+
+    Afterwards its parameters are in the run's dtype, and frozen as configured.
+    """
+    patterns = []
+    for text in section.freeze:
+        try:
+            patterns.append(re.compile(text))
+        except re.error as error:
+            raise UserError(f"model.freeze: {text!r} is not a regular expression: {error}") from error
+    names = [name for name, _ in model.named_parameters()]
+    idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
+    if idle:
+        raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
+    if section.activation_checkpointing == "on" and not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"model.activation_checkpointing=on: {type(model).__name__} has none in transformers; leave it auto"
+        )
+    blocks = block_names(model)
+    products = products_of(model)
+    spared, divided = no_weight_decay_names(model), tensor_splits(model, blocks)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    weights = []
+    for name, parameter in model.named_parameters():
+        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        weights.append(
+            Weight(
+                name,
+                tuple(parameter.shape),
+                trainable=not any(pattern.search(name) for pattern in patterns),
+                unit=block or name.rpartition(".")[0],
+                block=block is not None,
+                uses=uses[id(parameter)],
+                spared=name in spared,
+                split=divided.get(name, ""),
+                products=products[name],
+            )
+        )
+    # If nothing is trainable, adapters will be trained; count their passes as those of the whole model.
+    trained = {weight.name for weight in weights if weight.trainable} or set(names)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+    def counted_with(*, whole_logits: bool) -> ModelMemory | None:
+        with suppress(Exception):  # an architecture's code may raise anything on meta tensors
+            dtype = DTYPES[section.dtype]
+            return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed)
+        return None  # the plan estimates activations
+
+    counted = counted_with(whole_logits=False)
+    whole = counted is None and not head_needs_only_hidden_states(model)
+    if whole:
+        counted = counted_with(whole_logits=True)
+    text = model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    shape = ModelShape(
+        weights=tuple(weights),
+        layers=getattr(text, "num_hidden_layers", None) or len(blocks),
+        hidden=getattr(text, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1],
+        vocabulary=text.vocab_size,
+        # Some models have no limit, or state it as -1.
+        context=positions if positions > 0 else _UNLIMITED,
+        attention=attention_widths(model, blocks),
+        heads=_count(text, "num_attention_heads"),
+        key_heads=_count(text, "num_key_value_heads") or _count(text, "num_attention_heads"),
+        on_gpu=counted.on_gpu if counted else None,
+        on_cpu=counted.on_cpu if counted else None,
+        can_checkpoint=model.supports_gradient_checkpointing,
+        whole_logits=whole,
+        packed=packed,
+        notes=_notes(model, section, whole_logits=whole),
+    )
+    return with_order(shape, counted.order) if counted and counted.order else shape
+
+
+def _count(text: Any, name: str) -> int:
+    """Return a number from a configuration, or 0 if it is missing or differs between blocks."""
+    found = 0 if getattr(text, "is_heterogeneous", False) else getattr(text, name, None)
+    return found if isinstance(found, int) else 0
+
+
+def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
+    """Return the notes on the model that its plan should show."""
+    notes, name, text = [], type(model).__name__, model.config.get_text_config()
+    attends = bool(getattr(_of_layer(text, 0), "num_attention_heads", None))
+    if section.attention == "auto" and attends and text._attn_implementation == "eager":
+        notes.append(f"attention: eager, since {name} has no SDPA in transformers; attention matrices are stored")
+    if section.activation_checkpointing == "auto" and not model.supports_gradient_checkpointing:
+        notes.append(f"gradient checkpointing: off whatever its size, since {name} has none in transformers")
+    if whole_logits:
+        notes.append(
+            f"loss: with the logits of all tokens at once, since {name}'s head cannot be run on a chunk of hidden "
+            "states; model.loss_chunk has no effect"
+        )
+    return tuple(notes)
+
+
+def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
+    """Return the parameters of more than one dimension that get no weight decay.
+
+    These are biases, parts of norms, and Mamba's decay, recognised by their names and their modules' classes.
+    """
+    norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))
+
+
+def block_names(model: PreTrainedModel) -> list[str]:
+    """Return the repeated blocks: the outermost modules that transformers says must not be split over devices."""
+    kinds = tuple(model._no_split_modules or ())
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
+
+
+# -- matrix products -------------------------------------------------------------------------------------------------
+
+
+def products_of(model: PreTrainedModel) -> dict[str, float]:
+    """Return for each parameter the number of products per token in which its elements take part.
+
+    The planner derives FLOPs from it. A matrix takes part in one product per token for each module that uses it. An
+    embedding that is only looked up takes part in none, and an expert of E in k / E if each token is sent to k of them.
+    The number is 0 for biases and norms.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = dict.fromkeys(names.values(), 0.0)
+    config = _of_layer(model.config.get_text_config(), 0)
+    stated = (getattr(each, key, None) for each in (config, getattr(config, "ffn_config", None)) for key in _ACTIVE)
+    active = next((value for value in stated if isinstance(value, int)), 0)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and not leaf.endswith("bias"):
+                found[names[id(parameter)]] += _share(model, path, module, parameter, active=active)
+    return found
+
+
+def _share(model: PreTrainedModel, path: str, module: nn.Module, parameter: nn.Parameter, *, active: int) -> float:
+    """Return the share of a module's weight that one token is multiplied with.
+
+    It is below 1 for experts, whether they are in one tensor or in separate modules.
+    """
+    if parameter.dim() == 3 and not isinstance(module, nn.Conv1d):
+        # Experts whose forward does not receive the router's choice compute every expert for every token.
+        told = len(inspect.signature(type(module).forward).parameters) > 2
+        return min(1.0, active / parameter.shape[0]) if told and active else 1.0
+    before, found, _ = path.rpartition(".experts.")
+    experts = model.get_submodule(f"{before}.experts") if found else None
+    return min(1.0, active / len(experts)) if isinstance(experts, nn.ModuleList) and active else 1.0
+
+
+def attention_widths(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[int, ...]:
+    """Return heads x (key size + value size) for each block, or 0 for a block without attention."""
+    config = model.config.get_text_config()
+    return tuple(
+        sum(
+            _width(module, _of_layer(config, getattr(module, "layer_idx", None)))
+            for module in model.get_submodule(block).modules()
+            if hasattr(module, "is_causal")
+        )
+        for block in blocks
+    )
+
+
+def _of_layer(config: Any, number: int | None) -> Any:
+    """Return the configuration of one layer if layers have separate ones, otherwise the model's."""
+    return config.per_layer_config[number or 0] if getattr(config, "is_heterogeneous", False) else config
+
+
+def _width(module: nn.Module, config: Any) -> int:
+    """Return the width of one attention module; query heads count, since each uses the grouped keys and values."""
+    heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", 0)
+    head = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = getattr(module, "qk_head_dim", None) or head
+    return int(heads * (keys + (getattr(module, "v_head_dim", None) or head)))
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def tensor_splits(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, Split]:
+    """Return the split of each weight in the blocks by name, or {} if a matrix has no split that is supported here.
+
+    transformers' `base_model_tp_plan` says how tensor parallelism splits an architecture's weights.
+    Styles that need more than splitting (packed products, experts, gathered outputs) are not supported.
+    """
+    styles = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    if not styles or not set(styles.values()) <= set(_SPLITS):
+        return {}
+    prefix = re.escape(f"{model.base_model_prefix}.")
+    patterns = {prefix + re.escape(name).replace(r"\*", "[0-9]+"): _SPLITS[style] for name, style in styles.items()}
+    found: dict[str, Split] = {}
+    for name, parameter in model.named_parameters():
+        if not any(name.startswith(f"{block}.") for block in blocks):
+            continue
+        owner, _, leaf = name.rpartition(".")
+        split: Split = next((its for pattern, its in patterns.items() if re.fullmatch(pattern, owner)), "")
+        linear = type(model.get_submodule(owner)) is nn.Linear
+        if parameter.dim() > 1 and not (linear and split in ("column", "row")):
+            return {}
+        if split:
+            found[name] = "" if split == "row" and leaf == "bias" else split
+    return found

@@ -69,13 +69,13 @@ class _Run:
         tiles: Sequence[nn.Module],
         needed: AccessTrace,
     ) -> None:
-        self._loss, self._model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed, self._hollow, self.needed = packed, TileStub(tiles), needed
+        self._loss, self.model, self._kernels, self.operations = loss, loss.model, kernels, operations
+        self._packed, self._stub, self.needed = packed, TileStub(tiles), needed
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
-        parameters = list(self._model.parameters())
-        there = iter([*parameters, *self._model.buffers(), *given])
+        parameters = list(self.model.parameters())
+        there = iter([*parameters, *self.model.buffers(), *given])
         held = AllocationTrace(there, self.operations, packed=self._packed, reader=self.needed.given)
         places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
@@ -114,18 +114,10 @@ class _Run:
                 yield held
             first.clear()
 
-    @property
-    def all_trained(self) -> bool:
-        return all(parameter.requires_grad for parameter in self._model.parameters())
-
-    @property
-    def item_bytes(self) -> int:
-        return self._model.dtype.itemsize
-
     def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = [torch.zeros_like(ids)] if self._packed else []
-        with self._watched(blocks, ids, *positions) as held, self._hollow.marking(held):
+        with self._watched(blocks, ids, *positions) as held, self._stub.marking(held):
             output = self._loss.run(ids, *positions)
             states = output.logits if self._loss.whole else output.last_hidden_state
             self.kind, self.width = type(output), states.shape[-1]
@@ -144,7 +136,7 @@ class _Run:
         """
         known: dict[Any, AllocationTrace] = {}
         found = []
-        for module, whole in self._hollow.called:
+        for module, whole in self._stub.called:
             shape = (*(1,) * (len(whole) - 2), tokens, whole[-1])
             kind = _signature(module), shape
             if kind not in known:
@@ -154,7 +146,7 @@ class _Run:
 
     def _piece(self, module: nn.Module, shape: Sequence[int]) -> AllocationTrace:
         """Trace a forward without a graph, then a forward with one and its backward."""
-        x = torch.empty(shape, dtype=self._model.dtype, device="meta")
+        x = torch.empty(shape, dtype=self.model.dtype, device="meta")
         gradient = torch.empty_like(x)
         with self._watched([], x, gradient) as held:
             with torch.no_grad():
@@ -167,7 +159,7 @@ class _Run:
 
     def head(self, tokens: int) -> AllocationTrace:
         """Trace the head on `tokens` tokens; `body` must have run before."""
-        states = torch.empty(tokens, self.width, dtype=self._model.dtype, device="meta", requires_grad=True)
+        states = torch.empty(tokens, self.width, dtype=self.model.dtype, device="meta", requires_grad=True)
         targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
         with self._watched([], states, targets) as held:
             summed = (
@@ -277,7 +269,8 @@ def count_activations(
         parameter.data = parameter.data.to(dtype)
     model.train()
     needed = AccessTrace(model, blocks)
-    blocks = blocks or _checkpointed(model)
+    if not blocks:  # an architecture that does not name its blocks: the modules that transformers checkpoints
+        blocks = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     loss = CausalLoss(model, chunk=1, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
     parts = [model.get_submodule(name) for name in tiles]
@@ -290,17 +283,13 @@ def count_activations(
     return ModelMemory(on_gpu, on_cpu, order)
 
 
-def _checkpointed(model: PreTrainedModel) -> list[str]:
-    """Return the modules that transformers checkpoints, for an architecture that does not name its blocks."""
-    return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def _count(
     model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]
 ) -> tuple[Activations, Order | None]:
     """Count with three or two blocks of each kind if the model runs with so few, otherwise with all."""
     modules = [model.get_submodule(name) for name in blocks]
-    kinds = _kinds(modules)
+    known: dict[Any, int] = {}
+    kinds = [known.setdefault(_signature(block), len(known)) for block in modules]
     failed: Exception = ValueError("no blocks")
     tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
     for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
@@ -336,11 +325,11 @@ def _counted(
         run.operations.resume()
     kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
     head = _Cut(heads, [], length=length).whole()
-    hidden = Growth(token=run.hidden * run.item_bytes)
+    hidden = Growth(token=run.hidden * run.model.dtype.itemsize)
     parts = [_of_piece(_Cut(each, [], length=length).whole()) for each in zip(*pieces, strict=True)]
     found = _Cut(bodies, chain, length=length, pieces=parts).counted(head, blocks=kinds, hidden=hidden)
-    least = hidden.at(1, _LONG) / 2 if run.all_trained else 0
-    if any(part.kept.at(1, _LONG) < least for part in found.kinds):
+    all_trained = all(parameter.requires_grad for parameter in run.model.parameters())
+    if all_trained and any(part.kept.at(1, _LONG) < hidden.at(1, _LONG) / 2 for part in found.kinds):
         raise ValueError("what blocks keep does not grow as the lengths that were run say")
     return found
 
@@ -372,13 +361,8 @@ def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tupl
     return list(range(len(order))), list(range(len(order)))
 
 
-def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
-    """Return a number for each block, equal for blocks with equal weights and settings."""
-    known: dict[Any, int] = {}
-    return [known.setdefault(_signature(block), len(known)) for block in blocks]
-
-
 def _signature(block: nn.Module) -> Any:
+    """Return a key that is equal for blocks with equal weights and settings."""
     weights = tuple((name, p.shape, p.requires_grad) for name, p in block.named_parameters())
     settings = tuple(
         (name, key, value)

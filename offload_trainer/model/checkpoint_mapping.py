@@ -98,7 +98,11 @@ def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     """Return `saving_groups` for the model that a directory's config.json describes."""
     if "auto_map" in read_model_config(directory):
         # transformers has no rules for a model with custom code, and an export must not run that code.
-        return [Group((name,), _as_it_is(name)) for name in names]
+
+        def as_it_is(name: str) -> Group:
+            return Group((name,), lambda read: {name: read(name)})
+
+        return [as_it_is(name) for name in names]
     try:
         model = meta_model(AutoConfig.from_pretrained(directory))
     except Exception as error:  # transformers' classes validate little, so anything may be raised
@@ -125,10 +129,6 @@ def refuse_endless(values: Mapping[Any, Any], told: str) -> None:
             refuse_endless(value, told)
         elif str(key).endswith(("layer", "layers")) and isinstance(value, int) and value > _MOST_LAYERS:
             raise UserError(f"{told}: {shown(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
-
-
-def _as_it_is(name: str) -> Callable[[Read], dict[str, torch.Tensor]]:
-    return lambda read: {name: read(name)}
 
 
 def _kinds(rules: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:

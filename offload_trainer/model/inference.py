@@ -94,13 +94,10 @@ def _away(shape: torch.Size) -> nn.Parameter:
     return nn.Parameter(torch.full((1,), torch.nan).expand(shape), requires_grad=False)
 
 
-def _holder(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
-
-
 def set_weight(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Set the value of a parameter."""
-    _holder(model, name)._parameters[name.rpartition(".")[2]] = nn.Parameter(value, requires_grad=False)
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
 def read_as_called(model: Any, names: Container[str], read: Callable[[str], torch.Tensor]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class _RefuseWritesToMeta(TorchDispatchMode):
     """Refuse writes to meta tensors, because such an initialisation would be lost silently."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and args and _is_meta(args[0]):
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) and args[0].device.type == "meta":
             raise TrainerError(
                 "this architecture initialises a weight outside its own block; random weights cannot be made "
                 "unit by unit for it. Save a randomly initialised model with transformers and pass its directory."
@@ -64,30 +63,9 @@ class _RefuseWritesToMeta(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
-
-
 def _with_memory(value: Any) -> Any:
     """Return a CPU tensor to draw into in place of a meta tensor, and any other value unchanged."""
     return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
-
-
-@dataclass
-class _Generator:
-    """The RNG state of this initialisation, separate from the program's."""
-
-    state: torch.Tensor
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-        finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(outside)
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -121,18 +99,31 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
     Raises:
         TrainerError: the architecture leaves weights to constructors, or initialises weights outside their block.
     """
-    generator = _Generator(torch.Generator().manual_seed(seed).get_state())
+    state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextmanager
+    def own_generator() -> Iterator[None]:
+        """Draw from the generator of this initialisation, which is separate from the program's."""
+        nonlocal state
+        outside = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            yield
+        finally:
+            state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
     with _NoteRandomOperations() as noted, _calling(noted.end_phase):
         twin = meta_model(config, trust_remote_code=trust_remote_code)
     names = {module: name for name, module in twin.named_modules()}
     skip, firsts = tied_names(twin), first_names(twin)
     initialised: set[nn.Module] = set()
     for constructors, model in noted.phases:
-        with generator.active():
+        with own_generator():
             for draw in constructors:
                 draw()
         for unit, initialise in _units(model, prefix=names[model], skip=initialised):
-            with generator.active(), torch.no_grad(), guard_torch_init_functions(), _RefuseWritesToMeta():
+            with own_generator(), torch.no_grad(), guard_torch_init_functions(), _RefuseWritesToMeta():
                 initialise()
             for name, value in unit.items():
                 if name in skip:
@@ -212,18 +203,18 @@ def _initialise_tree(module: nn.Module, owner: PreTrainedModel) -> None:
     owner._initialize_weights(module)
 
 
-class parameters_without_memory:
-    """A context manager that creates parameters on the meta device and everything else as usual."""
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Create parameters on the meta device and everything else as usual inside the context."""
+    register = nn.Module.register_parameter
 
-    def __enter__(self) -> None:
-        self._register = torch.nn.Module.register_parameter
+    def without_memory(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
 
-        def without_memory(module: torch.nn.Module, name: str, parameter: Any) -> None:
-            if parameter is not None:
-                parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            self._register(module, name, parameter)
-
-        torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
-
-    def __exit__(self, *_: object) -> None:
-        torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -232,18 +232,14 @@ def _directory(section: ModelSection) -> Path:
             f"--model {section.name}: neither a preset ({', '.join(PRESETS)}), nor a directory, "
             f"nor a hub id such as openai-community/gpt2{hint}"
         )
-    return _download(section.name, weights=not section.random_init)
-
-
-def _download(name: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+    wanted = ["*.json", "*.txt", "*.model", *([] if section.random_init else ["*.safetensors"])]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(section.name, allow_patterns=wanted))
     except Exception as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise UserError(f"--model {name}: could not be downloaded{offline}: {one_line(error)}") from error
+        raise UserError(f"--model {section.name}: could not be downloaded{offline}: {one_line(error)}") from error
 
 
 def _config(section: ModelSection, directory: Path | None) -> Any:

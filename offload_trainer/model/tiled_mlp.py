@@ -84,7 +84,8 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tiled: Tiled, kept: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.tiled, ctx.kept, ctx.weights, ctx.chance = tiled, kept, weights, _chance(x)
+        ctx.tiled, ctx.kept, ctx.weights = tiled, kept, weights
+        ctx.chance = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
         return tiled.outputs(x)
 
     @staticmethod
@@ -129,14 +130,9 @@ def zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
-def _chance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the RNG states of the CPU and of the tensor's GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-
-
 @contextmanager
 def _drawn_again(chance: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor) -> Iterator[None]:
-    """Restore the forward's RNG states inside the context, and the current ones after it."""
+    """Restore the forward's RNG states of CPU and GPU inside the context, and the current ones after it."""
     on_cpu, on_gpu = chance
     with torch.random.fork_rng(devices=[x.device] if on_gpu is not None else []):
         torch.set_rng_state(on_cpu)

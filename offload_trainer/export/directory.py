@@ -56,6 +56,7 @@ class Written:
 
     bytes: int
     compared: int
+    notes: tuple[str, ...] = ()  # how llama.cpp treats text differently
 
 
 def write_model(

@@ -64,4 +64,4 @@ def _export_gguf(source: Path, destination: Path, *, dtype: str, check: bool, mi
         )
         notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in written.notes)
         write_text(card, found.card(dtype).replace("library_name: transformers", "library_name: gguf") + notes)
-        return Exported(found.told, destination.stat().st_size, written.compared, written.notes)
+        return Exported(found.told, written.bytes, written.compared, written.notes)

@@ -17,14 +17,13 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export.directory import EXPORT, check_destination
+from offload_trainer.export.directory import EXPORT, Written, check_destination
 from offload_trainer.export.gguf_models import (
     ARCHITECTURES,
     Tensor,
@@ -51,14 +50,6 @@ _SAMPLE = 32  # number of weights that a check compares
 _NAMED = 10  # differences in a message
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """The number of tensors that a check compared, and notes on how llama.cpp treats text differently."""
-
-    compared: int
-    notes: tuple[str, ...]
-
-
 def write_gguf(
     weights: Iterable[tuple[str, torch.Tensor]],
     destination: Path,
@@ -67,7 +58,7 @@ def write_gguf(
     model: Path,
     dtype: str,
     read: Callable[[str], torch.Tensor] | None = None,
-) -> WrittenFile:
+) -> Written:
     """Write `weights` as a GGUF file, with one tensor in memory at a time.
 
     Args:
@@ -112,7 +103,7 @@ def write_gguf(
             f"{destination}: {reason(error, destination.parent)} after {format_bytes(written)} of "
             f"{format_bytes(total)}; free space on that disk and run again"
         ) from error
-    return WrittenFile(compared, tuple(notes))
+    return Written(written, compared, tuple(notes))
 
 
 def _described(

@@ -49,17 +49,12 @@ def _attention(
     told: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)
-        key, value, told = repeat_kv(key, groups), repeat_kv(value, groups), with_groups(module, 1)
+        key, value, told = repeat_kv(key, groups), repeat_kv(value, groups), GroupedView(module, 1)
     return sdpa_attention_forward(told, query, key, value, attention_mask, dropout=dropout, **more)
 
 
-def with_groups(module: nn.Module, groups: int) -> Any:
-    """Return a view of an attention module with `groups` query heads for each key head."""
-    return _Grouped(module, groups)
-
-
-class _Grouped:
-    """A proxy of an attention module with another number of groups.
+class GroupedView:
+    """A view of an attention module with another number of groups: query heads for each key head.
 
     With one group the attribute is absent, because older versions of transformers pass `enable_gqa` whenever it exists.
     """

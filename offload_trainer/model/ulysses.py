@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.model.attention import with_groups
+from offload_trainer.model.attention import GroupedView
 
 Send = Callable[[torch.Tensor], torch.Tensor]  # all-to-all: [count, ...] with part i for rank i -> parts from each rank
 
@@ -114,7 +114,7 @@ class DividedAttention:
             raise TrainerError(f"{heads} attention heads are not a multiple of {count} ranks that share a row")
         sent = math.lcm(of_keys, count)
         key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
-        told = module if sent == of_keys else with_groups(module, heads // sent)
+        told: Any = module if sent == of_keys else GroupedView(module, heads // sent)
         query, key, value = map(self._rows.whole, (query, key, value))
         result, _ = attend(told, query, key, value, self._seen(query, more), **more)
         return self._rows.piece(result), None

@@ -25,13 +25,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a round")
     wishes = parser.parse_args(sys.argv[1:split])
-    from offload_trainer import cli
-    from offload_trainer.run.process_setup import prepare_process
-    from offload_trainer.settings import load_config
+    from offload_trainer.run.process_setup import prepared
 
-    config = load_config([*sys.argv[split + 1 :], "--steps", "100000", "train.eval_every=0"])
-    prepare_process(config)
-    cli._quiet()
+    config = prepared([*sys.argv[split + 1 :], "--steps", "100000", "train.eval_every=0"])
     from offload_trainer.run import train
 
     train.train_run(config, instead=lambda job: show(compare(job, rounds=wishes.rounds, steps=wishes.steps)))

@@ -60,13 +60,9 @@ def child(words: list[str]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped child must not outlive its parent
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout
-    from offload_trainer import cli
-    from offload_trainer.run.process_setup import prepare_process
-    from offload_trainer.settings import load_config
+    from offload_trainer.run.process_setup import prepared
 
-    config = load_config(["plain" if word == "native" else word for word in words])
-    prepare_process(config)
-    cli._quiet()
+    config = prepared(["plain" if word == "native" else word for word in words])
     from offload_trainer.run import train  # This imports torch, so threads must have been configured before.
     from offload_trainer.run.build import build_engine
     from offload_trainer.telemetry.meters import peak_rss_bytes
@@ -113,12 +109,12 @@ def native_engine(setup: Any, **_: Any) -> Any:
     from offload_trainer.model.pretrained import as_parameter
     from offload_trainer.storage.tensorfile import DTYPES
 
-    dtype = DTYPES[setup.planned.config.model.dtype]
+    dtype = DTYPES[setup.model.dtype]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         use_fp32_products(dtype)
-    module = setup.planned.source.build(dtype=dtype)
-    for name, value in setup.planned.source.weights():
+    module = setup.source.build(dtype=dtype)
+    for name, value in setup.source.weights():
         module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
     module.to(device).train()
 

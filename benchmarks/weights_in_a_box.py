@@ -110,9 +110,7 @@ def write_model(directory: Path, *, parameters: float) -> int:
 
 def live(directory: Path, dtype: str) -> None:
     """Import the model, compute logits and save a checkpoint, with everything possible on the drive."""
-    from offload_trainer import cli
-    from offload_trainer.run.process_setup import prepare_process
-    from offload_trainer.settings import load_config
+    from offload_trainer.run.process_setup import prepared
 
     drive = directory / "drive"
     drive.mkdir(exist_ok=True)
@@ -127,9 +125,7 @@ def live(directory: Path, dtype: str) -> None:
         "optim.moment_dtype=8bit",
     ]
     words += ["--seq-len", "64", "--micro-batch", "1", "--output", directory / f"trial-{dtype}/run", "save.keep=1"]
-    config = load_config([str(word) for word in words])
-    prepare_process(config)
-    cli._quiet()
+    config = prepared([str(word) for word in words])
     import torch
 
     from offload_trainer.checkpoint import TrainState

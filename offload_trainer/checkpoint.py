@@ -37,9 +37,8 @@ from offload_trainer import __version__
 from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
-from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
+from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
-from offload_trainer.resume_compat import refuse_other_run
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import LENIENT, Count, Steps, is_there, open_file, read_back, shown
 from offload_trainer.storage.atomic_io import (
@@ -240,7 +239,14 @@ class Checkpoints:
 
                 group.first(begin)
                 files = snapshot.write(new, group)
-                group.first(lambda: self._finish(new, final, files, state))
+
+                def finish() -> None:
+                    finish_checkpoint(new, files, state, self.record)
+                    for path in self._beside:
+                        sync_file(path)
+                    put_in_place(new, final)
+
+                group.first(finish)
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
@@ -248,13 +254,6 @@ class Checkpoints:
             ) from error
         if group.rank == 0:
             self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.concurrent)
-
-    def _finish(self, new: Path, final: Path, files: dict[str, Any], state: TrainState) -> None:
-        """Write the files that the engine does not write, then rename the directory to its final name."""
-        finish_checkpoint(new, files, state, self.record)
-        for path in self._beside:
-            sync_file(path)
-        put_in_place(new, final)
 
     def _tell(self, final: Path, files: dict[str, Any], *, seconds: float, behind: bool) -> None:
         size = sum(about["bytes"] for about in files.values())

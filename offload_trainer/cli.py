@@ -18,6 +18,7 @@ from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError
 from offload_trainer.help_text import (
     help_text,
     parse_export_arguments,
+    parse_sampling_arguments,
     take_command,
     take_count,
     take_switches,
@@ -25,6 +26,8 @@ from offload_trainer.help_text import (
 )
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
+from offload_trainer.run.launcher import has_launcher, start_ranks
+from offload_trainer.run.process_setup import go_offline, prepare_process, prepared, quieten
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once
 from offload_trainer.stdio import lasting_streams
@@ -46,7 +49,8 @@ def main(words: list[str] | None = None) -> int:
             told = _told(error, words)
             if told is None:
                 raise
-            if not isinstance(error, PeerFailed) and not _launcher_says(error):
+            # The launcher sends a stop signal to every rank, and reports it itself.
+            if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and has_launcher()):
                 _say(f"offload-train: {told}")
             if os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, Stopped):
                 from offload_trainer.ranks import tell_not_coming
@@ -64,14 +68,6 @@ def _told(error: BaseException, words: list[str]) -> str | None:
     from offload_trainer.run.resume_point import with_resume_hint
 
     return with_resume_hint(told, words)
-
-
-def _launcher_says(error: BaseException) -> bool:
-    """Return True if the launcher already reports this error: it sends the stop signal to every rank."""
-    from offload_trainer.run.ranks.watchdog import LAUNCHER
-
-    launched = not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
-    return isinstance(error, Stopped) and launched and os.environ.get("WORLD_SIZE") != "1"
 
 
 def _carry_out(words: list[str]) -> None:
@@ -99,11 +95,10 @@ def _train(words: list[str]) -> None:
         return
     with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
         from offload_trainer.plan.engines import engine_of
-        from offload_trainer.run.process_setup import prepare_process, start_ranks
 
         start_ranks(given, count=config.placement.gpus, engine=engine_of(config).name)
         prepare_process(config)
-        _quiet()
+        quieten()
         from offload_trainer.run.train import train_run
 
         train_run(config)
@@ -129,7 +124,7 @@ def _plan(words: list[str]) -> None:
 
     machine, words = described(read_machine(name), words)
     config = load_config(words)
-    _quiet(loads=False)
+    quieten(loads=False)
     if nodes is not None or machine.nodes > 1:
         plans = plan_cluster(config, machine, str(machine.nodes) if nodes is None else nodes)
         found = to_json(plans, machine) if as_json else describe(plans, machine)
@@ -150,7 +145,7 @@ def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_
     if name is not None:
         machine, words = described(read_machine(name), words)
     config = load_config(words)
-    _quiet(loads=machine is None)
+    quieten(loads=machine is None)
     found = compare_modes(config, machine, nodes)
     print(json.dumps(found.to_json(), indent=1) if as_json else shown(found.describe()), flush=True)
     found.refuse()
@@ -162,13 +157,9 @@ def _print_plan(words: list[str], *, as_json: bool) -> Plan:
     A conflict with existing files in the default run directory only prints a note, since the user has not named that
     directory or checkpoint.
     """
-    config = load_config(words)
-    from offload_trainer.run.process_setup import prepare_process
-
-    prepare_process(config)
-    _quiet()
+    config = prepared(words)
+    from offload_trainer.run.checks import check_start, refuse, refuse_output
     from offload_trainer.run.planning import plan_run
-    from offload_trainer.run.train import check_start, refuse, refuse_output
 
     planned = plan_run(config, longest=True)
     _show(planned.plan, as_json=as_json)
@@ -190,11 +181,7 @@ def _show(plan: Plan, *, as_json: bool) -> None:
 def _bench(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     gigabytes = take_count(words, "--drive-gigabytes", otherwise=0)
-    config = load_config(words)
-    from offload_trainer.run.process_setup import prepare_process
-
-    prepare_process(config)
-    _quiet()
+    config = prepared(words)
     from offload_trainer.run.commands.bench import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
@@ -216,14 +203,10 @@ def _tune(words: list[str]) -> None:
     if not path.absolute().parent.is_dir():
         raise UserError(f"--write {path}: {path.absolute().parent} is not a directory")
     steps = take_count(words, "--trial-steps", otherwise=6)
-    config = load_config(words)
     from offload_trainer.run.commands.recipes import refuse_taken, write_new
-    from offload_trainer.run.process_setup import prepare_process
 
+    config = prepared(words)
     refuse_taken(path)
-
-    prepare_process(config)
-    _quiet()
     from offload_trainer.machine.rate_cache import keep_ratios
     from offload_trainer.run.commands.tune import ratios, steered_phase, tune
     from offload_trainer.run.planning import plan_run
@@ -248,12 +231,8 @@ def _tune(words: list[str]) -> None:
 
 def _doctor(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
-    config = load_config(words)
-    from offload_trainer.run.process_setup import prepare_process
-
     given = os.environ.get("OMP_NUM_THREADS")
-    prepare_process(config)
-    _quiet()
+    config = prepared(words)
     from offload_trainer.plan.engines import engine_of
     from offload_trainer.run.commands.doctor import examine, report
 
@@ -275,11 +254,7 @@ def _say(line: str) -> None:
 
 
 def _prepare(words: list[str]) -> None:
-    config = load_config(words)
-    from offload_trainer.run.process_setup import prepare_process
-
-    prepare_process(config)
-    _quiet()
+    config = prepared(words)
     from offload_trainer.run.train import prepare_run
 
     print("\n".join(map(str, prepare_run(config))))
@@ -287,7 +262,7 @@ def _prepare(words: list[str]) -> None:
 
 def _export(words: list[str]) -> None:
     wish = parse_export_arguments(words)
-    _offline()
+    go_offline()
     from offload_trainer.export.export_command import export
 
     done = export(**wish)
@@ -299,43 +274,35 @@ def _export(words: list[str]) -> None:
 
 
 def _sample(words: list[str]) -> None:
-    from offload_trainer.run.commands.sampling import draw_of
-
-    prompt, given = take_value(words, "--prompt") or "", {"tokens": take_value(words, "--tokens")}
-    given |= {"temperature": take_value(words, "--temperature"), "seed": take_value(words, "--seed")}
-    draw = draw_of(words, "sample", **given)
-    _offline()
+    prompt = take_value(words, "--prompt") or ""
+    draw = parse_sampling_arguments(words, "sample")
+    go_offline()
     from offload_trainer.run.commands.generate import sample
 
-    print(shown(sample(Path(words[0]), prompt, draw, say=_say)))
+    print(shown(sample(Path(words[0]), prompt, **draw, say=_say)))
 
 
 def _chat(words: list[str]) -> None:
-    from offload_trainer.run.commands.sampling import draw_of
-
-    given = {"tokens": take_value(words, "--tokens")}
-    given |= {"temperature": take_value(words, "--temperature"), "seed": take_value(words, "--seed")}
-    draw = draw_of(words, "chat", **given)
-    _offline()
+    draw = parse_sampling_arguments(words, "chat")
+    go_offline()
     from offload_trainer.run.commands.generate import chat
 
-    chat(Path(words[0]), sys.stdin, draw, say=_say)
+    chat(Path(words[0]), sys.stdin, **draw, say=_say)
 
 
 def _runs(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     if len(words) > 1 or any(word.startswith("-") for word in words):
         raise UserError(f"runs needs at most one DIR; got {', '.join(map(shown, words))}")
-    from offload_trainer.run.commands.list_runs import runs_in, table
+    from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 
     found = runs_in(Path(words[0] if words else "runs"))
-    print(json.dumps([run.to_json() for run in found], indent=1) if as_json else shown(table(found)))
+    print(json.dumps([run.to_json() for run in found], indent=1) if as_json else shown(aligned(run_table(found))))
 
 
 def _init(words: list[str]) -> None:
     path = Path(take_value(words, "--write") or "train.yaml")
-    from offload_trainer.run.commands.init import ask_for, configured
-    from offload_trainer.run.commands.recipes import refuse_taken, write_new
+    from offload_trainer.run.commands.recipes import ask_for, configured, refuse_taken, write_new
 
     refuse_taken(path)
     words = ask_for(words, sys.stdin, say=_say)
@@ -374,12 +341,12 @@ def _report(words: list[str]) -> None:
         raise UserError(f"report: {unknown[0]}: unknown flag; known: --json, --html")
     if not words:
         raise UserError("report needs at least one RUN, a run directory; `offload-train runs` lists them")
-    from offload_trainer.run.commands.compare import aligned, compared, table, write_page
+    from offload_trainer.run.commands.runs import aligned, compared, comparison, write_page
 
     runs = compared([Path(word) for word in words])
     if page is not None:
         write_page(Path(page), runs)
-    print(json.dumps([run.to_json() for run in runs], indent=1) if as_json else shown(aligned(table(runs))))
+    print(json.dumps([run.to_json() for run in runs], indent=1) if as_json else shown(aligned(comparison(runs))))
 
 
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -399,26 +366,3 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "cp": _cp,
     "completion": _completion,
 }
-
-
-def _offline() -> None:
-    """Forbid requests to the Hugging Face hub: all files that the command needs are local."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    _quiet()
-
-
-def _quiet(*, loads: bool = True) -> None:
-    """Silence library messages that a user cannot act on.
-
-    `loads`: also announce on a terminal that torch and transformers are being loaded, which takes seconds.
-    """
-    import logging
-    import warnings
-
-    if loads and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-        _say("loading torch and transformers")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")

@@ -284,11 +284,6 @@ class PlacementSection(_Section):
         1, description="number of processes (ranks) to start, one for each GPU; without a GPU they run on the CPU"
     )
     threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
-    hang_timeout: Count = Field(
-        1800,
-        description="with several ranks: seconds that a thread of a rank may stay in the same kernel wait (a driver, "
-        "a drive, a network filesystem) before the run ends; 0: no limit",
-    )
     force: bool = Field(False, description="run even if the plan says that it does not fit")
 
 
@@ -464,7 +459,6 @@ RENAMED_KEYS: Mapping[str, str] = {
     "optim.nonfinite": "optim.on_nonfinite_grad",
     "train.micro_batch": "train.micro_batch_size",
     "train.accumulate": "train.gradient_accumulation_steps",
-    "placement.hung_seconds": "placement.hang_timeout",
     "tiered.fetch": "tiered.fetch_granularity",
     "tiered.unit_buffers": "tiered.weight_buffers",
     "tiered.take": "tiered.weight_transfer",

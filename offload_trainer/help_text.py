@@ -5,6 +5,7 @@ Add or change a command's help here. Flags that stand for configuration keys are
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +324,29 @@ def parse_export_arguments(words: list[str]) -> dict[str, Any]:
         "check": "--check" in switches,
         "mixed": "--mixed" in switches,
     }
+
+
+def parse_sampling_arguments(words: list[str], command: str) -> dict[str, Any]:
+    """Remove the flags of `sample` and `chat` from `words`; return the arguments of `run.commands.generate`.
+
+    The one word that remains must be SOURCE. Raises UserError for mistakes.
+    """
+    tokens, temperature = take_value(words, "--tokens"), take_value(words, "--temperature")
+    seed = take_value(words, "--seed")
+    if len(words) != 1 or words[0].startswith("-"):
+        told = ", ".join(map(shown, words)) or "nothing"
+        raise UserError(f"{command} needs one SOURCE; got {told}. `offload-train {command} --help` says more")
+    found: dict[str, Any] = {}
+    for name, text, least in (("tokens", tokens, 1), ("seed", seed, 0)):
+        if text is not None and (not text.isdecimal() or int(text) < least):
+            raise UserError(f"--{name} {shown(text)}: it should be a whole number, at least {least}")
+        if text is not None:
+            found[name] = int(text)
+    if temperature is not None:
+        try:
+            found["temperature"] = float(temperature)
+        except ValueError:
+            found["temperature"] = -1.0
+        if not 0 <= found["temperature"] < math.inf:
+            raise UserError(f"--temperature {shown(temperature)}: it should be a number, at least 0")
+    return found

@@ -1,6 +1,7 @@
-"""Read and verify MANIFEST.json, which lists every file of a checkpoint with its size and CRC-32.
+"""Read and verify MANIFEST.json: every file of a checkpoint with its size and CRC-32, and the run that wrote it.
 
-A directory without a manifest, or whose files differ from it, is not a valid checkpoint.
+A directory without a manifest, or whose files differ from it, is not a valid checkpoint. A run resumes only from a
+checkpoint of a run with the same seed, data and model shape.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,23 @@ from typing import Any
 from pydantic import with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import EXACT, LENIENT, Count, Crc32, FileName, Steps, as_kind, open_file, read_back
+from offload_trainer.safe_files import (
+    EXACT,
+    LENIENT,
+    Count,
+    Crc32,
+    FileName,
+    Steps,
+    as_kind,
+    open_file,
+    read_back,
+    shown,
+)
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
+_MOST = 10  # lines in a message
+_TEXT = ("tokens", "training rows", "text")  # identity keys that all change if the training text changes
 _NEEDED = {"state.json", "engine.json", "run.json", "master.safetensors"}
 
 
@@ -93,3 +108,44 @@ def crc32_of(path: Path) -> int:
             crc = zlib.crc32(block, crc)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return crc
+
+
+def refuse_other_run(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UserError that lists the differences between a checkpoint's identity, `saved`, and this run's, `now`.
+
+    A value of None on either side means not known and is not compared.
+    """
+    told = differences(saved, now)
+    if told:
+        lines = "\n".join(f"  {line}" for line in told[:_MOST])
+        more = f"\n  and {len(told) - _MOST} more" if len(told) > _MOST else ""
+        raise UserError(
+            f"{checkpoint} belongs to another run:\n{lines}{more}\nTo go on, give what it was made with; to begin "
+            f"anew, name another --output, or move {checkpoint.parent} away"
+        )
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return one line per difference. A changed text gives a single line, although several values change with it."""
+    unknown = {key for side in (saved, now) for key, value in side.items() if value is None}
+    keys = [key for key in {**saved, **now} if key not in unknown and saved.get(key) != now.get(key)]
+    told = []
+    if "tokenizer" in keys:
+        keys = [key for key in keys if key not in _TEXT]  # another tokenizer changes all token ids
+    elif "text" in keys:
+        keys = [key for key in keys if key not in _TEXT]
+        before, after = saved.get("tokens"), now.get("tokens")
+        same = f"as many tokens ({after}), but not the same"
+        sizes = same if before == after else f"{shown(before)} tokens, now {after}"
+        told.append(f"the text of --data is another, or has changed since: {sizes}")
+    if (text := "validation text") in keys:
+        keys.remove(text)
+        if text in saved and text in now:
+            told.append("the text of --validation-data is another, or has changed since")
+        else:
+            before, after = ("with", "none") if text in saved else ("without", "one")
+            told.append(f"it was made {before} --validation-data, and this run has {after}")
+    for key in keys:
+        its, ours = (shown(side[key]) if key in side else "none" for side in (saved, now))
+        told.append(f"{shown(key)}: it has {its}, this run {ours}")
+    return told

@@ -123,7 +123,14 @@ def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
 
 def _manifest_of(step: int) -> OwnershipMark:
     """Return the mark by which a directory is recognized as a checkpoint of this step written by this program."""
-    return OwnershipMark(MANIFEST, lambda content: _step_in(content) == step)
+
+    def is_of_step(content: bytes) -> bool:
+        try:
+            return parsed(content, Manifest).step == step
+        except ValueError:
+            return False
+
+    return OwnershipMark(MANIFEST, is_of_step)
 
 
 def bytes_that_go(root: Path) -> int:
@@ -135,14 +142,6 @@ def bytes_that_go(root: Path) -> int:
             mark = made_as(WORK, path.name) if found["end"] == "tmp" else _manifest_of(int(found["step"]))
             marks[path] = mark
     return sum(bytes_below(path) for path, mark in marks.items() if is_removable(path, mark))
-
-
-def _step_in(manifest: bytes) -> int | None:
-    """Return the step in a manifest; None if it is not a valid one."""
-    try:
-        return parsed(manifest, Manifest).step
-    except ValueError:
-        return None
 
 
 def remove_leftovers(root: Path) -> None:

@@ -70,6 +70,8 @@ FLAGS: dict[str, Flag] = {
 # Keys (with their former default) and values that earlier versions had, and what to do instead.
 _REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "model.checkpointing_variant": ("auto", "each engine chooses its own variant of checkpointing"),
+    "placement.hang_timeout": (1800, "ranks that hang are no longer looked for, except within a step"),
+    "placement.hung_seconds": (1800, "ranks that hang are no longer looked for, except within a step"),
 }
 _REMOVED_VALUES = {
     "optim.name=adamw8bit": "8-bit moments are optim.moment_dtype=8bit; with --engine deepspeed they are bitsandbytes'",
@@ -85,11 +87,12 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes text which `_Loader` would read as another type, and escapes unprintable text."""
 
 
-def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _quoted_text)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
 _TOKENS_OR_ROWS = ("tokens_per_step", "micro_batch_size", "gradient_accumulation_steps")  # the first, or the other two
 
 
@@ -160,7 +163,7 @@ class _Draft:
             name, _, inner = name.partition(".")
             self.values.setdefault(section, {}).setdefault(name, {})[inner] = value
             return
-        if _is_list(annotation) and not isinstance(value, list):
+        if get_origin(annotation) is tuple and not isinstance(value, list):
             value = [text if str in get_args(annotation) else value]
         self.values.setdefault(section, {})[name] = value
 
@@ -235,10 +238,6 @@ def _overrides_key(section: str, name: str) -> bool:
     return section == "model" and name.startswith("overrides.") and len(name) > len("overrides.")
 
 
-def _is_list(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) is tuple
-
-
 def literals_of(annotation: Any) -> Iterator[str]:
     """Yield the literal values that a type allows."""
     if annotation is bool:
@@ -251,14 +250,6 @@ def literals_of(annotation: Any) -> Iterator[str]:
 
 
 # -- suggestions for unknown names -------------------------------------------------------------------------------------
-
-
-def _no_flag(name: str, text: str | None) -> str:
-    """Return the error message for an unknown flag, with a suggestion."""
-    key = plain(name)
-    if key in all_keys():
-        return f"{name}: a key is written without dashes: {_written(key, text, as_flag=False)}"
-    return f"{name}: unknown flag{_hint(key, text, as_flag=True)}"
 
 
 def _no_key(spelled: str, key: str, text: str | None) -> str:
@@ -471,7 +462,12 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             # What follows an unknown flag is most likely its value.
             follows = not equals and queue and not queue[0].startswith("-") and "=" not in queue[0]
             given = queue.pop(0) if follows else text if equals else None
-            draft.mistakes.append(_no_flag(name, given))
+            key = plain(name)
+            if key in all_keys():
+                told = f"a key is written without dashes: {_written(key, given, as_flag=False)}"
+            else:
+                told = f"unknown flag{_hint(key, given, as_flag=True)}"
+            draft.mistakes.append(f"{name}: {told}")
         elif not flag.metavar:
             draft.put(flag.key, text if equals else "true", spelled=word)
         elif not equals and (not queue or queue[0].startswith("--")):

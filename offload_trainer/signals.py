@@ -135,15 +135,12 @@ def _turned_into(error: BaseException | None) -> Stopped | None:
     `no_init_weights` does. The same error from this package's code is a bug and is not converted.
     """
     while error is not None and not isinstance(error, Stopped):
-        hid = isinstance(error, NameError | AttributeError) and not _is_ours(error)
+        hid = isinstance(error, NameError | AttributeError)
+        if hid:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            hid = str(frame.f_globals.get("__name__")).partition(".")[0] != __package__  # raised by another package
         error = error.__context__ if hid else error.__cause__
     return error
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Return True if the error was raised by a line of this package."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
 
 
 def _restore_defaults() -> None:

@@ -331,13 +331,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the name in `known` or in the tables that `word` misspells, if any."""
     spelled = {plain(name): name for name in (*_BY_WORD, *known)}
     near = difflib.get_close_matches(plain(word), spelled, n=3, cutoff=_NEAR)
-    return next((spelled[name] for name in near if _edits(plain(word), name) <= _MOST_EDITS), None)
-
-
-def _edits(one: str, other: str) -> int:
-    """Return the number of letters to remove and add to turn one word into the other."""
-    same = sum(block.size for block in difflib.SequenceMatcher(None, one, other).get_matching_blocks())
-    return len(one) + len(other) - 2 * same
+    for name in near:
+        same = sum(block.size for block in difflib.SequenceMatcher(None, plain(word), name).get_matching_blocks())
+        if len(plain(word)) + len(name) - 2 * same <= _MOST_EDITS:
+            return spelled[name]
+    return None
 
 
 def plain(word: str) -> str:

@@ -142,22 +142,16 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     if asked.save:
         asked.save, wished = False, True
     if job.telemetry and os.path.lexists(job.save_request_file):
-        wished |= _take_save_request(job)
+        try:
+            job.save_request_file.unlink()
+            wished = True
+        except OSError as error:  # a directory, or one in a directory that is not writable; it would ask at every step
+            job.checkpoints.note(
+                f"{job.save_request_file} is ignored as a request for a checkpoint, because it cannot be removed: "
+                f"{error.strerror}"
+            )
     stops, wishes, ended = zip(*all_gather_json((asked.stop, wished, job.checkpoints.ended)), strict=True)
     return max(stops), any(wishes), all(ended)
-
-
-def _take_save_request(job: Job) -> bool:
-    """Remove the file that requests a checkpoint; return False if that fails, since it would request one every step."""
-    try:
-        job.save_request_file.unlink()
-    except OSError as error:  # it is a directory, or its directory is not writable
-        job.checkpoints.note(
-            f"{job.save_request_file} is ignored as a request for a checkpoint, because it cannot be removed: "
-            f"{error.strerror}"
-        )
-        return False
-    return True
 
 
 def _due(step: int, every: int) -> bool:

@@ -43,7 +43,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.planner import make_plan, workload
-from offload_trainer.run.memory_fallbacks import as_wished
+from offload_trainer.run.planning import as_wished
 from offload_trainer.settings import load_config
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease

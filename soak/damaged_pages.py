@@ -338,7 +338,7 @@ class Trial:
 
 
 def read_as_a_start_does(killed: Killed) -> Step | None:
-    """Read the page files as run/page_file_resume.py and the engine do, without the rest of a start."""
+    """Read the page files as run/resume.py and the engine do, without the rest of a start."""
     from offload_trainer.offloading.device import CpuDevice
     from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest, refuse_outside
     from offload_trainer.offloading.pages.page_copies import PageCopies

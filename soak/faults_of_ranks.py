@@ -1,9 +1,9 @@
-"""Kill a rank, stop a rank, or fill the disk of a real `offload-train --gpus 3` run, and then rerun the command.
+"""Kill a rank, or fill the disk of a real `offload-train --gpus 3` run, and then rerun the command.
 
     python soak/faults_of_ranks.py [--ranks 3]
 
 The ranks are started by the command's own launcher, as for a user (`kill_ranks.py` tries many moments, with forks).
-In each run, after four steps, one rank is hit, or another file fills the run's output disk (a tmpfs). All processes
+In each run, after four steps, one rank is killed, or another file fills the run's output disk (a tmpfs). All processes
 must end within 300 s and state the reason. Once there is space again, the same command must finish with the losses,
 norms, masters and moments of one undisturbed rank. Mounting the tmpfs needs root.
 """
@@ -27,10 +27,6 @@ from offload_trainer.storage.owned_dirs import scratch
 STEPS, AFTER, WITHIN = 20, 4, 300.0
 ACCUMULATE = 12  # micro-batches of a step, over all ranks
 ROOM = "64M"  # size of the tmpfs
-HITS = {
-    "killed": (signal.SIGKILL, "rank {rank} was killed by SIGKILL"),
-    "stopped": (signal.SIGSTOP, "has been stopped for 10 s"),
-}
 
 
 class Ranks:
@@ -94,14 +90,14 @@ class Trial:
         if run.process.returncode:
             raise Difference(f"exit {run.process.returncode}: {run.log.read_text()[-4000:]}")
 
-    def hit(self, what: str) -> float:
-        """Hit a rank; return the seconds until all processes have ended."""
-        output, (number, told) = self.folder / what, HITS[what]
+    def kill(self) -> float:
+        """Kill a rank; return the seconds until all processes have ended."""
+        output = self.folder / "killed"
         run, rank = self.begun(output), self.ranks - 1
         began = time.monotonic()
-        os.kill(run.ranks()[rank], number)
+        os.kill(run.ranks()[rank], signal.SIGKILL)
         seconds = run.end(since=began)
-        self.told(run, told.format(rank=rank), output)
+        self.told(run, f"rank {rank} was killed by SIGKILL", output)
         self.again(output)
         return seconds
 
@@ -153,9 +149,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     with scratch("faults-") as folder:
         trial = Trial(folder, ranks=parser.parse_args().ranks)
-        for what in HITS:
-            seconds = trial.hit(what)
-            print(f"a rank {what}: all had ended after {seconds:.1f} s; a rerun has the bits of one rank", flush=True)
+        print(f"a rank killed: all had ended after {trial.kill():.1f} s; a rerun has the bits of one rank", flush=True)
         print(f"a full disk: all had ended {trial.fill():.1f} s after it was told; a rerun has the bits of one rank")
 
 

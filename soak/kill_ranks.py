@@ -2,10 +2,10 @@
 
     python soak/kill_ranks.py --ranks 3 --kills 200 --seed 0
 
-A rank or the launcher is killed, stopped (SIGSTOP) or terminated while the run starts, trains, saves or prunes. Then
-the same command runs again, sometimes with another placement or number of ranks. All processes must end within 300 s
-and state the reason, and each checkpoint with a manifest must be complete. When a run finishes, its losses, norms,
-rates and last checkpoint must match one undisturbed rank.
+A rank or the launcher is killed or terminated while the run starts, trains, saves or prunes. Then the same command runs
+again, sometimes with another placement or number of ranks. All processes must end within 300 s and state the reason,
+and each checkpoint with a manifest must be complete. When a run finishes, its losses, norms, rates and last checkpoint
+must match one undisturbed rank.
 
 Ranks are forks, and so is their launcher (`launch`), which treats ranks that end as the program's own launcher does.
 """
@@ -40,9 +40,7 @@ from trials import (
 )
 
 from offload_trainer.mesh import RUN
-from offload_trainer.run.ranks.launcher import Ended, _told
-from offload_trainer.run.ranks.watchdog import LAUNCHER, begin_launchers_watch
-from offload_trainer.stdio import write_now
+from offload_trainer.run.launcher import LAUNCHER, Ended, _told
 
 STEPS, EVERY, KEEP = 10, 2, 2
 MICRO_BATCHES = 6  # per step, over all ranks
@@ -56,12 +54,11 @@ PLACEMENTS = (
 # The target, the signal, and the message that must follow; {rank} is the rank that was hit.
 HITS = {
     "a rank killed": ("rank", signal.SIGKILL, "rank {rank} was killed by SIGKILL"),
-    "a rank stopped": ("rank", signal.SIGSTOP, "has been stopped for 10 s"),
     "a rank told to end": ("rank", signal.SIGTERM, ""),
     "the launcher killed": ("launcher", signal.SIGKILL, "the launcher of the ranks (process "),
     "the launcher told to end": ("launcher", signal.SIGTERM, ""),
 }
-WEIGHTS = (6, 2, 1, 2, 2)
+WEIGHTS = (6, 1, 2, 2)
 
 
 # -- in forks --------------------------------------------------------------------------------------------------------
@@ -85,7 +82,6 @@ class Launcher:
             if not pid:
                 return self._become(rank, run)
             self.ranks[pid] = rank
-        begin_launchers_watch(lambda line: write_now(f"offload-train: {line}"))
         signal.signal(signal.SIGTERM, self._pass_on)
         signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
         written = self.told.with_suffix(".new")

@@ -42,9 +42,9 @@ def load_libraries() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # Checking for a GPU then does not initialise CUDA, which would not work in forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    from offload_trainer import cli
+    from offload_trainer.run.process_setup import quieten
 
-    cli._quiet()
+    quieten()
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     import offload_trainer.engine.plain

@@ -94,9 +94,9 @@ def load_libraries() -> None:
     that start.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from offload_trainer import cli
+    from offload_trainer.run.process_setup import quieten
 
-    cli._quiet()
+    quieten()
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     import offload_trainer.engine.tiered
@@ -157,12 +157,12 @@ def patch(owner: Any, name: str, moment: Moment, *, nth: int = 1) -> None:
 
 def arm(moment: Moment) -> None:
     """Install the trigger for the cell's phase."""
-    from offload_trainer import checkpoint, trainer
+    from offload_trainer import checkpoint, cli, trainer
     from offload_trainer.engine.tiered import TieredEngine
     from offload_trainer.export import directory
     from offload_trainer.offloading.pages.named_state import TieredSnapshot
     from offload_trainer.optim import kernel_cache
-    from offload_trainer.run import planning, process_setup
+    from offload_trainer.run import planning
 
     train = trainer.train
 
@@ -173,7 +173,7 @@ def arm(moment: Moment) -> None:
     trainer.train = noted
     match moment.cell.phase:
         case "start":
-            patch(process_setup, "prepare_process", moment)
+            patch(cli, "prepare_process", moment)
         case "plan":
             patch(planning, "resolve_and_plan", moment)
         case "first build":

@@ -158,9 +158,9 @@ def serve() -> list[str] | None:
 
 
 def _load_libraries() -> None:
-    from offload_trainer import cli
+    from offload_trainer.run.process_setup import quieten
 
-    cli._quiet()
+    quieten()
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     import offload_trainer.engine.plain

@@ -98,14 +98,14 @@ elif where == "start":
 
     TieredEngine.resume_from_pages = before(TieredEngine.resume_from_pages, lambda *_: True)  # type: ignore[method-assign]
 elif where in ("ended", "dropped"):
-    from offload_trainer.run import train
+    from offload_trainer.run import resume
 
-    drop = train.drop
+    drop = resume.drop
 
     def drop_and_die(setup: Any) -> None:
         if where == "dropped":
             drop(setup)
         die()
 
-    train.drop = drop_and_die
+    resume.drop = drop_and_die
 raise SystemExit(main(sys.argv[3:]))

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from offload_trainer.cli import main
-from offload_trainer.run.ranks import launcher
+from offload_trainer.run import launcher
 
 _start, _held = launcher._Ranks.start, Path(__file__).with_name("paused_run.py")
 

@@ -1,16 +1,20 @@
-"""Build a run: lease directories on drives, construct the engine, and assemble the Job for the training loop.
+"""Build a run: resolve what its parts need, lease directories on drives, construct the engine, assemble the Job.
 
-Setup ── build_job ──> Job        (an ExitStack closes everything that was opened, also after a failure)
+    Planned, RunData ── resolve ──> Setup ── build_job ──> Job for the training loop
+
+An ExitStack closes everything that was opened, also after a failure.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +22,20 @@ from typing import Any
 import torch
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.config import DeepSpeedSection, ModelSection, OptimSection, SaveSection, TrainSection
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenizer import TokenBytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
+from offload_trainer.errors import UserError
 from offload_trainer.model.inference import sample_text
 from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
+from offload_trainer.plan.engines import mistakes_of_length
 from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, nodes, place_here
 from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
@@ -46,12 +54,21 @@ from offload_trainer.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Setup:
-    """Plan, data and metadata of a run, fixed before anything is built."""
+    """A run as resolved before anything is built: what each of its parts needs, without the configuration."""
 
-    planned: Planned
+    plan: Plan
+    source: Any  # ModelSource
+    work: Workload  # one optimizer step of all ranks
+    model: ModelSection
+    optim: OptimSection
+    train: TrainSection
+    save: SaveSection
+    deepspeed: DeepSpeedSection
+    drives: tuple[Path, ...]  # the directories of --nvme
     data: RunData
     record: RunRecord
     log: Log
+    planned: Planned  # for checks, the report and the files of the run directory
 
     @property
     def output(self) -> Path:
@@ -64,6 +81,57 @@ class Setup:
         return self.output / PAGES
 
 
+def resolve(planned: Planned, data: RunData, log: Log) -> Setup:
+    """Resolve a planned configuration into what each part of the run needs."""
+    config, plan, source = planned.config, planned.plan, planned.source
+    record = RunRecord(
+        identity=planned.identity | data.identity(),
+        layout=planned.layout,
+        run={
+            "config": config.model_dump(mode="json"),
+            "random": source.random,
+            "plan": plan.to_json(),
+            "environment": environment(),
+        },
+        model=planned.output / "model",
+    )
+    return Setup(
+        plan=plan,
+        source=source,
+        work=workload(config, source.shape, world=plan.world, nodes=plan.nodes),
+        model=config.model,
+        optim=config.optim,
+        train=config.train,
+        save=config.save,
+        deepspeed=config.deepspeed,
+        drives=tuple(Path(drive).expanduser() for drive in config.placement.nvme),
+        data=data,
+        record=record,
+        log=log,
+        planned=planned,
+    )
+
+
+def with_steps(planned: Planned, data: RunData, *, begins: TrainState | None) -> Planned:
+    """Return the run with `train.steps` computed from `train.epochs`, unless that is `auto`.
+
+    The result is the smallest number of steps that visits all rows of the epochs; the last step may visit a few more.
+    `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
+    UserError if the warm-up is longer than the run.
+    """
+    config, plan = planned.config, planned.plan
+    if config.train.epochs == "auto":
+        return planned
+    rows, rows_of_step = len(data.split.train), plan.tokens_per_step // plan.seq_len
+    done, visited = (begins.step, begins.data_position) if begins else (0, 0)
+    left = max(0, math.ceil(Fraction(str(config.train.epochs)) * rows) - visited)
+    steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
+    if mistakes := mistakes_of_length(config.optim, steps=steps):
+        raise UserError("; ".join(mistakes))
+    train = config.train.model_copy(update={"steps": steps, "epochs": "auto"})
+    return replace(planned, config=config.model_copy(update={"train": train}))
+
+
 Build = Callable[..., Engine]  # same signature as `build_engine`
 
 
@@ -72,8 +140,13 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
 
     `swaps`: the run's private directories on drives. `load_weights`: False if a checkpoint supplies the weights.
     """
-    builds = {"tiered": _tiered_engine, "deepspeed": _stock_engine, "plain": _plain_engine}
-    return builds[setup.planned.plan.engine](setup, swaps=swaps, load_weights=load_weights)
+    if setup.plan.engine == "tiered":
+        return _tiered_engine(setup, swaps=swaps, load_weights=load_weights)
+    if setup.plan.engine == "deepspeed":
+        return _stock_engine(setup, swaps=swaps, load_weights=load_weights)
+    from offload_trainer.engine.plain import PlainEngine
+
+    return PlainEngine(setup.source, setup.model, setup.optim, load_weights=load_weights)
 
 
 def build_job(
@@ -95,12 +168,12 @@ def build_job(
             run's metrics, so that a failure leaves them.
     """
     log = setup.log
-    swaps = _leased(setup, stack, instead=instead) if setup.planned.plan.uses_drives else []
+    swaps = _leased(setup, stack, instead=instead) if setup.plan.uses_drives else []
     start = time.perf_counter()
-    dtype = setup.planned.config.model.dtype
+    dtype = setup.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
         log.say(f"this CPU has no {dtype} units: matrix products are computed in fp32 and rounded once")
-    set_malloc_threshold(setup.planned.plan.engine, row=setup.planned.plan.seq_len)
+    set_malloc_threshold(setup.plan.engine, row=setup.plan.seq_len)
     engine = build(setup, swaps=swaps, load_weights=begins is None)
     stack.callback(engine.close)
     return_now()  # DeepSpeed's flat weights leave holes as large as the model
@@ -116,46 +189,37 @@ def build_job(
 
 def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[ScratchDirectory]) -> list[Path]:
     """Return this node's private directories on the drives. The first rank leases them; the others lock them too."""
-    drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
     rank, leases = place_here()[0], list[DriveLease]()
     first = next(its.start for its in nodes() if rank in its)
     if rank == first:
-        for number, drive in enumerate(drives):
+        for number, drive in enumerate(setup.drives):
             place = instead[number] if instead else None
             lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
             leases.append(stack.enter_context(lease))
     swaps: list[Path] = all_gather_json([lease.path for lease in leases], list[Path])[first]
-    if rank != first and isinstance(setup.planned.plan.sizes, TierSizes):
+    if rank != first and isinstance(setup.plan.sizes, TierSizes):
         for swap in swaps:
             stack.callback(os.close, hold(swap))
     return swaps
 
 
-def _plain_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
-    from offload_trainer.engine.plain import PlainEngine
-
-    return PlainEngine(
-        setup.planned.source, setup.planned.config.model, setup.planned.config.optim, load_weights=load_weights
-    )
-
-
 def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
     from offload_trainer.engine.tiered import TieredEngine
 
-    planned = setup.planned
-    assert isinstance(planned.plan.sizes, TierSizes)
+    sizes = setup.plan.sizes
+    assert isinstance(sizes, TierSizes)
     engine = TieredEngine(
-        planned.source,
-        workload(planned.config, planned.source.shape, world=planned.plan.world, nodes=planned.plan.nodes),
-        planned.config.optim,
-        placement=planned.plan.placement,
-        sizes=planned.plan.sizes,
+        setup.source,
+        setup.work,
+        setup.optim,
+        placement=setup.plan.placement,
+        sizes=sizes,
         drives=swaps,
         load_weights=load_weights,
         say=setup.log.say,
     )
     # With split masters the page files are useless without the weights in memory, so they get no index.
-    if engine.offloaded.node.is_first and not planned.plan.sizes.remainders:
+    if engine.offloaded.node.is_first and not sizes.remainders:
         engine.offloaded.enable_manifest(model=setup.output / "model")
     return engine
 
@@ -164,13 +228,13 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
     from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
     from offload_trainer.engine.ds_config import deepspeed_config
 
-    config, plan = setup.planned.config, setup.planned.plan
+    plan = setup.plan
     assert isinstance(plan.sizes, ZeroSizes)
     _, world = start_processes()
     words = deepspeed_config(
-        workload(config, setup.planned.source.shape, world=world),
-        config.optim,
-        config.deepspeed,
+        replace(setup.work, world=world),
+        setup.optim,
+        setup.deepspeed,
         plan.placement,
         plan.sizes,
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
@@ -180,135 +244,79 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
         write_text(setup.output / "deepspeed.json", json.dumps(words, indent=1))
     # Frozen weights are in the checkpoint too, so a resumed run loads none from the source.
     return DeepSpeedEngine(
-        setup.planned.source,
-        config.model,
-        config.optim,
+        setup.source,
+        setup.model,
+        setup.optim,
         placement=plan.placement,
         words=words,
-        partition_activations=config.parallel.partition_activations,
+        partition_activations=setup.work.partition,
         load_weights=load_weights,
     )
 
 
 def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
-    planned, data, log = setup.planned, setup.data, setup.log
-    config, plan, shape = planned.config, planned.plan, planned.source.shape
-    train, every = config.train, config.save.every
+    plan, data, train, output = setup.plan, setup.data, setup.train, setup.output
+    shape, every = setup.source.shape, setup.save.every
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
-    peak = planned.machine.rates.matmul.get(config.model.dtype)
-    telemetry = _telemetry(setup, done=done)
-    say = telemetry.say if telemetry else log.say
+    peak = setup.planned.machine.rates.matmul.get(setup.model.dtype)
+    telemetry = _telemetry(setup, done=done) if setup.log.loud else None
+    say = telemetry.say if telemetry else setup.log.say
+    synchronize: Callable[[], None] | None = None
+    if torch.cuda.is_available():
+        # An update that overlaps the forward continues on its own stream while phases are timed.
+        behind = plan.forecast.behind
+        synchronize = (lambda: torch.cuda.current_stream().synchronize()) if behind else torch.cuda.synchronize
+    sample = partial(
+        sample_text,
+        tokenizer=data.tokenizer,
+        prompt=train.sample_prompt,
+        tokens=train.sample_tokens,
+        context=shape.context,
+        seed=train.seed,
+    )
     return Job(
         train=train,
-        optim=config.optim,
-        dynamic_loss_scale=config.model.dtype == "fp16",
+        optim=setup.optim,
+        dynamic_loss_scale=setup.model.dtype == "fp16",
         engine=engine,
-        train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=config.data.shuffle),
+        train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
         text_bytes=TokenBytes(data.tokenizer).of,
-        clock=PhaseClock(synchronize=_what_computes(plan) if torch.cuda.is_available() else None),
+        clock=PhaseClock(synchronize=synchronize),
         telemetry=telemetry,
-        sample=_sampled(setup) if train.sample_every else None,
+        sample=(lambda engine: sample(engine.next_logits)) if train.sample_every else None,
         say=say,
-        checkpoints=_checkpoints(setup, say=say),
+        checkpoints=Checkpoints(
+            output / "checkpoints",
+            record=setup.record,
+            keep=setup.save.keep,
+            need_bytes=checkpoint_bytes(setup.work),
+            say=say,
+            growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
+        ),
         cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
-        save_request_file=setup.output / "save",
+        save_request_file=output / "save",
         flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
         peak_flops=peak.value * plan.world if peak else None,
         swaps=swaps,
     )
 
 
-def _what_computes(plan: Plan) -> Callable[[], None]:
-    """Return the function that synchronizes the GPU for phase timings.
-
-    If the update overlaps the forward, it waits for the current stream only, so that the update can continue.
-    """
-    if plan.forecast.behind:
-        return lambda: torch.cuda.current_stream().synchronize()
-    return torch.cuda.synchronize
-
-
 _WAITED_FOR = {"adamw": "Adam on the CPU", "adamw_gpu": "Adam on the GPU", "device": "copies"}  # bottlenecks, as shown
 
 
-def _telemetry(setup: Setup, *, done: int) -> Telemetry | None:
-    """Create the screen, metrics files and trackers on rank 0; return None on other ranks."""
-    if not setup.log.loud:
-        return None
-    config, plan = setup.planned.config, setup.planned.plan
+def _telemetry(setup: Setup, *, done: int) -> Telemetry:
+    """Create the screen, metrics files and trackers."""
+    plan, save = setup.plan, setup.save
     kinds = {phase: plan.forecast.kind(phase) for phase, known in plan.forecast.seconds.items() if known}
     bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
-    screen = Screen(config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
+    screen = Screen(setup.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
     trackers = None
-    if names := config.save.all_trackers:
-        sections = config.model_dump(mode="json").items()
+    if names := save.all_trackers:
+        sections = setup.record.run["config"].items()
         told = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-        tracked = Tracked(setup.output, config.save.project, config=told, done=done)
-        trackers = Trackers(names, tracked, say=screen.say)
+        trackers = Trackers(names, Tracked(setup.output, save.project, config=told, done=done), say=screen.say)
     return Telemetry(setup.output, done=done, screen=screen, trackers=trackers)
-
-
-def _sampled(setup: Setup) -> Callable[[Engine], str]:
-    train, context = setup.planned.config.train, setup.planned.source.shape.context
-
-    def sample(engine: Engine) -> str:
-        return sample_text(
-            engine.next_logits,
-            setup.data.tokenizer,
-            prompt=train.sample_prompt,
-            tokens=train.sample_tokens,
-            context=context,
-            seed=train.seed,
-        )
-
-    return sample
-
-
-def _checkpoints(setup: Setup, *, say: Callable[[str], None]) -> Checkpoints:
-    output, config = setup.output, setup.planned.config
-    return Checkpoints(
-        output / "checkpoints",
-        record=setup.record,
-        keep=config.save.keep,
-        need_bytes=checkpoint_bytes(workload(config, setup.planned.source.shape)),
-        say=say,
-        growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
-    )
-
-
-# -- metadata of checkpoints -----------------------------------------------------------------------------------------
-
-
-def record_of(planned: Planned, data: RunData) -> RunRecord:
-    """Return the metadata for checkpoints. Resuming requires an equal identity and layout."""
-    return RunRecord(
-        identity=planned_identity(planned) | data.identity(),
-        layout=layout_of(planned),
-        run={
-            "config": planned.config.model_dump(mode="json"),
-            "random": planned.source.random,
-            "plan": planned.plan.to_json(),
-            "environment": environment(),
-        },
-        model=planned.output / "model",
-    )
-
-
-def planned_identity(planned: Planned) -> dict[str, Any]:
-    """Return the part of the run's identity that is known without the data."""
-    return {
-        "seed": planned.config.train.seed,
-        "seq_len": planned.plan.seq_len,
-        "shuffle": planned.config.data.shuffle,
-        "parameters": planned.source.shape.parameters,
-    }
-
-
-def layout_of(planned: Planned) -> dict[str, Any]:
-    """Return each weight's shape and whether it is trained, by name."""
-    weights = planned.source.shape.weights
-    return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in weights}

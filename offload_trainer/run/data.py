@@ -35,6 +35,7 @@ class RunData:
     vocabulary: int  # size of the model's vocabulary
     apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
     mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
+    shuffle: bool = True  # training rows are read in a random order
 
     @property
     def paths(self) -> list[Path]:
@@ -107,13 +108,29 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     split = _rows(section, tokens, held_out, seq_len=seq_len)
     if tokens.summary:
         say(f"conversations: {tokens.summary}")
-    say(_told(tokens, held_out, split, seq_len=seq_len))
+    separate = held_out is not tokens
+    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * seq_len - 1
+    behind = f"; the last {left} tokens do not fill a row" if left else ""
+    of = f" of {format_count(len(held_out))} tokens" if separate else ""
+    say(
+        f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {len(split.validation)} for validation{of}"
+        f"{behind}"
+    )
     if section.mixture:
         say(tokens.shares.told(section.path))
     end = end_of_text(tokenizer)
-    apart = _what_ends_documents(end, tokens, held_out) if section.packing == "on" else None
+    if section.packing == "on" and end is None and (tokens.row_length is None or held_out.row_length is None):
+        raise UserError("data.packing=on: the tokenizer has no end-of-text, so the end of a document is not marked")
     return RunData(
-        tokenizer, tokens, held_out, split, end, source.shape.vocabulary, apart=apart, mixture=section.mixture
+        tokenizer,
+        tokens,
+        held_out,
+        split,
+        end,
+        source.shape.vocabulary,
+        apart=end if section.packing == "on" else None,
+        mixture=section.mixture,
+        shuffle=section.shuffle,
     )
 
 
@@ -140,13 +157,6 @@ def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_
     return mixed(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
 
 
-def _what_ends_documents(end: int | None, *given: Any) -> int | None:
-    """Return the end-of-text token. Raises UserError if the tokenizer lacks one and a token file needs it."""
-    if end is None and any(tokens.row_length is None for tokens in given):
-        raise UserError("data.packing=on: the tokenizer has no end-of-text, so the end of a document is not marked")
-    return end
-
-
 def first_row(data: RunData, *, seq_len: int) -> list[str]:
     """Return the first row as text, one line per span with or without loss.
 
@@ -169,17 +179,13 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
         told += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
         for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
             text = data.tokenizer.decode([inputs[place] for place in places])
-            told.append(f"{'learned' if is_learned else 'given':<8} {_shortened(text)}")
+            shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
+            told.append(f"{'learned' if is_learned else 'given':<8} {shown}")
     hidden = len(told) - _STRETCHES
-    shown = [*told[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
+    lines = [*told[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
     if row.padding:
-        shown.append(f"{'padding':<8} {row.padding} x {data.tokenizer.decode(inputs[-1:])!r}")
-    return ["the first row:", *(f"  {line}" for line in shown)]
-
-
-def _shortened(text: str) -> str:
-    """Return a text in quotes, cut to a maximum length, with newlines and control characters escaped."""
-    return repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
+        lines.append(f"{'padding':<8} {row.padding} x {data.tokenizer.decode(inputs[-1:])!r}")
+    return ["the first row:", *(f"  {line}" for line in lines)]
 
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
@@ -238,16 +244,3 @@ def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> 
             "text or a smaller --seq-len"
         )
     return split_rows(len(tokens), seq_len=seq_len, validation=0)._replace(validation=range(rows))
-
-
-def _told(tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> str:
-    """Return a line with the numbers of tokens and rows, and the tokens left over at the end."""
-    apart = held_out is not tokens
-    used = (len(split.train) + (0 if apart else len(split.validation))) * seq_len + 1
-    left = len(tokens) - used
-    behind = f"; the last {left} tokens do not fill a row" if left else ""
-    of = f" of {format_count(len(held_out))} tokens" if apart else ""
-    return (
-        f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {len(split.validation)} for validation{of}"
-        f"{behind}"
-    )

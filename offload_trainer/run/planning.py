@@ -1,13 +1,19 @@
 """Plan a run on this machine: probe it, size the model on the meta device, and choose settings that fit.
 
+    TrainConfig ── machine_here, resolve_model ──> MachineProfile, ModelSource ── planned ──> Planned
+
 No weights are loaded. The planner itself is `plan/planner.py`; this module supplies its inputs, keeps choices of the
-run that is being resumed, and tries the fallbacks of `memory_fallbacks.py`.
+run that is being resumed, and tries settings that need less device memory if a configuration does not fit and leaves
+them at `auto`: fewer weight buffers, then MLPs on chunks of a row, then weights fetched by the module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.config import TrainConfig
@@ -16,9 +22,10 @@ from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import longest_row, resolve_and_plan
+from offload_trainer.plan.planner import any_placement_fits, longest_row, resolve_and_plan, with_fewer_buffers
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.run.memory_fallbacks import MemoryFallbacks, lacks_room, may_tile
+from offload_trainer.plan.tiered.layout import is_divided, undivided
+from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.run.process_setup import ranks_of_environment
 
 
@@ -35,6 +42,22 @@ class Planned:
     def output(self) -> Path:
         """The run directory."""
         return Path(self.config.save.output)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The part of the run's identity that is known without the data. Resuming requires an equal one."""
+        return {
+            "seed": self.config.train.seed,
+            "seq_len": self.plan.seq_len,
+            "shuffle": self.config.data.shuffle,
+            "parameters": self.source.shape.parameters,
+        }
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Each weight's shape and whether it is trained, by name. Resuming requires an equal one."""
+        weights = self.source.shape.weights
+        return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in weights}
 
 
 def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> Planned:
@@ -62,39 +85,37 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
     return with_longest_row(found, config, models) if longest else found
 
 
-def _with_resumed_choices(
-    config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int
-) -> Planned | None:
-    """Plan with the micro-batch size, MLP chunk and fetch granularity of the run that this one resumes.
+def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:
+    """Return the profile of this machine with its cached rates.
 
-    Other choices would change the results bit for bit. Returns None if none of them is left open, if there is no run
-    to resume, or if its choices no longer fit.
+    Bytes that a run with this `output` will remove count as free: prunable checkpoints, and page files of dead runs.
+    Files that this user's run cannot remove do not.
     """
-    from offload_trainer.run.resume_point import config_to_resume
+    from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.machine.rate_cache import with_cached_rates
+    from offload_trainer.retention import bytes_that_go
+    from offload_trainer.storage.atomic_io import bytes_below
+    from offload_trainer.storage.scratch_dir import PAGES, dead_runs
 
-    model, train, tiered = config.model, config.train, config.tiered
-    fetch_open = tiered.fetch_granularity == "auto" and engine_of(config).name == "tiered"
-    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open
-    if engine_of(config).name == "deepspeed" or not left_open:
-        return None
-    before = config_to_resume(config.save)
-    if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
-        count = (
-            tiered.weight_buffers if "weight_buffers" in tiered.model_fields_set else before["tiered"]["weight_buffers"]
-        )
-        tiered = tiered.model_copy(update={"fetch_granularity": "module", "weight_buffers": count})
-    chunk = before.get("model", {}).get("mlp_chunk")
-    if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
-        model = model.model_copy(update={"mlp_chunk": chunk})
-    rows = max(1, world // config.parallel.sequence)
-    for one in micro_batches(train, seq_len=row_length(config.data.seq_len, models.source.shape), world=rows):
-        if one.micro_batch_size == before.get("train", {}).get("micro_batch_size"):
-            train = one
-    kept = config.model_copy(update={"model": model, "train": train, "tiered": tiered})
-    if kept == config or (isinstance(model.mlp_chunk, int) and not models.tiled.shape.tiles):
-        return None
-    found = planned(kept, models, machine, world=world, nodes=nodes)
-    return found if found.plan.fits else None
+    machine = with_cached_rates(probe_machine(drives=drives, output=output))
+    goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
+    listed = Path(machine.output.directory) / PAGES
+    for drive in machine.drives:
+        dead = sum(map(bytes_below, dead_runs(Path(drive.directory), listed=listed)))
+        goes[drive.directory] = goes.get(drive.directory, 0) + dead
+    devices = {drive.directory: drive.device for drive in (machine.output, *machine.drives)}
+
+    def freed(drive: DriveFacts) -> DriveFacts:
+        shared = [d for d, device in devices.items() if d == drive.directory or device == drive.device is not None]
+        return replace(drive, free_bytes=drive.free_bytes + sum(goes[directory] for directory in shared))
+
+    return replace(machine, output=freed(machine.output), drives=tuple(map(freed, machine.drives)))
+
+
+def refuse_nothing_trained(shape: ModelShape) -> None:
+    """Raise UserError if model.freeze freezes every weight. Adapter training needs the library, not this command."""
+    if not shape.trainable:
+        raise UserError("model.freeze leaves nothing to train")
 
 
 def planned(
@@ -133,6 +154,103 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
     return replace(found, plan=replace(plan, longest_row=tokens))
 
 
+# -- settings that need less device memory -----------------------------------------------------------------------------
+
+
+def lacks_room(plan: Plan, machine: MachineProfile) -> bool:
+    """Return True if the plan needs more memory on the computing device than there is, and fallbacks exist."""
+    room = plan.tiers[machine.device]
+    return plan.engine != "deepspeed" and room["need"] > room["have"]
+
+
+class MemoryFallbacks:
+    """One model, as settings that need less device memory see it.
+
+    Probes for chunked MLPs and per-module fetching run on first use and are cached.
+    """
+
+    def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
+        """Take `source`, which creates the ModelSource, and `preset`, its shape if that is known without torch."""
+        self._make = source
+        self._preset = preset and SimpleNamespace(shape=preset)  # stands in for the ModelSource
+        self._in_parts = dict[bool, Any]()  # key: with chunked MLPs
+
+    @cached_property
+    def source(self) -> Any:
+        """The model with whole MLPs and weights fetched by the block."""
+        return self._make()
+
+    @cached_property
+    def tiled(self) -> Any:
+        """The model with the modules marked that can run on chunks of a row."""
+        return _tiled(self.source)
+
+    def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
+        """Return the model for a configuration's chunk and fetch settings; `pieces`: with chunked MLPs in any case."""
+        pieces = pieces or isinstance(config.model.mlp_chunk, int)
+        if self._preset and not pieces and config.tiered.fetch_granularity != "module":
+            return self._preset
+        whole = self.tiled if pieces else self.source
+        if config.tiered.fetch_granularity != "module":
+            return as_wished(whole, config)
+        if pieces not in self._in_parts:
+            self._in_parts[pieces] = as_wished(whole, config)
+        return self._in_parts[pieces]
+
+    def that_fit(
+        self, config: TrainConfig, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
+    ) -> Iterator[tuple[TrainConfig, Any]]:
+        """Yield (configuration, model) that fit with some placement, largest device footprint first."""
+        for wish, of in self._ways(config):
+            layouts, fewer = Layouts(of.shape), with_fewer_buffers(wish)
+
+            def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
+                return any_placement_fits(one, layouts, machine, world=world, nodes=nodes, saves=saves)
+
+            if fits(fewer[-1]):
+                yield next((one for one in fewer[:-1] if fits(one)), fewer[-1]), of
+
+    def least(self, config: TrainConfig) -> tuple[TrainConfig, Any]:
+        """Return the configuration with the smallest device footprint, with its model."""
+        *_, (wish, of) = self._ways(config)
+        return with_fewer_buffers(wish)[-1], of
+
+    def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
+        """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
+        tiered = config.tiered
+        left_open = engine_of(config).name == "tiered" and tiered.fetch_granularity == "auto"
+        for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
+            for pieces in (False, True) if may_tile(config) else (False,):
+                wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
+                of = self.as_wished(wish, pieces=pieces)
+                if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):
+                    yield wish, of
+
+
+def as_wished(source: Any, config: TrainConfig) -> Any:
+    """Return the ModelSource with chunked MLPs and per-module fetching as the configuration requests them."""
+    source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
+    if config.tiered.fetch_granularity == "module":
+        from offload_trainer.model.probes.submodules import in_parts
+
+        return source if is_divided(source.shape) else in_parts(source)
+    return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
+
+
+def may_tile(config: TrainConfig) -> bool:
+    """Return True if the plan may choose to run MLPs on chunks of a row."""
+    return config.model.mlp_chunk == "auto" and engine_of(config).name != "deepspeed"
+
+
+def _tiled(source: Any) -> Any:
+    from offload_trainer.model.probes.positionwise import with_tiles
+
+    return source if source.shape.tiles else with_tiles(source)
+
+
+# -- choices of the run that this one resumes --------------------------------------------------------------------------
+
+
 def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     """Return the configuration with the number of state copies that the run's existing page files have.
 
@@ -156,41 +274,36 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": told.places})})
 
 
-def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:
-    """Return the profile of this machine with its cached rates.
+def _with_resumed_choices(
+    config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int
+) -> Planned | None:
+    """Plan with the micro-batch size, MLP chunk and fetch granularity of the run that this one resumes.
 
-    Space of files that a run with this `output` will remove counts as free.
+    Other choices would change the results bit for bit. Returns None if none of them is left open, if there is no run
+    to resume, or if its choices no longer fit.
     """
-    from offload_trainer.machine.probe import probe_machine
-    from offload_trainer.machine.rate_cache import with_cached_rates
+    from offload_trainer.run.resume_point import config_to_resume
 
-    return _with_what_goes(with_cached_rates(probe_machine(drives=drives, output=output)))
-
-
-def _with_what_goes(machine: MachineProfile) -> MachineProfile:
-    """Return the machine with the bytes of prunable checkpoints and of dead runs' page files counted as free.
-
-    Files that this user's run cannot remove do not count.
-    """
-    from offload_trainer.retention import bytes_that_go
-    from offload_trainer.storage.atomic_io import bytes_below
-    from offload_trainer.storage.scratch_dir import PAGES, dead_runs
-
-    goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
-    listed = Path(machine.output.directory) / PAGES
-    for drive in machine.drives:
-        dead = sum(map(bytes_below, dead_runs(Path(drive.directory), listed=listed)))
-        goes[drive.directory] = goes.get(drive.directory, 0) + dead
-    devices = {drive.directory: drive.device for drive in (machine.output, *machine.drives)}
-
-    def freed(drive: DriveFacts) -> DriveFacts:
-        shared = [d for d, device in devices.items() if d == drive.directory or device == drive.device is not None]
-        return replace(drive, free_bytes=drive.free_bytes + sum(goes[directory] for directory in shared))
-
-    return replace(machine, output=freed(machine.output), drives=tuple(map(freed, machine.drives)))
-
-
-def refuse_nothing_trained(shape: ModelShape) -> None:
-    """Raise UserError if model.freeze freezes every weight. Adapter training needs the library, not this command."""
-    if not shape.trainable:
-        raise UserError("model.freeze leaves nothing to train")
+    model, train, tiered = config.model, config.train, config.tiered
+    fetch_open = tiered.fetch_granularity == "auto" and engine_of(config).name == "tiered"
+    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open
+    if engine_of(config).name == "deepspeed" or not left_open:
+        return None
+    before = config_to_resume(config.save)
+    if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
+        count = (
+            tiered.weight_buffers if "weight_buffers" in tiered.model_fields_set else before["tiered"]["weight_buffers"]
+        )
+        tiered = tiered.model_copy(update={"fetch_granularity": "module", "weight_buffers": count})
+    chunk = before.get("model", {}).get("mlp_chunk")
+    if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
+        model = model.model_copy(update={"mlp_chunk": chunk})
+    rows = max(1, world // config.parallel.sequence)
+    for one in micro_batches(train, seq_len=row_length(config.data.seq_len, models.source.shape), world=rows):
+        if one.micro_batch_size == before.get("train", {}).get("micro_batch_size"):
+            train = one
+    kept = config.model_copy(update={"model": model, "train": train, "tiered": tiered})
+    if kept == config or (isinstance(model.mlp_chunk, int) and not models.tiled.shape.tiles):
+        return None
+    found = planned(kept, models, machine, world=world, nodes=nodes)
+    return found if found.plan.fits else None

@@ -1,21 +1,20 @@
 """Prepare the process before torch is imported: CPU threads, NUMA binding, environment variables and ranks.
 
-`--gpus N` starts N ranks of the same command (`run/ranks/launcher.py`). A process started by that launcher or by
+`--gpus N` starts N ranks of the same command (`run/launcher.py`). A process started by that launcher or by
 torchrun finds its rank in the environment; any other process is rank 0 of 1.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Sequence
+import warnings
 
 from offload_trainer import numa
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError
-from offload_trainer.packages import is_installed, lacks
-from offload_trainer.run.ranks.launcher import run_ranks
-from offload_trainer.run.ranks.watchdog import begin_watch
+from offload_trainer.run.launcher import end_without_launcher
+from offload_trainer.settings import load_config
 from offload_trainer.stdio import write_now
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # read when CUDA is first used
@@ -26,6 +25,14 @@ def ranks_of_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def prepared(words: list[str]) -> TrainConfig:
+    """Return the configuration of a command that loads torch in this process, and prepare the process for it."""
+    config = load_config(words)
+    prepare_process(config)
+    quieten()
+    return config
+
+
 def prepare_process(config: TrainConfig) -> int:
     """Set the environment for this rank and return its number of CPU threads. Call it before torch is imported.
 
@@ -33,7 +40,7 @@ def prepare_process(config: TrainConfig) -> int:
     OMP_NUM_THREADS=1, which would limit the CPU update to one core, so it is overridden. It must be set in the
     environment, because DeepSpeed's kernels load a separate OpenMP runtime that torch.set_num_threads does not affect.
     """
-    begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=config.placement.hang_timeout)
+    end_without_launcher(lambda line: write_now(f"offload-train: {line}"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)
@@ -51,7 +58,8 @@ def prepare_process(config: TrainConfig) -> int:
     if not any(os.environ.get(name) for name in _ALLOCATOR):
         # Expandable segments avoid fragmentation. torch before 2.9 reads the second name.
         os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
-    if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
+    sources = (config.model.name, config.data.tokenizer)
+    if not any("/" in name and not os.path.isdir(os.path.expanduser(name)) for name in sources):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -68,19 +76,21 @@ def _stay_near(rank: int, *, ranks: int) -> None:
         os.sched_setaffinity(0, numa.of_rank(rank, ranks=ranks, nodes=nodes))
 
 
-def _is_of_hub(name: str) -> bool:
-    return "/" in name and not os.path.isdir(os.path.expanduser(name))
+def go_offline() -> None:
+    """Forbid requests to the Hugging Face hub: all files that the command needs are local."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    quieten()
 
 
-def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
-    """Start `count` ranks of the same command and exit with their exit code; return if this process trains itself.
+def quieten(*, loads: bool = True) -> None:
+    """Silence library messages that a user cannot act on.
 
-    Raises UserError here, once rather than in each rank, if DeepSpeed is needed and not installed.
+    `loads`: also announce on a terminal that torch and transformers are being loaded, which takes seconds.
     """
-    if count == 1 or "RANK" in os.environ:
-        return
-    if engine == "deepspeed" and not is_installed("deepspeed"):
-        raise UserError(lacks("--engine deepspeed", "deepspeed"))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(run_ranks(words, count=count))
+    if loads and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print("loading torch and transformers", file=sys.stderr, flush=True)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")

@@ -34,8 +34,7 @@ from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
 from offload_trainer.run.directory import environment
-from offload_trainer.run.memory_fallbacks import lacks_room
-from offload_trainer.run.planning import machine_here
+from offload_trainer.run.planning import lacks_room, machine_here
 from offload_trainer.session.kwargs import SessionKeys, session_words, translate_errors
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session

@@ -70,7 +70,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "engine": "a session always uses the tiered engine",
     "gpus": "a session trains with one GPU",
     "threads": "use torch.set_num_threads",
-    "hang_timeout": "it applies to several ranks only",
     "weight_transfer": "a session trains with one GPU",
     "fetch_granularity": "your code may read all weights of a block at any point",
     "master_format": "a session stores fp32 masters, since other code can change its weights",

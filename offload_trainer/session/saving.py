@@ -28,10 +28,9 @@ from offload_trainer.checkpoint import RunRecord, TrainState, finish_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import DTYPES, EXPORT, check_destination, write_model
 from offload_trainer.export.sources import Source
-from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest
+from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
-from offload_trainer.resume_compat import refuse_other_run
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
 from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, steps_of, write_residents

@@ -30,7 +30,7 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.run import process_setup
+from offload_trainer.run import launcher
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.run.train import train_run
 from offload_trainer.settings import all_keys, load_config
@@ -129,7 +129,6 @@ ELSEWHERE = {
     "parallel.partition_activations": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "tiered.overlap": "offload/test_overlap.py::test_forty_steps_are_plain_torchs",
-    "placement.hang_timeout": "run/test_watchdog.py::test_a_rank_that_hangs_within_the_kernel_is_named_and_killed",
     "tiered.fetch_granularity": "offload/test_parts.py::test_parts_of_blocks_have_plain_torchs_bits",
     "tiered.weight_transfer": "offload/test_rank_bytes.py::test_bytes_are_the_plans",
     "tiered.master_format": "offload/test_tiered_split_masters.py::test_bytes_are_the_planned_ones",
@@ -358,10 +357,10 @@ def test_force_lets_a_plan_pass_that_does_not_fit() -> None:
 
 def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(process_setup, "run_ranks", lambda words, count: 10 * count)
-    process_setup.start_ranks([], count=1, engine="tiered")
+    monkeypatch.setattr(launcher, "run_ranks", lambda words, count: 10 * count)
+    launcher.start_ranks([], count=1, engine="tiered")
     for words in (["--gpus", "3", "--engine", "deepspeed"], ["--gpus", "2"]):
         place = load_config(words).placement
         with pytest.raises(SystemExit) as ended:
-            process_setup.start_ranks(words, count=place.gpus, engine=place.engine)
+            launcher.start_ranks(words, count=place.gpus, engine=place.engine)
         assert ended.value.code == 10 * place.gpus

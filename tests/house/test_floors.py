@@ -12,7 +12,7 @@ HOUSE = (
     ("packages", "units", "stdio", "numa"),
     ("errors",),
     ("safe_files", "signals", "mesh"),
-    ("resume_compat", "config", "synonyms"),
+    ("config", "synonyms"),
     ("schedule", "manifest", "plan"),
     ("settings",),
     ("storage", "ranks"),

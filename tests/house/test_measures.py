@@ -30,7 +30,6 @@ WHOLE = {
     "run.process_setup",  # sets up a process from four sections
     "run.commands.plan",
     "run.planning",
-    "run.memory_fallbacks",
     "run.train",
     "session.api",  # the entry point of the library
 }

@@ -21,7 +21,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.run import process_setup
+from offload_trainer.run import launcher
 from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
 
@@ -130,11 +130,11 @@ def test_auto_never_picks_what_is_not_installed() -> None:
 
 
 def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_setup, "is_installed", lambda name: False)
-    monkeypatch.setattr(process_setup, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launcher, "is_installed", lambda name: False)
+    monkeypatch.setattr(launcher, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="--engine deepspeed needs deepspeed"):
-        process_setup.start_ranks([], count=2, engine="deepspeed")
+        launcher.start_ranks([], count=2, engine="deepspeed")
 
 
 def test_one_that_is_there_and_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

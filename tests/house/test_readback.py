@@ -325,7 +325,6 @@ OPENING = {
     "run/commands/doctor.py": "the kernel's",
     "run/commands/recipes.py": "the package's own, and a new file",
     "run/commands/tune.py": "in a private directory",
-    "run/ranks/watchdog.py": "the kernel's",
     "storage/atomic_io.py": "new files, directories, and O_NONBLOCK",
     "storage/locks.py": "O_NONBLOCK, and regular files only",
     "storage/ab_record.py": "for reading and writing, which no pipe waits for",

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.cli import main, parse_export_arguments
+from offload_trainer.cli import main, parse_export_arguments, parse_sampling_arguments, take_value
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.recipes import recipes
-from offload_trainer.run.commands.sampling import draw_of
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,8 +106,10 @@ def test_commands(command: str) -> None:
         assert parse_export_arguments(words[1:])["dtype"] in words or "--dtype" not in words
         return
     if words[0] in ("sample", "chat"):
-        given = {flag: words.pop(words.index(f"--{flag}") + 1) for flag in ("prompt", "tokens") if f"--{flag}" in words}
-        assert draw_of([word for word in words[1:] if not word.startswith("--")], words[0], **given).tokens
+        verb = words.pop(0)
+        take_value(words, "--prompt")
+        asked = "--tokens" in words
+        assert ("tokens" in parse_sampling_arguments(words, verb)) == asked
         return
     if words[0] in ("plan", "bench", "tune", "doctor", "prepare", "init"):
         words = [word for word in words[1:] if word != "--json"]

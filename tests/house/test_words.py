@@ -92,6 +92,7 @@ def test_help_knows_each_switch(command: str) -> None:
 
     source = inspect.getsource(cli._COMMANDS[command])
     source += inspect.getsource(cli.parse_export_arguments) if command == "export" else ""
+    source += inspect.getsource(cli.parse_sampling_arguments) if command in ("sample", "chat") else ""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     taken = {
         word.value

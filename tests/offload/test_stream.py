@@ -16,7 +16,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.run.memory_fallbacks import as_wished
+from offload_trainer.run.planning import as_wished
 from offload_trainer.settings import load_config
 
 FROZEN = 'model.freeze=["embed_tokens","layers.0."]'

@@ -236,7 +236,7 @@ def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypa
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
     def prepared(**environment: str) -> list[str | None]:
-        monkeypatch.setattr(process_setup, "begin_watch", lambda say, hung: None)
+        monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
         kept = {key: value for key, value in os.environ.items() if key not in names}
         monkeypatch.setattr(os, "environ", kept | environment)
         process_setup.prepare_process(load_config([]))

@@ -13,8 +13,7 @@ import pytest
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
-from offload_trainer.manifest import MANIFEST
-from offload_trainer.resume_compat import differences, refuse_other_run
+from offload_trainer.manifest import MANIFEST, differences, refuse_other_run
 from tests.conftest import TINY
 
 SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}

@@ -297,7 +297,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
 ) -> None:
     """A rank has its share of the cores, and rates are stored for all ranks' threads together."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    monkeypatch.setattr(process_setup, "begin_watch", lambda say, hung: None)
+    monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(process_setup.numa, "nodes", list)
     machine = probe_machine(output=str(tmp_path))

@@ -16,7 +16,7 @@ from offload_trainer import cli
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import resolve_and_plan
-from offload_trainer.run.commands.compare import compared, table
+from offload_trainer.run.commands.runs import compared, comparison
 from offload_trainer.settings import dump_config, load_config
 from offload_trainer.telemetry.metrics import EvalRecord
 
@@ -34,7 +34,7 @@ def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
 
 
 def rows(*runs: Path) -> dict[str, tuple[str, ...]]:
-    head, *rest = table(compared(runs))
+    head, *rest = comparison(compared(runs))
     assert head == ("", *(run.name for run in runs))
     return {row[0]: row[1:] for row in rest}
 

@@ -21,8 +21,7 @@ from offload_trainer.export.export_command import export
 from offload_trainer.export.sources import opened
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
 from offload_trainer.run.commands.generate import chat, inference_model, sample
-from offload_trainer.run.commands.list_runs import runs_in, table
-from offload_trainer.run.commands.sampling import SamplingOptions
+from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 from offload_trainer.storage.locks import open_lock, take
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
@@ -70,13 +69,13 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
             assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
     assert sum("read from the disk for each token" in line for line in said) == 2
     texts = {
-        sample(path, "What", SamplingOptions(TOKENS, 0.9, seed), say=said.append, most_bytes=most)
+        sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=said.append, most_bytes=most)
         for path, most in places
         for seed in (1, 2)
     }
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
-    assert sample(run, "", SamplingOptions(2, 0, 0), say=said.append)
+    assert sample(run, "", tokens=2, temperature=0, say=said.append)
 
 
 def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
@@ -150,7 +149,8 @@ def test_answers_follow_all_that_was_said(run: Path, exported: Path) -> None:
     answers = chat(
         run,
         ["What follows one?\n", "\n", "And two?\n"],
-        SamplingOptions(TOKENS, 0, 0),
+        tokens=TOKENS,
+        temperature=0,
         say=lambda line: None,
         show=False,
     )
@@ -205,7 +205,7 @@ def test_a_run_without_a_template_has_no_chat(run: Path, tmp_path: Path) -> None
     for file in tmp_path.glob("*.jinja"):
         file.unlink()
     with pytest.raises(UserError, match="no chat template, so it was not trained on conversations: use `offload-train"):
-        chat(tmp_path, ["a"], SamplingOptions(), say=lambda line: None)
+        chat(tmp_path, ["a"], say=lambda line: None)
 
 
 def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:
@@ -269,7 +269,7 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
         "no checkpoint: starts from step 0",
     ]
     assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
-    lines = table(found).splitlines()
+    lines = aligned(run_table(found)).splitlines()
     assert lines[0].split() == ["run", "step", "loss", "validation"]
     assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "resumes", "from", "step", "2"]
     assert "3/?" in lines[6]

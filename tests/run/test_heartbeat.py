@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from offload_trainer import ranks
 from offload_trainer.errors import PeerFailed, TrainerError, UserError
-from offload_trainer.run.ranks import heartbeat as module
-from offload_trainer.run.ranks.heartbeat import _exchange_heartbeats, _Heartbeats
+from offload_trainer.run import heartbeat as module
+from offload_trainer.run.heartbeat import _exchange_heartbeats, _Heartbeats
 
 NODES = [range(2), range(2, 4), range(4, 6)]
 

@@ -1,4 +1,4 @@
-"""Tests of the launcher: the rank whose end it reports, the ranks that it refuses, and signals that it passes on."""
+"""Tests of the launcher: the rank whose end it reports, signals that it passes on, and ranks that outlive it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from conftest import run_script
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, UserError
 from offload_trainer.manifest import MANIFEST
-from offload_trainer.run.ranks import launcher
-from offload_trainer.run.ranks.launcher import Ended, first_failure
+from offload_trainer.run import launcher
+from offload_trainer.run.launcher import Ended, first_failure
 from offload_trainer.run.resume_point import with_resume_hint
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
@@ -82,10 +82,11 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
 LAUNCHED = """
 import os, signal, sys, time
 from pathlib import Path
-from offload_trainer.run.ranks import launcher
+from types import SimpleNamespace
+from offload_trainer.run import launcher
 
 launcher._GRACE = 0.5
-launcher._goes_on = lambda words: "it goes on"
+sys.modules["offload_trainer.run.resume_point"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
 start = launcher._Ranks.start
 folder, fault = Path(sys.argv[1]), sys.argv[2]
 RANK = '''
@@ -168,3 +169,40 @@ def test_an_error_says_from_where_it_goes_on(told: str, whole: str, tmp_path: Pa
     """A training error says where the rerun resumes, unless the message says so already."""
     assert with_resume_hint(told, ["train", "--output", str(tmp_path)]) == whole
     assert with_resume_hint(told, ["export", str(tmp_path)]) == told
+
+
+LEFT = """
+import os, signal, threading, time
+from offload_trainer.run import launcher
+
+launcher._LOOK = 0.02
+heard, sleep = threading.Event(), time.sleep
+time.sleep = lambda seconds: heard.wait() if seconds == launcher._GRACE else sleep(seconds)
+reader, writer = os.pipe()
+parent = os.fork()
+if not parent:
+    if os.fork():
+        os._exit(0)  # and the rank below has no launcher
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
+    os.environ[launcher.LAUNCHER] = str(os.getppid()) if os.getppid() != 1 else "2"
+    signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told to end\\n"), heard.set()))
+    launcher.end_without_launcher(lambda line: os.write(writer, f"{line}\\n".encode()))
+    time.sleep(600)
+    os._exit(0)
+os.close(writer)
+told = b""
+while more := os.read(reader, 4096):  # until SIGKILL closes the pipe
+    told += more
+print(told.decode())
+"""
+
+
+def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
+    """A rank without its launcher ends in order, or immediately if that takes too long."""
+    script = tmp_path / "left.py"
+    script.write_text(LEFT)
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
+    assert "the launcher of the ranks (process" in done.stdout
+    assert "told to end" in done.stdout

@@ -19,8 +19,8 @@ from ranked import held_port
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, TrainerError, UserError
-from offload_trainer.run.ranks import node_checks as module
-from offload_trainer.run.ranks.node_checks import refuse_unseen
+from offload_trainer.run import checks
+from offload_trainer.run.checks import refuse_unseen
 
 NODES = 2
 HELD = Path(__file__).parent.with_name("paused_run.py")
@@ -172,8 +172,8 @@ def test_nodes_of_other_secrets_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(checks, "_PATIENCE", 0.1)
     refuse_unseen(tmp_path, first=0)
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="must be on a filesystem that all nodes share"):
-        module._look(tmp_path / ".seen-0123")
+        checks._look(tmp_path / ".seen-0123")

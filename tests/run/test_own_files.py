@@ -19,7 +19,7 @@ from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import crc32_of
 from offload_trainer.model.inference import empty_model
-from offload_trainer.run.commands.list_runs import runs_in
+from offload_trainer.run.commands.runs import runs_in
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append, sync_file
 from offload_trainer.storage.tensorfile import TensorFileReader

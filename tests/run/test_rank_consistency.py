@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from offload_trainer.errors import PeerFailed, UserError
-from offload_trainer.run.ranks import consistency
-from offload_trainer.run.ranks.consistency import refuse_other_data, refuse_other_programs
+from offload_trainer.run import checks
+from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.settings import load_config
 
 
 def others(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **changed: Any) -> None:
     """Pretend that there are three ranks, of which the last reports `changed` facts."""
-    monkeypatch.setattr(consistency, "all_gather_json", lambda mine: [mine, mine, mine | changed])
-    monkeypatch.setattr(consistency, "place_here", lambda: (rank, 3))
+    monkeypatch.setattr(checks, "all_gather_json", lambda mine: [mine, mine, mine | changed])
+    monkeypatch.setattr(checks, "place_here", lambda: (rank, 3))
 
 
 def wishes(*words: str) -> dict[str, Any]:

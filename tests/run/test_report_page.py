@@ -19,9 +19,8 @@ from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.step_time import tokens_that_hide_the_update
-from offload_trainer.run.advice import FASTER, SMALLER, advice
 from offload_trainer.run.planning import Planned
-from offload_trainer.run.report import wear
+from offload_trainer.run.report import FASTER, SMALLER, advice, wear
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.telemetry.report import write_report

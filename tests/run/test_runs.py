@@ -601,12 +601,12 @@ def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from offload_trainer import cli\n"
-        "from offload_trainer.run import train\n"
-        "aside, newest, check = sys.argv.pop(1), sys.argv.pop(1), train._check\n"
+        "from offload_trainer.run import resume\n"
+        "aside, newest, check = sys.argv.pop(1), sys.argv.pop(1), resume._check\n"
         "def ends_meanwhile(*given):\n"
         "    check(*given)\n"
         "    if os.path.exists(aside): os.rename(aside, newest)\n"
-        "train._check = ends_meanwhile\n"
+        "resume._check = ends_meanwhile\n"
         "raise SystemExit(cli.main(sys.argv[1:]))"
     )
     words = [aside, newest, *args, "--output", output]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from offload_trainer.errors import UserError
-from offload_trainer.run import directory, train
-from offload_trainer.run.build import Setup
+from offload_trainer.run import directory, resume
 from offload_trainer.run.directory import Log, held
 from offload_trainer.run.planning import Planned
 from offload_trainer.settings import load_config
@@ -45,11 +44,12 @@ def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path) -> None
     config = load_config(["--resume", "never", "--output", str(tmp_path)])
     unused: Any = None
     plan: Any = SimpleNamespace(cannot_save=None, refuse=lambda force: None)  # a plan that fits
-    setup = Setup(Planned(config, plan, unused, unused), unused, unused, Log(loud=False))
+    planned = Planned(config, plan, unused, unused)
+    setup: Any = SimpleNamespace(planned=planned, save=config.save, output=tmp_path, log=Log(loud=False))
 
     def hold() -> Path | None:
         with ExitStack() as stack:
-            return train._hold(stack, setup, resume=None)[0]
+            return resume.hold(stack, setup, resume=None)[0]
 
     assert hold() is None
     (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)

@@ -44,7 +44,7 @@ SINGLE_FILES = {
     ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
     (
-        "offload_trainer/run/ranks/node_checks.py",
+        "offload_trainer/run/checks.py",
         "unlink",
     ): "the token by which nodes see that they share the run directory",
     ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",

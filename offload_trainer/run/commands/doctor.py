@@ -66,7 +66,7 @@ def examine(
         return [*checks, Check("GPU", "failure", str(error), "repair or hide the GPU, then run this again")]
     except UserError as error:
         return [*checks, Check("directories", "failure", str(error), "name directories that exist and are writable")]
-    checks += [_memory(machine), *_memlock(place, engine, machine), *_gpu(model, machine)]
+    checks += [_memory(), *_memlock(place, engine, machine), *_gpu(model, machine)]
     for drive in machine.drives:
         checks += _drive(drive)
     checks.append(_output(machine.output))
@@ -196,7 +196,7 @@ def _stale_locks() -> Iterator[Check]:
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def _memory(machine: MachineProfile) -> Check:
+def _memory() -> Check:
     total, free = total_ram_bytes(), available_ram_bytes()
     found = f"{format_bytes(free)} of {format_bytes(total)} available"
     if free < _LITTLE_RAM:

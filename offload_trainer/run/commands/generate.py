@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from offload_trainer.export.sources import NamedTensor, opened
 from offload_trainer.machine.probe import available_ram_bytes
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called, set_weight
 from offload_trainer.model.pretrained import opened_weights, persistent_buffers
-from offload_trainer.run.commands.sampling import SamplingOptions
 from offload_trainer.units import format_bytes
 
 
@@ -91,19 +90,37 @@ def _of_export(path: Path) -> Iterator[_Weights]:
 
 
 def sample(
-    path: Path, prompt: str, draw: SamplingOptions, *, say: Callable[[str], None], most_bytes: int | None = None
+    path: Path,
+    prompt: str,
+    *,
+    tokens: int = 100,
+    temperature: float = 0.8,
+    seed: int = 0,
+    say: Callable[[str], None],
+    most_bytes: int | None = None,
 ) -> str:
-    """Return `prompt` followed by the generated continuation."""
+    """Return `prompt` followed by the generated continuation of at most `tokens` tokens.
+
+    `temperature`: 0 for greedy decoding.
+    """
     with inference_model(path, say=say, most_bytes=most_bytes) as found:
         ids = found.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if not ids:
             first = found.tokenizer.bos_token_id
             ids = [found.tokenizer.eos_token_id or 0 if first is None else first]
-        return str(found.tokenizer.decode([*ids, *found.generate(ids, **asdict(draw))], skip_special_tokens=True))
+        told = found.generate(ids, tokens=tokens, temperature=temperature, seed=seed)
+        return str(found.tokenizer.decode([*ids, *told], skip_special_tokens=True))
 
 
 def chat(
-    path: Path, lines: Iterable[str], draw: SamplingOptions, *, say: Callable[[str], None], show: bool = True
+    path: Path,
+    lines: Iterable[str],
+    *,
+    tokens: int = 100,
+    temperature: float = 0.8,
+    seed: int = 0,
+    say: Callable[[str], None],
+    show: bool = True,
 ) -> list[str]:
     """Return the model's answer to each line, with all earlier lines and answers as context.
 
@@ -123,7 +140,9 @@ def chat(
                 continue
             messages.append({"role": "user", "content": line.strip()})
             asked = found.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            told = found.generate(asked["input_ids"], **asdict(draw) | {"seed": draw.seed + number}, show=show)
+            told = found.generate(
+                asked["input_ids"], tokens=tokens, temperature=temperature, seed=seed + number, show=show
+            )
             answers.append(str(found.tokenizer.decode(told, skip_special_tokens=True)).strip())
             messages.append({"role": "assistant", "content": answers[-1]})
         return answers

@@ -28,8 +28,13 @@ from offload_trainer.plan.planner import any_placement_fits, combination_mistake
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.workload import item_bytes
-from offload_trainer.run.memory_fallbacks import MemoryFallbacks
-from offload_trainer.run.planning import machine_here, planned, refuse_nothing_trained, with_longest_row
+from offload_trainer.run.planning import (
+    MemoryFallbacks,
+    machine_here,
+    planned,
+    refuse_nothing_trained,
+    with_longest_row,
+)
 from offload_trainer.settings import values_given
 
 _MOST_NODES = 1024

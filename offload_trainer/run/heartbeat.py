@@ -4,7 +4,7 @@
 
 TCP connections to a machine that has vanished stay open, and collectives wait on them for as long as a step, a start
 or a save may take. Without heartbeats the failure would be noticed only then. Failures within a node are detected by
-its own ranks (`run/ranks/watchdog.py`).
+its own ranks and their launcher.
 """
 
 from __future__ import annotations
@@ -14,21 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+
+import torch.distributed as dist
 
 from offload_trainer.ranks import launchers_store
-from offload_trainer.run.ranks.watchdog import RERUN_SENTENCE
 
 _EVERY, _LOST = 5.0, 60.0  # seconds between heartbeats, and without one until a node counts as lost
 _ENDED = b"ended"
-
-
-class Store(Protocol):
-    """The part of torch.distributed.Store that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 @contextmanager
@@ -57,7 +49,7 @@ def beating(nodes: Sequence[range], *, rank: int, say: Callable[[str], None]) ->
 class _Heartbeats:
     """Heartbeat counter of this node, and the last ones seen of the others."""
 
-    def __init__(self, store: Store, nodes: Sequence[range], *, number: int) -> None:
+    def __init__(self, store: dist.Store, nodes: Sequence[range], *, number: int) -> None:
         self._store, self._nodes, self._number = store, nodes, number
         self._count = 0
         self._heard = {other: (b"", time.monotonic()) for other in range(len(nodes)) if other != number}
@@ -111,5 +103,5 @@ def _end(why: str, say: Callable[[str], None]) -> None:
 
     The launcher then ends the other ranks of this node.
     """
-    say(f"{why}, and the run ends. {RERUN_SENTENCE}")
+    say(f"{why}, and the run ends. The same command resumes")
     os._exit(1)

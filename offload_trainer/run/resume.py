@@ -1,4 +1,6 @@
-"""Resume a killed run from its page files on drives, without a checkpoint.
+"""Lock the run directory and choose what a run resumes from: nothing, a checkpoint, or page files of a killed run.
+
+    hold ──> checkpoint or None ── done_already? ── take_over ──> page files, if they are newer than the checkpoint
 
     RUN/pages           paths of the directories with this run's page files, one per line (storage/scratch_dir)
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state
@@ -24,17 +26,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from pydantic import with_config
 
-from offload_trainer.checkpoint import MADE, TrainState, changed_settings
+from offload_trainer.checkpoint import MADE, RunRecord, TrainState, changed_settings, check_resume, find_resume
 from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.export.directory import done_before
+from offload_trainer.manifest import differences
 from offload_trainer.offloading.pages.manifest import (
     DESCRIPTION,
     Newest,
@@ -49,9 +54,10 @@ from offload_trainer.offloading.pages.manifest import (
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import TierSizes, homes_in
 from offload_trainer.ranks import broadcast_json, nodes, on_rank_zero, place_here
-from offload_trainer.resume_compat import differences
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup
+from offload_trainer.run.checks import refuse, refuse_output
+from offload_trainer.run.directory import Log, held
 from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory
@@ -84,12 +90,12 @@ class _Made:
 class PageFiles:
     """Page files of a dead run that this run has taken over."""
 
-    places: Sequence[ScratchDirectory]  # locked directories; empty on ranks other than the first
     train: TrainState  # progress of the dead run
     newest: Newest
     pages: int
     torn: bool  # one slot of the record is damaged, so it may have held a newer step
     instead: str  # flag that starts the run without the page files
+    places: Sequence[ScratchDirectory] = ()  # locked directories; empty on ranks other than the first
 
     def resume(self, engine: Engine) -> None:
         """Load the page files into the engine. Collective. Raises UserError if a page is damaged."""
@@ -104,6 +110,67 @@ class PageFiles:
                 ". One slot of their record is damaged, and the other one belongs to an older step" if self.torn else ""
             )
             raise _refused(f"{error}{torn}", step=self.train.step, instead=self.instead) from error
+
+
+# -- checkpoints and the lock ------------------------------------------------------------------------------------------
+
+
+def find_checkpoint_to_resume(setup: Setup) -> Path | None:
+    """Return the checkpoint to resume from, fully verified, on every rank; None to start from step 0. Collective."""
+    chosen: list[Path | None] = []
+    on_rank_zero(lambda: chosen.append(find_resume(setup.save.resume, output=setup.output)))
+    (resume,) = broadcast_json(chosen, list[Path | None])
+    if resume:
+        on_rank_zero(partial(_check, resume, setup.record, setup.log))
+    return resume
+
+
+def hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path | None, int]:
+    """Lock the run directory; return (checkpoint to resume from, descriptor of the lock, -1 except on rank 0).
+
+    The checkpoint is chosen again under the lock, because another run may have ended there meanwhile and have left
+    newer ones.
+    """
+    chosen, lock = resume, -1
+
+    def on_zero() -> None:
+        nonlocal chosen, lock
+        lock = stack.enter_context(held(setup.output, setup.log))
+        refuse(setup.planned)
+        refuse_output(setup.planned)
+        chosen = find_resume(setup.save.resume, output=setup.output)
+        if chosen != resume:
+            setup.log.say(f"another run has ended in {setup.output} in the meantime: checking again")
+            if chosen:
+                _check(chosen, setup.record, setup.log)
+
+    on_rank_zero(on_zero)
+    return broadcast_json(chosen, Path | None), lock
+
+
+def _check(resume: Path, record: RunRecord, log: Log) -> None:
+    log.say(f"checking {resume}")
+    for line in check_resume(resume, record):
+        log.say(f"note: {line}")
+
+
+def done_already(setup: Setup, begins: TrainState | None) -> bool:
+    """Return True if this run has already finished in this directory. Collective.
+
+    Raises UserError if it would overwrite the results of another run.
+    """
+    found: list[str] = []
+
+    def look() -> None:
+        at = begins.step if begins else 0
+        anew, exports = setup.save.resume == "never", setup.save.every == 0
+        told = done_before(setup.output, setup.record, begins_at=at, anew=anew, exports=exports)
+        found.extend([told] if told else [])
+
+    on_rank_zero(look)
+    for line in found:
+        setup.log.say(line)
+    return bool(broadcast_json(found))
 
 
 # -- while a run lives -------------------------------------------------------------------------------------------------
@@ -121,14 +188,14 @@ def keep(setup: Setup, job: Job) -> None:
     if not why and not all(map(has_locks, job.swaps)):
         why = "locks do not work on the drive, so the next start could not tell that this run has ended"
     if why:
-        if setup.planned.config.tiered.state_copies == 2:
+        if setup.record.run["config"]["tiered"]["state_copies"] == 2:
             setup.log.say(f"note: a kill will leave no page files to resume from: {why}")
         return
     engine, record = job.engine, setup.record
     assert isinstance(engine, TieredEngine)
     assert engine.offloaded.manifest is not None
     engine.offloaded.manifest.commits = True
-    made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.planned.plan.world)
+    made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
     keep_listed(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
@@ -146,17 +213,16 @@ def clear_drives(setup: Setup) -> None:
     drop(setup)
     if place_here()[0] not in [its.start for its in nodes()]:
         return
-    for drive in setup.planned.config.placement.nvme:
+    for drive in setup.drives:
         try:
-            clear(Path(drive).expanduser(), say=setup.log.say, listed=setup.listed)
+            clear(drive, say=setup.log.say, listed=setup.listed)
         except (OSError, UserError) as error:
             setup.log.say(f"note: files of ended runs in {drive} could not be removed: {_sentence(error)}")
 
 
 def _why_never(setup: Setup) -> str:
     """Return why a run with this plan cannot resume from its page files; "" if it can."""
-    plan = setup.planned.plan
-    sizes = plan.sizes
+    plan, sizes = setup.plan, setup.plan.sizes
     if not isinstance(sizes, TierSizes) or not plan.uses_drives:
         return "this run stores no state on drives"
     if sizes.remainders:
@@ -167,15 +233,15 @@ def _why_never(setup: Setup) -> str:
         return f"this run has {plan.nodes} nodes; only runs on one node can resume from page files"
     if any(page.home < 0 for page in _pages(setup)):
         return "this run stores some of its state in memory; with --ram-fraction 0 all of it is on drives"
-    if any(not weight.trainable for weight in setup.planned.source.shape.weights):
+    if any(not weight.trainable for weight in setup.source.shape.weights):
         return "they do not contain the weights that are not trained (model.freeze)"
     return ""
 
 
 def _pages(setup: Setup) -> Sequence[Any]:
-    plan = setup.planned.plan
+    plan = setup.plan
     assert isinstance(plan.sizes, TierSizes)
-    return homes_in(units_of(setup.planned.source.shape), plan.placement, plan.sizes).pages
+    return homes_in(units_of(setup.source.shape), plan.placement, plan.sizes).pages
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------
@@ -187,37 +253,31 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
     `begins`: the checkpoint's state. The directories stay locked until `stack` closes. Collective; rank 0 does the
     search. Raises UserError if the page files may be newer but this run cannot use them.
     """
-    if setup.planned.config.save.resume != "auto":
+    if setup.save.resume != "auto":
         return None
     found: list[PageFiles] = []
-    on_rank_zero(lambda: found.extend(_taken_over(setup, stack, begins=begins)))
-    told = broadcast_json([_without_places(one) for one in found], list[_WithoutPlaces])
-    return next(iter(found or [PageFiles((), *one) for one in told]), None)
 
+    def search() -> None:
+        with ExitStack() as locks:
+            files = _found(setup, locks, begins=begins)
+            if files is None:
+                return
+            stack.push(locks.pop_all())
+        found.append(files)
+        where = ", ".join(str(place.path) for place in files.places)
+        than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
+        setup.log.say(f"resuming from the page files in {where}, step {files.train.step}; they are newer than {than}")
 
-_WithoutPlaces = tuple[TrainState, Newest, int, bool, str]  # the other fields of `PageFiles`
-
-
-def _without_places(files: PageFiles) -> _WithoutPlaces:
-    return files.train, files.newest, files.pages, files.torn, files.instead
-
-
-def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> list[PageFiles]:
-    """Return a list with the page files to resume from, or an empty one."""
-    with ExitStack() as locks:
-        found = _found(setup, locks, begins=begins)
-        if found is None:
-            return []
-        stack.push(locks.pop_all())
-    where = ", ".join(str(place.path) for place in found.places)
-    than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
-    setup.log.say(f"resuming from the page files in {where}, step {found.train.step}; they are newer than {than}")
-    return [found]
+    on_rank_zero(search)
+    fields = [(files.train, files.newest, files.pages, files.torn, files.instead) for files in found]
+    told = broadcast_json(fields, list[tuple[TrainState, Newest, int, bool, str]])
+    return next(iter(found or [PageFiles(*one) for one in told]), None)
 
 
 def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
     """Return the page files registered for this run, locked; None if they are not newer than `begins`."""
-    instead, step = _instead(setup), 0
+    saved = complete_checkpoints(setup.output / "checkpoints")
+    instead, step = f"--resume {quote(str(saved[-1]))}" if saved else "--resume never", 0
     try:
         folders = _folders(setup, begins=begins)
         if not folders:
@@ -243,7 +303,7 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
         _refuse_otherwise(setup, folders, told)
         for folder in folders:
             wait_for_ranks(folder, say=setup.log.say)
-        return PageFiles(places, train, newest, len(told.pages), torn_record(told), instead)
+        return PageFiles(train, newest, len(told.pages), torn_record(told), instead, places)
     except (OSError, ValueError, TrainerError) as error:
         raise _refused(_sentence(error), step=step, instead=instead) from error
 
@@ -257,12 +317,6 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
     )
 
 
-def _instead(setup: Setup) -> str:
-    """Return the flag that starts the run without its page files."""
-    saved = complete_checkpoints(setup.output / "checkpoints")
-    return f"--resume {quote(str(saved[-1]))}" if saved else "--resume never"
-
-
 def _sentence(error: BaseException) -> str:
     return reason(error) if isinstance(error, OSError) else str(error)
 
@@ -272,8 +326,7 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
 
     Raises ValueError if the run's list names one that does not exist.
     """
-    drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
-    kept = [folder for drive in drives for folder in kept_for(setup.listed, drive)]
+    kept = [folder for drive in setup.drives for folder in kept_for(setup.listed, drive)]
     if not os.path.lexists(setup.listed):
         return kept
     named = named_in(setup.listed)
@@ -312,10 +365,10 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
     others += differences(made.layout, _in_json(setup.record.layout))
     if others:
         raise ValueError(f"they belong to another run: {'; '.join(others[:5])}")
-    wished = [root_of(Path(drive).expanduser()).resolve() for drive in setup.planned.config.placement.nvme]
+    wished = [root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != wished:
         raise ValueError(f"they are in {shown(', '.join(told.drives))}, and --nvme names other directories")
-    units, sizes = units_of(setup.planned.source.shape), setup.planned.plan.sizes
+    units, sizes = units_of(setup.source.shape), setup.plan.sizes
     assert isinstance(sizes, TierSizes)
     ours = manifest_of(
         folders,
@@ -328,10 +381,9 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
     )
     theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
     differ = [key for key, told in _in_json(asdict(ours)).items() if told != theirs.get(key)]
-    if "pages" in differ and made.ranks != setup.planned.plan.world:
+    if "pages" in differ and made.ranks != setup.plan.world:
         raise ValueError(
-            f"they were written by {made.ranks} rank(s), and this run has {setup.planned.plan.world}: use --gpus "
-            f"{made.ranks}"
+            f"they were written by {made.ranks} rank(s), and this run has {setup.plan.world}: use --gpus {made.ranks}"
         )
     if differ:
         raise ValueError(f"their layout differs from this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")

@@ -1,19 +1,22 @@
-"""The `report` command: compare runs by their differing settings, losses, speed and memory.
+"""The `runs` and `report` commands: list the runs below a directory, and compare runs by settings and results.
 
-config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each ── compared ── a table, JSON, or an HTML page
+config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each run ──> a table, JSON, or an HTML page
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.safe_files import file_bytes, one_line, parsed, read_yaml
+from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.scratch_dir import PAGES, folders_in
 from offload_trainer.telemetry.metrics import (
     EvalRecord,
     StepRecord,
@@ -36,6 +39,122 @@ _TELLING = (
     "optim.lr",
 )
 _NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # paths do not affect results
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Format the rows of a table as text in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in told)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """Summary of one run directory."""
+
+    directory: str
+    step: int  # last step in metrics.jsonl
+    steps: int | None  # steps of the whole run in its configuration; None: not readable
+    loss: float | None
+    validation_loss: float | None
+    saved: int | None  # step of the newest checkpoint
+    state: str  # short description: running, done, or how it would resume
+
+    @property
+    def progress(self) -> str:
+        """The last step, and the steps of the whole run."""
+        return f"{self.step}/{'?' if self.steps is None else self.steps}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def runs_in(directory: Path) -> list[Run]:
+    """Return the runs at or below `directory`, sorted by path. Raises UserError if no run is found."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; a run is in the directory given by its --output")
+    found = []
+    for place, folders, files in os.walk(directory):
+        if "config.yaml" in files and "metrics.jsonl" in files:
+            try:
+                found.append(_summary(Path(place)))
+            except UserError as error:  # one unreadable run must not hide the others
+                found.append(
+                    Run(place, step=0, steps=None, loss=None, validation_loss=None, saved=None, state=str(error))
+                )
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    if not found:
+        raise UserError(f"{directory} holds no run: none of its directories has a config.yaml and a metrics.jsonl")
+    return found
+
+
+def _summary(directory: Path) -> Run:
+    metrics, validations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
+    checkpoints = complete_checkpoints(directory / "checkpoints")
+    try:
+        steps = read_yaml(directory / "config.yaml")["train"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        steps = None
+    steps = steps if isinstance(steps, int) else None
+    saved = step_of(checkpoints[-1]) if checkpoints else None
+    return Run(
+        directory=str(directory),
+        step=metrics[-1].step if metrics else 0,
+        steps=steps,
+        loss=metrics[-1].loss if metrics else None,
+        validation_loss=validations[-1].validation_loss if validations else None,
+        saved=saved,
+        state=_state(directory, steps=steps, saved=saved),
+    )
+
+
+def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
+    if _is_alive(directory):
+        return "is running"
+    try:
+        has_page_files = bool(folders_in(directory / PAGES))
+    except (OSError, ValueError):  # resuming the run reports the error
+        has_page_files = False
+    if (saved is None or saved != steps) and has_page_files:
+        return "resumes from its page files"  # a newer checkpoint takes precedence
+    if saved is None:
+        exported = (directory / "export").is_dir()
+        return "exported, cannot resume" if exported else "no checkpoint: starts from step 0"
+    if steps is not None and saved >= steps:
+        return "done"
+    return f"resumes from step {saved}"
+
+
+def _is_alive(directory: Path) -> bool:
+    try:
+        lock = open_lock(directory / ".lock")
+    except OSError:
+        return False
+    try:
+        take(lock, shared=True)
+    except BlockingIOError:
+        return True
+    except NoLocks:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
+def run_table(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return table rows: a header, then one row for each run."""
+    rows: list[tuple[str, ...]] = [("run", "step", "loss", "validation", "")]
+    for one in runs:
+        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (one.loss, one.validation_loss))
+        rows.append((one.directory, one.progress, *losses, one.state))
+    return rows
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,19 +185,12 @@ def compared(directories: Sequence[Path]) -> list[RunSummary]:
     ]
 
 
-def table(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:
+def comparison(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     """Return table rows: a header, then one row for each fact that at least one run has."""
     names = list(dict.fromkeys(name for run in runs for name in run.facts))
     names.sort(key=lambda name: list(_TEXT).index(name) if name in _TEXT else -1)  # settings first, then results
     rows = [(name, *(_shown(name, run.facts.get(name)) for run in runs)) for name in names]
     return [("", *(run.name for run in runs)), *(row for row in rows if any(cell != "-" for cell in row[1:]))]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as text in aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in told)
 
 
 def write_page(path: Path, runs: Sequence[RunSummary]) -> None:
@@ -91,7 +203,7 @@ def write_page(path: Path, runs: Sequence[RunSummary]) -> None:
         Series(run.name, [(float(row.step), row.loss) for row in run.rows if row.loss is not None]) for run in runs
     ]
     phases = {run.name: median_phases(run.rows) for run in runs}
-    write_comparison(path, title="Runs side by side", losses=losses, phases=phases, table=table(runs))
+    write_comparison(path, title="Runs side by side", losses=losses, phases=phases, table=comparison(runs))
 
 
 def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
@@ -126,19 +238,15 @@ def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str
         homes["plan: ram_fraction"] = None if on_gpu is None or in_ram is None else round(on_gpu + in_ram, 9)
     if "overlap" in plan:
         homes["plan: tiered.overlap"] = "backward" if plan.get("ahead") else "forward" if plan["overlap"] else "off"
-    facts = {**wished, **homes, "tokens a step": plan["tokens_per_step"], **_of_plan(plan["plan"])}
+    seconds = list(plan["plan"]["seconds"].values())
+    predicted = None if None in seconds else sum(seconds) - plan["plan"].get("hidden", 0.0)
+    facts = {**wished, **homes, "tokens a step": plan["tokens_per_step"], "a step, predicted": predicted}
     facts |= _of_rows(rows)
     if evaluations:
         facts["validation loss"] = evaluations[-1].validation_loss
         facts["bits a byte"] = evaluations[-1].bits_per_byte
     known = {what: value for what, value in facts.items() if value is not None}
     return RunSummary(directory, name, known, rows, evaluations)
-
-
-def _of_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    seconds = list(plan["seconds"].values())
-    known = None if None in seconds else sum(seconds) - plan.get("hidden", 0.0)
-    return {"a step, predicted": known}
 
 
 def _of_rows(rows: Sequence[StepRecord]) -> dict[str, Any]:

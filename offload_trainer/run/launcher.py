@@ -1,8 +1,13 @@
 """Launcher for the ranks of one node: start them, forward signals, and report why the run ended if one failed.
 
+    launcher ── starts, signals, waits for ──> ranks, each with a thread that ends it if the launcher is gone
+
 The first rank that fails prints its error; ranks that end only because another is gone print nothing (`errors.LOST`),
 so that the reason is the last message. The exit code is that of the rank that failed first, or 128 + the number of the
 signal that ended the run.
+
+Nothing here looks for ranks that are stopped or hung: within a step the others wait at most 300 s for them
+(`ranks.STALLED`), and the launcher then kills what does not end. Elsewhere a slow rank cannot be told from a hung one.
 """
 
 from __future__ import annotations
@@ -12,18 +17,35 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from offload_trainer.errors import LOST
+from offload_trainer.errors import LOST, UserError
 from offload_trainer.mesh import RUN
-from offload_trainer.run.ranks.watchdog import LAUNCHER, begin_launchers_watch
+from offload_trainer.packages import is_installed, lacks
+
+LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
 
 _STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to the other ranks after one has failed
-_LOOK = 1.0  # seconds between checks of the ranks when no signal arrives
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
+_LOOK = 1.0  # seconds between checks: of the ranks when no signal arrives, and of the launcher
+
+
+def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
+    """Start `count` ranks of the same command and exit with their exit code; return if this process trains itself.
+
+    Raises UserError here, once rather than in each rank, if DeepSpeed is needed and not installed.
+    """
+    if count == 1 or "RANK" in os.environ:
+        return
+    if engine == "deepspeed" and not is_installed("deepspeed"):
+        raise UserError(lacks("--engine deepspeed", "deepspeed"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(run_ranks(words, count=count))
 
 
 @dataclass(frozen=True)
@@ -41,7 +63,6 @@ def run_ranks(words: Sequence[str], *, count: int) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     ranks = _Ranks(waited, before)
     ranks.start([sys.executable, "-m", "offload_trainer", "train", *words], count=count)
-    begin_launchers_watch(lambda line: print(f"offload-train: {line}", file=sys.stderr, flush=True))
     return _told(ranks.wait(), words, stopped=ranks.stopped)
 
 
@@ -108,30 +129,51 @@ def first_failure(failed: dict[int, Ended]) -> tuple[int, int]:
 
 def _told(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> int:
     """Print why the run ended, unless a rank has, and where the command `words` resumes; return the exit code."""
+    rank, code = first_failure(failed) if failed else (0, 0)
     if stopped:
-        print(f"offload-train: stopped by {signal.Signals(stopped).name}; {_goes_on(words)}", file=sys.stderr)
-        return 128 + stopped
-    if not failed:
-        return 0
-    rank, code = first_failure(failed)
-    if code < 0:
-        name = signal.Signals(-code).name
-        killed = f"offload-train: rank {rank} was killed by {name}, and the run ended with it"
-        print(f"{killed}; {_goes_on(words)}", file=sys.stderr)
-        return 128 - code
-    if code == LOST:
-        print(f"offload-train: the ranks lost each other; {_goes_on(words)}", file=sys.stderr)
-        return 1
-    if code > 128:
-        name = signal.Signals(code - 128).name
-        print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
+        why, code = f"stopped by {signal.Signals(stopped).name}", 128 + stopped
+    elif code < 0:
+        why, code = f"rank {rank} was killed by {signal.Signals(-code).name}, and the run ended with it", 128 - code
+    elif code == LOST:
+        why, code = "the ranks lost each other", 1
+    else:
+        if code > 128:
+            name = signal.Signals(code - 128).name
+            print(f"offload-train: rank {rank} was terminated by {name}, and the run ended with it", file=sys.stderr)
+        return code
+    from offload_trainer.run.resume_point import resume_hint  # late: it imports torch
+
+    print(f"offload-train: {why}; {resume_hint(words)}", file=sys.stderr)
     return code
 
 
-def _goes_on(words: Sequence[str]) -> str:
-    """Return a sentence on where the command `words` would resume from."""
-    from offload_trainer.run.resume_point import (
-        resume_hint,  # imported late to keep the launcher small while ranks train
-    )
+# -- in the ranks ------------------------------------------------------------------------------------------------------
 
-    return resume_hint(words)
+
+def has_launcher() -> bool:
+    """Return True in a rank that was started by this program's launcher or by torchrun."""
+    started = {LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ)
+    return bool(started) and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def end_without_launcher(say: Callable[[str], None]) -> None:
+    """Start a thread that ends this rank if its launcher is gone. `say` is called in that thread.
+
+    Does nothing without a launcher: a shell that is the parent of a rank may exit.
+    """
+    if has_launcher():
+        launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+        threading.Thread(target=_end_after, args=(launcher, say), name="watch", daemon=True).start()
+
+
+def _end_after(launcher: int, say: Callable[[str], None]) -> None:
+    """Wait until the launcher is gone; then send SIGTERM to this process, and SIGKILL if that does not end it."""
+    while os.getppid() == launcher:
+        time.sleep(_LOOK)
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        say(f"the launcher of the ranks (process {launcher}) has ended, and the run ends. The same command resumes")
+    else:
+        time.sleep(_LOOK)  # let the first rank print the reason before this rank's end stops it
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)

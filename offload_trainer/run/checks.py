@@ -1,0 +1,189 @@
+"""Checks before a run writes anything: its plan, its data, its run directory, and that all ranks and nodes agree.
+
+Each check raises UserError that says what is wrong and what to do. A check of several ranks lists each difference with
+its values on rank 0 and on the other rank.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import socket
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_trainer import __version__
+from offload_trainer.checkpoint import check_identity, find_resume
+from offload_trainer.engine.cpu_matmul import has_native_16bit
+from offload_trainer.errors import PeerFailed, UserError
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.planner import on_another, workload
+from offload_trainer.ranks import all_gather_json, broadcast_json, on_rank_zero, on_some, place_here
+from offload_trainer.retention import complete_checkpoints, step_of
+from offload_trainer.run.data import check_data, unknown_identity
+from offload_trainer.run.directory import refuse_strangers
+from offload_trainer.run.planning import Planned
+from offload_trainer.safe_files import shown
+from offload_trainer.telemetry.trackers import refuse_missing
+
+_MOST = 10  # lines in a message
+_PATIENCE, _AGAIN = 10.0, 0.2  # seconds until a shared filesystem shows what another machine has written
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def refuse(planned: Planned) -> None:
+    """Raise UserError for a plan that does not fit, or that cannot write or resume from the requested checkpoints."""
+    config, plan = planned.config, planned.plan
+    plan.refuse(force=config.placement.force)
+    reason = plan.cannot_save
+    if not reason:
+        return
+    if resumes := find_resume(config.save.resume, output=planned.output):
+        raise UserError(
+            f"{plan.homes} cannot continue {resumes}: {reason}. Use --optimizer cpu, or name another --output"
+        )
+    if config.save.every != 0:
+        raise UserError(
+            f"{plan.homes}: no exact checkpoints are possible: {reason}. Add --save-every 0 to train without them "
+            "(the weights are exported at the end), or use --engine tiered"
+        )
+
+
+def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
+    """Raise UserError for missing trackers and for data that is missing or not text, before tokenizing anything."""
+    refuse_missing(planned.config.save.all_trackers)
+    check_data(planned.config.data, planned.source, say=say)
+
+
+def refuse_output(planned: Planned) -> None:
+    """Raise UserError if the run directory holds files that this run can neither resume from nor replace."""
+    config = planned.config
+    refuse_strangers(planned.output)
+    resumes = find_resume(config.save.resume, output=planned.output)
+    here = complete_checkpoints(planned.output / "checkpoints")
+    newer = [path.name for path in here if resumes and step_of(path) > step_of(resumes)]
+    if newer:
+        raise UserError(
+            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}), from "
+            "which the same command would resume next time. Move them away, or name another --output"
+        )
+    if config.save.resume == "never" and here:
+        raise UserError(
+            f"--resume never, but {config.save.output} holds checkpoints of an earlier run: name another --output"
+        )
+    if resumes:
+        check_identity(resumes, planned.identity | unknown_identity(config.data), planned.layout)
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise UserError if ranks differ in versions, configuration, or hardware that changes results in the last bits.
+
+    Collective.
+    """
+    facts: dict[str, Any] = {
+        "offload_trainer": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "CPU instruction set (torch)": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.cuda.is_available():
+        facts["GPU"] = torch.cuda.get_device_name()
+        facts["CUDA"] = torch.version.cuda
+    else:
+        for dtype in (torch.bfloat16, torch.float16):
+            facts[f"products of {str(dtype).removeprefix('torch.')} in hardware"] = has_native_16bit(dtype)
+    wishes = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    _refuse_different(
+        facts | wishes, fix="Install the same software on every node, and start every rank with the same command"
+    )
+
+
+def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """Raise UserError if ranks have different training data, or weights of different names or shapes. Collective."""
+    weights = zlib.crc32(json.dumps(layout, sort_keys=True).encode())
+    _refuse_different(
+        {**identity, "the model's weights": weights}, fix="Every node must see the same data and the same model"
+    )
+
+
+def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
+    first, *others = all_gather_json(dict(mine))
+    told = [
+        f"  {shown(key)}: rank {rank} has {shown(its.get(key))}, rank 0 {shown(first.get(key))}"
+        for rank, its in enumerate(others, 1)
+        for key in {**first, **its}
+        if first.get(key) != its.get(key)
+    ]
+    if told:
+        more = [f"  and {len(told) - _MOST} more"] if len(told) > _MOST else []
+        words = "\n".join(["the ranks of this run differ:", *told[:_MOST], *more, fix])
+        raise UserError(words) if place_here()[0] == 0 else PeerFailed(words, code=UserError.exit_code)
+
+
+# -- several nodes -----------------------------------------------------------------------------------------------------
+
+
+def refuse_node(planned: Planned, machine: MachineProfile) -> None:
+    """Raise UserError if this node differs in kind from rank 0's node or lacks memory or disk space for its plan.
+
+    `machine`: the profile of this node.
+    """
+    here, plan, config = f"node {socket.gethostname()}", planned.plan, planned.config
+    if machine.device != planned.machine.device:
+        kinds = {"gpu": "computes on a GPU", "ram": "has no GPU"}
+        raise UserError(
+            f"{here} {kinds[machine.device]}, and the node of rank 0 {kinds[planned.machine.device]}: all nodes "
+            "of a run must use the same kind of device"
+        )
+    drives = [[drive.directory for drive in one.drives] for one in (planned.machine, machine)]
+    if len(drives[0]) != len(drives[1]):
+        raise UserError(
+            f"{here} was given {len(drives[1])} --nvme, the node of rank 0 {len(drives[0])}: the numbers must match"
+        )
+    names = dict(zip(*drives, strict=True))
+    items = [replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items]
+    work = workload(config, planned.source.shape, world=plan.world, nodes=plan.nodes)
+    try:
+        on_another(plan, items, work, machine).refuse(force=config.placement.force)
+    except UserError as error:
+        raise UserError(f"{here}: {error}") from error
+
+
+def refuse_unseen(output: Path, *, first: int) -> None:
+    """Raise UserError if a node does not see the run directory, in which all nodes write checkpoints.
+
+    Collective. `first`: the first rank of this node, which checks for a file that rank 0 has written.
+    """
+    token = output / broadcast_json(f".seen-{secrets.token_hex(4)}")
+    on_rank_zero(partial(token.write_text, ""))
+    try:
+        on_some(partial(_look, token), mine=place_here()[0] == first)
+    finally:
+        if place_here()[0] == 0:
+            token.unlink(missing_ok=True)
+
+
+def _look(token: Path) -> None:
+    until = time.monotonic() + _PATIENCE
+    while not token.exists():
+        if time.monotonic() > until:
+            raise UserError(
+                f"{token.parent}: node {socket.gethostname()} does not see there what rank 0 has written: the run "
+                "directory must be on a filesystem that all nodes share (--output); --nvme is separate for each node"
+            )
+        time.sleep(_AGAIN)

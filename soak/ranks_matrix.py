@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/helpers"))
 
-from bench_of_engines import model_directory
-from ranked import Case, run_ranks
+from engine_bench import model_directory
+from forked_ranks import Case, run_ranks
 
 MICRO = {2: 4, 3: 3, 4: 4}  # micro-batches of a step, over all ranks
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}

@@ -1,39 +1,20 @@
-"""Fixtures, and functions that run the real command in a separate process or in an equivalent fork (tests/forks.py)."""
+"""Fixtures, and the choice of tests: a sample of the large matrices unless --all is given."""
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
-from forks import COMMAND, Fork, Forks
-from safetensors.torch import load_file
-from wheels import wheel_in
+from build_wheel import wheel_in
+from commands import LIMIT, in_turn, products_of_torch
 
 import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.engine import cpu_matmul
-
-# The model's embedding is larger than all else, and its sizes do not divide evenly. It uses one thread, since two tests
-# run at the same time.
-TINY = [
-    *("model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"),
-    *("placement.threads=1", f"data.cache={tempfile.gettempdir()}/offload-trainer-tests"),
-]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,126 +61,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Earlier timings of this machine must not affect the tests.
-os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"
-# Tests must not contact the Hugging Face hub.
-os.environ["HF_HUB_OFFLINE"] = "1"
-torch.set_num_threads(1)  # Several tests run at the same time.
-
-
-@dataclass(frozen=True)
-class Run:
-    """The result of a finished command: exit code, combined output, and run directory."""
-
-    code: int
-    text: str
-    output: Path
-
-    @property
-    def steps(self) -> list[dict]:
-        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def losses(self) -> list[float]:
-        return [step["loss"] for step in self.steps]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """Return the environment without a launcher's variables, plus `extra`."""
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    } | extra
-
-
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "offload_trainer", *map(str, words)]
-
-
-_STOCK = ("deepspeed", "tiered.io=async_io")
-_RANKS = ("--gpus", "placement.gpus")
-
-
-@cache
-def forks(*, stock: bool) -> Forks:
-    return Forks(stock=stock)
-
-
-def start(
-    *argv: object, stdout: Path, stderr: Path, own: bool = False, stock: bool = False, **extra: str
-) -> Fork | subprocess.Popen[bytes]:
-    """Start a Python script (`COMMAND` for ours) with its output in files; in a fork unless `own` asks for a new
-    process.
-
-    `stock` says that the script imports DeepSpeed, as some of its words also imply. On a GPU such a script is never
-    forked.
-    torchrun always gets a new process, since it starts its ranks from there.
-    """
-    words = list(map(str, argv))
-    stock = stock or any(word.startswith(_STOCK) for word in words)
-    if own or any(word.startswith(_RANKS) for word in words) or (stock and torch.cuda.is_available()):
-        with open(stdout, "ab") as out, open(stderr, "ab") as err:
-            return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment(**extra))
-    return forks(stock=stock).start(words, stdout=stdout, stderr=stderr, env=environment(**extra))
-
-
-def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as `start` does and wait for it, with `extra` in the environment; return stdout and stderr
-    separately.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        code = start(*argv, stdout=out, stderr=err, own=own, stock=stock, **extra).wait(500)
-        return subprocess.CompletedProcess(list(argv), code, *(path.read_text(errors="replace") for path in (out, err)))
-
-
-def call(*words: object, output: Path, check: bool = True) -> Run:
-    """Run `offload-train WORDS --output OUTPUT` and wait for it. With `check`, assert that it succeeds."""
-    done = run_script(COMMAND, *words, "--output", output)
-    run = Run(done.returncode, done.stdout + done.stderr, output)
-    assert not check or run.code == 0, run.text[-4000:]
-    return run
-
-
-def ask(*words: object, own: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `offload-train WORDS` with `extra` in the environment; return stdout and stderr separately."""
-    return run_script(COMMAND, *words, own=own, **extra)
-
-
-def call_and_kill(
-    *words: object, output: Path, when: Callable[[list[str]], bool], number: int, hold: int | None = None
-) -> Run:
-    """Run the command and send it signal `number` as soon as `when(lines of metrics.jsonl)` is true.
-
-    With `hold`, the run pauses after step `hold` until the signal was sent, so that a busy machine changes nothing.
-    """
-    metrics = output / "metrics.jsonl"
-    with tempfile.TemporaryDirectory() as folder:
-        told, go = Path(folder) / "told", Path(folder) / "go"
-        argv = [COMMAND] if hold is None else [Path(__file__).with_name("paused_run.py"), hold, go]
-        process = start(*argv, *words, "--output", output, stdout=told, stderr=told)
-        deadline = time.monotonic() + 300
-        while process.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and when(metrics.read_text().splitlines()):
-                process.send_signal(number)
-                break
-            time.sleep(0.005)
-        go.touch()
-        return Run(process.wait(300), told.read_text(errors="replace"), output)
-
-
-def fill(directory: Path) -> None:
-    """Fill the filesystem of `directory` to its last byte."""
-    with open(directory / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                pass
-
-
 @pytest.fixture
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory for page files that only this test uses."""
@@ -225,14 +86,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
-@contextmanager
-def in_turn(path: Path) -> Iterator[None]:
-    """Hold a file lock, so that only one worker at a time creates `path`."""
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -262,18 +115,6 @@ def as_before() -> Iterator[None]:
     os.environ.update(before)
 
 
-def products_of_torch() -> None:
-    if cpu_matmul._library is not None:
-        cpu_matmul._library._destroy()
-        cpu_matmul._library = None
-
-
-KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
-
-
-LIMIT = 3 << 29  # bytes (1.5 GiB)
-
-
 _boxes = count()
 
 
@@ -298,15 +139,3 @@ def box() -> Iterator[Path]:
         except OSError:
             time.sleep(0.1)
     pytest.fail(f"{folder} still has processes: {(folder / 'cgroup.procs').read_text().split()}")
-
-
-def assert_same_run(run: Run, expected: Run) -> None:
-    """Assert identical steps, tokens, losses, norms and rates, and identical final masters and moments, bit for bit."""
-    for key in ("step", "tokens", "loss", "grad_norm", "lr"):
-        assert [step[key] for step in run.steps] == [step[key] for step in expected.steps], key
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        place = f"checkpoints/step-00000020/{kind}.safetensors"
-        one, other = load_file(run.output / place), load_file(expected.output / place)
-        assert one.keys() == other.keys()
-        for name, tensor in other.items():
-            assert torch.equal(one[name], tensor), f"{kind} {name}"

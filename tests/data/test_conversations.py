@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import TEMPLATE, chat_tokenizer
+from sample_chats import TEMPLATE, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
-from chats import chat_tokenizer
+from sample_chats import chat_tokenizer
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import sources

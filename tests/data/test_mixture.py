@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import CHATS
+from sample_chats import CHATS
 
 from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.mixture import Shares, mixed

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import TEMPLATE, chat_tokenizer
 from datasets import Dataset
+from sample_chats import TEMPLATE, chat_tokenizer
 
 from offload_trainer.config import DataSection
 from offload_trainer.data.prepare import prepare_tokens

@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow
 import pytest
-from chats import CHATS, chat_tokenizer
 from datasets import Dataset, DatasetDict
 from pyarrow import ipc, parquet
+from sample_chats import CHATS, chat_tokenizer
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import documents, sources

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import batches, model_directory
-from conftest import run_script
-from counted import masked, plain_alone, random_weights, transformers_alone
+from commands import HELPERS, run_script
+from engine_bench import batches, model_directory
 from safetensors.torch import load_file
-from stock_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
+from stock_deepspeed_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
+from uneven_targets import masked, plain_alone, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
 from offload_trainer.model.loader import resolve_model
-
-HERE = Path(__file__).parents[1]
 
 
 @pytest.mark.ops
@@ -29,7 +27,7 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
     """A bf16 run starts from an fp32 directory; its last block is then left out of one of two micro-batches."""
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     words = ["--params", params, "--optimizer", optimizer, "--accumulate", "2", "model.activation_checkpointing=off"]
-    done = run_script(HERE / "deepspeed_alone.py", tmp_path, *words, stock=True)
+    done = run_script(HELPERS / "run_stock_deepspeed.py", tmp_path, *words, stock=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["begun"]
@@ -53,7 +51,7 @@ def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) ->
         "deepspeed.sub_group_size=1000000",
         "model.activation_checkpointing=off",
     ]
-    done = run_script(HERE / "deepspeed_alone.py", tmp_path, "late", *words, stock=True)
+    done = run_script(HELPERS / "run_stock_deepspeed.py", tmp_path, "late", *words, stock=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["begun"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import batches, engine, model_directory, train
+from engine_bench import batches, engine, model_directory, train
 
 from offload_trainer.run import train as train_module
 from offload_trainer.run.process_setup import prepare_process

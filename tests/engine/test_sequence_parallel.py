@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranked_bytes
-from bench_of_engines import batches, engine, model_directory, train
-from conftest import TINY
-from counted import masked
-from plans import GB, SHAPES, machine
-from ranked import Case, call_ranks, run_ranks
+import rank_counting_bytes
+from commands import TINY
+from engine_bench import batches, engine, model_directory, train
+from forked_ranks import Case, call_ranks, run_ranks
 from safetensors.torch import load_file
+from sample_plans import GB, SHAPES, machine
+from uneven_targets import masked
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
@@ -72,7 +72,7 @@ def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int,
         words += CHECKPOINTED if name == "qwen3" else ()
         case = Case(str(model), words, str(tmp_path / f"{name} out"), steps=STEPS, micro=MICRO, unequal=True)
         cases.append(replace(case, evaluate=name == "gpt2"))
-    run_ranks(cases, count=ranks, folder=tmp_path / "ranks", script=ranked_bytes.__file__)
+    run_ranks(cases, count=ranks, folder=tmp_path / "ranks", script=rank_counting_bytes.__file__)
     counted = [json.loads((tmp_path / f"ranks/counts-{rank}.json").read_text()) for rank in range(ranks)]
     for number, case in enumerate(cases):
         found, expected = case.seen[0], whole_rows(Path(case.model))

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import batches, model_directory
-from conftest import Run
-from counted import masked, plain_alone, random_weights, transformers_alone
-from halves import in_halves
-from plans import GB, SHAPES, machine
-from ranked import call_ranks
+from commands import Run
+from engine_bench import batches, model_directory
+from forked_ranks import call_ranks
 from safetensors.torch import load_file
-from stock_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
+from sample_plans import GB, SHAPES, machine
+from stock_deepspeed_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
+from tensor_parallel_rounding import in_halves
+from uneven_targets import masked, plain_alone, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
 from offload_trainer.engine.tp_shards import Parts

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import _COMMON, ARCHITECTURES, reference
-from bench_of_engines import batches, engine, masters, model_directory, train
-from checkpoints import checkpoint_of
-from conftest import KILL, TINY, ask, call, call_and_kill
+from checkpoint_files import checkpoint_of
+from commands import KILL, TINY, ask, call, call_and_kill
+from dead_run_files import died
+from engine_bench import batches, engine, masters, model_directory, train
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_architectures import _COMMON, ARCHITECTURES, reference
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
-from workplaces import died
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import model_directory
-from conftest import TINY, products_of_torch
-from plans import SHAPES, machine
+from commands import TINY, products_of_torch
+from engine_bench import model_directory
+from sample_plans import SHAPES, machine
 
 from offload_trainer import trainer
 from offload_trainer.engine import build_tiered

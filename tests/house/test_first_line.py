@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 
 import pytest
-from conftest import environment
+from commands import environment
 
 HEAVY = {"torch", "transformers", "numpy", "deepspeed", "tqdm", "psutil", "wandb", "mlflow", "trackio"}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Run, call
+from commands import Run, call
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import TINY, environment
+from commands import TINY, environment
 
 from offload_trainer import packages
 from offload_trainer.engine import op_builder

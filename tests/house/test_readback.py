@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved import save
+from synthetic_checkpoints import save
 
 import offload_trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from plans import SHAPES, machine, wish
+from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer

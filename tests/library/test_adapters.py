@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import assert_same
-from conftest import run_script
+from commands import run_script
+from engine_bench import assert_same
+from hf_trainers import model_folder, rows
 from peft import LoraConfig, PeftModel, get_peft_model
-from plain_lion import PlainLion
+from reference_lion import PlainLion
 from safetensors.torch import load_file
 from torch import nn
-from trainers import model_folder, rows
 from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot

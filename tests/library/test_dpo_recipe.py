@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import chat_tokenizer, preferences
-from trained import assert_same, weights
-from trainers import model_folder
+from compare_trainers import assert_same, weights
+from hf_trainers import model_folder
+from sample_chats import chat_tokenizer, preferences
 from transformers import AutoModelForCausalLM
 
 from offload_trainer import cli

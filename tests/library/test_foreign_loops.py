@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from accelerate import Accelerator
-from bench_of_engines import VOCABULARY, batches
+from engine_bench import VOCABULARY, batches
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader

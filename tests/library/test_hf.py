@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
+from commands import HELPERS, start
+from compare_trainers import assert_same, told, weights
+from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock
 from torch import nn
-from trained import assert_same, told, weights
-from trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from offload_trainer import offload
@@ -80,7 +80,7 @@ def test_killed_and_resumed(
     tmp_path: Path,
 ) -> None:
     """A killed run resumes from the newest complete checkpoint, also with another placement."""
-    script = Path(__file__).parent.with_name("trainers.py")
+    script = HELPERS / "hf_trainers.py"
     said = tmp_path / "said"
     code = start(script, folder, tmp_path / "run", drive, "drive", when, stdout=said, stderr=said).wait(timeout=300)
     assert code == -9, said.read_text()

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment, in_turn
-from trainers import model_folder
+from commands import HELPERS, environment, in_turn
+from hf_trainers import model_folder
 
-SCRIPT = Path(__file__).parent.with_name("measured.py")
+SCRIPT = HELPERS / "run_and_measure.py"
 RUNS = ("trainer", "lora", "loop")
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from chats import chat_tokenizer, chats, preferences
-from trainers import model_folder
+from hf_trainers import model_folder
+from sample_chats import chat_tokenizer, chats, preferences
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import offload_trainer.hf as hf

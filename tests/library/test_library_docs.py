@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import VOCABULARY, batches, model_directory
+from engine_bench import VOCABULARY, batches, model_directory
 from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM

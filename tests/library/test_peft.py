@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from compare_trainers import assert_same, told
+from hf_trainers import HOMES, Ours, arguments, loaded, model_folder, rows
 from peft import (
     IA3Config,
     LoraConfig,
@@ -20,8 +22,6 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
-from trained import assert_same, told
-from trainers import HOMES, Ours, arguments, loaded, model_folder, rows
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from offload_trainer.errors import UserError

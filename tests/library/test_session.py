@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import VOCABULARY, batches, model_directory
-from conftest import run_script
-from late_copies import LateDevice, LateTransfers
+from commands import run_script
+from engine_bench import VOCABULARY, batches, model_directory
+from late_transfers import LateDevice, LateTransfers
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

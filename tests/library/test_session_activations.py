@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import assert_same
-from trainers import model_folder, rows
+from engine_bench import assert_same
+from hf_trainers import model_folder, rows
 
 import offload_trainer as ot
 from offload_trainer.offloading.activation_offload import Activations

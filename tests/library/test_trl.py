@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from chats import chat_tokenizer, chats, preferences
+from compare_trainers import assert_same, told, weights
+from hf_trainers import HOMES, loaded, model_folder
 from peft import LoraConfig
-from trained import assert_same, told, weights
-from trainers import HOMES, loaded, model_folder
+from sample_chats import chat_tokenizer, chats, preferences
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import model_directory
+from engine_bench import model_directory
 from torch.nn import functional
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import batches, engine, masters, model_directory, train
-from counted import EPS, masked, random_weights, transformers_alone
+from engine_bench import batches, engine, masters, model_directory, train
+from uneven_targets import EPS, masked, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
 from offload_trainer.data.rows import weights_in_step

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bench_of_engines import (
+from commands import KILL, TINY, call, call_and_kill
+from engine_bench import (
     ON_GPU,
     REENTRANT,
     REFERENCE,
@@ -22,7 +23,6 @@ from bench_of_engines import (
     model_directory,
     train,
 )
-from conftest import KILL, TINY, call, call_and_kill
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.checkpoint import read_state

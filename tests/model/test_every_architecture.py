@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import batches
-from plans import machine, wish
+from engine_bench import batches
+from sample_plans import machine, wish
 from transformers import AutoModelForCausalLM
 
 from offload_trainer.config import ModelSection

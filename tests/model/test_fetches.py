@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, reference
+from small_architectures import ARCHITECTURES, reference
 
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.shape import block_names

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, reference
+from small_architectures import ARCHITECTURES, reference
 from transformers import (
     GPT2PreTrainedModel,
 )

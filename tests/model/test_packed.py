@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, reference
+from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from small_architectures import ARCHITECTURES
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,

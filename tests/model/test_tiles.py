@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from bench_of_engines import REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late_copies import LateDevice, LateTransfers
-from queues import queued
+from engine_bench import REFERENCE, assert_same, batches, engine, masters, model_directory, train
+from late_cuda_streams import queued
+from late_transfers import LateDevice, LateTransfers
+from small_architectures import ARCHITECTURES
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig
 from transformers.models.llama.modeling_llama import LlamaMLP

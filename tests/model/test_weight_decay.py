@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from architectures import small
+from small_architectures import small
 from transformers import AutoConfig, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

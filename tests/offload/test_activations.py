@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import REENTRANT, Step, assert_same, batches, engine, masters, model_directory, train
-from late_copies import LateDevice, LateTransfers
-from plans import GB, SHAPES, machine, wish
-from queues import queued
+from engine_bench import REENTRANT, Step, assert_same, batches, engine, masters, model_directory, train
+from late_cuda_streams import queued
+from late_transfers import LateDevice, LateTransfers
+from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import batches, engine, masters, model_directory, train
+from engine_bench import batches, engine, masters, model_directory, train
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import assert_same, batches, engine, masters, model_directory, train
-from conftest import run_script
-from late_copies import LateDevice
+from commands import run_script
+from engine_bench import assert_same, batches, engine, masters, model_directory, train
+from late_transfers import LateDevice
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients import collector as module

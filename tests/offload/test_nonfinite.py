@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Run, call, run_script
+from commands import HELPERS, TINY, Run, call, run_script
 from safetensors.torch import load_file
 
 CASES = {
@@ -24,7 +24,7 @@ STILL = ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=0"
 
 
 def planted(step: int, *words: object, output: Path) -> Run:
-    done = run_script(Path(__file__).parent.with_name("nan_loss_run.py"), step, *words, "--output", output)
+    done = run_script(HELPERS / "run_with_nan_loss.py", step, *words, "--output", output)
     return Run(done.returncode, done.stdout + done.stderr, output)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late_copies import LateDevice, LateTransfers, hasty
-from ranked import FILES, Case, run_ranks
+from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from forked_ranks import FILES, Case, run_ranks
+from late_transfers import LateDevice, LateTransfers, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.offloading.model as offloaded_model

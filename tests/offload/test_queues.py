@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import REENTRANT, assert_same, batches, engine, masters, model_directory, train
-from queues import FakeEvent, FakeStream, queued
+from engine_bench import REENTRANT, assert_same, batches, engine, masters, model_directory, train
+from late_cuda_streams import FakeEvent, FakeStream, queued
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.cuda_device import CudaDevice

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ranked_bytes
-from bench_of_engines import model_directory
-from ranked import Case, run_ranks
+import rank_counting_bytes
+from engine_bench import model_directory
+from forked_ranks import Case, run_ranks
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.machine.probe import probe_machine
@@ -40,7 +40,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     words += ["--accumulate", str(MICRO // world), "tiered.weight_transfer=all_gather"]
     case = Case(str(model), tuple(words), str(tmp_path / "out"), steps=STEPS, micro=MICRO, drives=(str(drive),))
     longer = replace(case, steps=STEPS + 1, out=str(tmp_path / "longer"))
-    run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", script=ranked_bytes.__file__)
+    run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", script=rank_counting_bytes.__file__)
     both = [json.loads(path.read_text()) for path in (tmp_path / "ranks").glob("counts-*.json")]
     found, more = ([of_rank[number] for of_rank in both] for number in (0, 1))
     assert len(found) == world

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ranked_ahead
-from bench_of_engines import model_directory
-from ranked import Case, run_ranks
+import rank_with_speculation
+from engine_bench import model_directory
+from forked_ranks import Case, run_ranks
 from test_ranks import AWAY, DROPOUT
 
-SCRIPT = ranked_ahead.__file__
+SCRIPT = rank_with_speculation.__file__
 FULL = ("tiered.overlap=backward", "tiered.weight_buffers=2")
 ON_DRIVES = {
     "weights on the device": ("--params", "gpu", "--optimizer", "nvme"),
@@ -54,7 +54,7 @@ def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path)
     run_ranks([alone], count=1, folder=tmp_path / "one", script=SCRIPT)
     run_ranks(several, count=count, folder=tmp_path / "ranks", nodes=nodes, script=SCRIPT)
     norms = [norm for _, norm in alone.left[0]]
-    assert [step for step, norm in enumerate(norms) if norm is None] == list(ranked_ahead.PLANTED)
+    assert [step for step, norm in enumerate(norms) if norm is None] == list(rank_with_speculation.PLANTED)
     clipped = [norm > 2 for norm in norms if norm is not None]
     assert set(clipped) == {True, False}
     for case in several:

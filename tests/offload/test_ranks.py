@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_of_engines import model_directory
-from conftest import start
-from ranked import Case, run_ranks
+from commands import HELPERS, start
+from engine_bench import model_directory
+from forked_ranks import Case, run_ranks
 
 from offload_trainer.errors import LOST
 
@@ -134,13 +134,13 @@ def test_checkpoints_go_between_numbers_of_ranks(tmp_path: Path) -> None:
 FAULTY = """
 import sys, time
 from pathlib import Path
-import ranked
+import forked_ranks
 from offload_trainer import cli, ranks
 from offload_trainer.errors import TrainerError
 
 def ends(words):
     rank, fault = int(sys.argv[1]), sys.argv[2]
-    ranked.join(rank, 2, Path(sys.argv[3]))
+    forked_ranks.join(rank, 2, Path(sys.argv[3]))
     ranks.barrier()
     if rank and fault == "stalls":
         time.sleep(600)
@@ -156,8 +156,8 @@ sys.exit(cli.main(["train"]))
 @pytest.mark.parametrize("fault", ["stalls", "ends"])
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
     """A rank that fails reports its reason, and the others stay silent; a rank that stalls is named."""
-    script = tmp_path / "faulty.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n{FAULTY}")
+    script = tmp_path / "run_with_fault.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n{FAULTY}")
     told = [tmp_path / f"told-{rank}" for rank in range(2)]
     forks = [start(script, rank, fault, tmp_path, stdout=told[rank], stderr=told[rank]) for rank in range(2)]
     codes = [forks[0].wait(300)]

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late_copies import LateTransfers
+from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from late_transfers import LateTransfers
 
 import offload_trainer.engine.build_tiered as parts
 from offload_trainer.engine.tiered import TieredEngine

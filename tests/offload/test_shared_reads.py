@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_gradients import model
 from test_sharded_gradients import Place, ThreadOfNode
-from threads import Threads
+from thread_ranks import Threads
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import UnitStore

@@ -1,6 +1,6 @@
 """Tests of optimizer state on the device: any split among device, RAM and drives gives the same bits.
 
-Without a GPU, host memory replaces the device's; `queues.py` simulates a GPU's streams that run late.
+Without a GPU, host memory replaces the device's; `late_cuda_streams.py` simulates a GPU's streams that run late.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_of_engines import Step, batches, engine, model_directory, train
-from late_copies import LateDevice, LateTransfers
-from queues import FakeCuda, queued
+from engine_bench import Step, batches, engine, model_directory, train
+from late_cuda_streams import FakeCuda, queued
+from late_transfers import LateDevice, LateTransfers
 
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.cuda_device import CudaDevice

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late_copies import LateDevice, LateTransfers
+from engine_bench import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, train
+from late_transfers import LateDevice, LateTransfers
 from test_overlap import AWAY, HOMES, gpt2, plain, saved
 from test_shares import on_streams
 from test_tiered import skip_last_block

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import ON_GPU, assert_same, batches, engine, masters, train
-from late_copies import HeldWrites
+from engine_bench import ON_GPU, assert_same, batches, engine, masters, train
+from late_transfers import HeldWrites
 from test_overlap import BEHIND, HOMES, gpt2, plain
 from test_shares import on_streams
 from test_speculative_update import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture

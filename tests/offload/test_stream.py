@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_of_engines import REENTRANT, batches, engine, model_directory, train
+from engine_bench import REENTRANT, batches, engine, model_directory, train
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.machine.probe import probe_machine

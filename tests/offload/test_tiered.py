@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import (
+from engine_bench import (
     ON_GPU,
     REENTRANT,
     REFERENCE,
@@ -21,7 +21,7 @@ from bench_of_engines import (
     model_directory,
     train,
 )
-from late_copies import LateDevice, LateTransfers, hasty
+from late_transfers import LateDevice, LateTransfers, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.plan.tiered.layout as layout

@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import bench_of_engines
+import engine_bench
 import pytest
 import torch
-from bench_of_engines import Step, batches, engine, masters, model_directory, train
-from late_copies import LateDevice, LateTransfers
+from engine_bench import Step, batches, engine, masters, model_directory, train
+from late_transfers import LateDevice, LateTransfers
 from test_overlap import BEHIND, HOMES, saved
 from test_shares import on_streams
 from test_tiered import skip_last_block
@@ -172,7 +172,7 @@ def test_bytes_are_the_planned_ones(
     parameter.
     """
     plans: list[Plan] = []
-    monkeypatch.setattr(bench_of_engines, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[0])
+    monkeypatch.setattr(engine_bench, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[0])
     model = model_directory(folder / "large", "gpt2", n_embd=256, n_layer=2)  # fields are padded to whole sectors
     words = [*words, "--optimizer", "nvme", "tiered.page_size=1048576", "tiered.weight_buffers=2", REMAINDERS]
     with engine(model, *words, drives=[drive]) as ours:

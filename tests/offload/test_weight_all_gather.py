@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import model_directory
-from ranked import Case, run_ranks
+from engine_bench import model_directory
+from forked_ranks import Case, run_ranks
 from test_ranks import BEHIND, DROPOUT
 from test_sharded_gradients import Place, ThreadOfNode
-from threads import Threads
+from thread_ranks import Threads
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parts import ADAMW, form, update_stretch
+from update_ranges import ADAMW, form, update_stretch
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim import kernels, native_adam, torch_adam

@@ -20,8 +20,8 @@ from types import ModuleType
 import pytest
 import torch
 from emulated import EmulatedGpu
-from parts import ADAMW, by_rule, form, part
 from test_update_page import MARK, STATES, cut
+from update_ranges import ADAMW, by_rule, form, part
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim import cuda_adam, native_adam

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import Step, assert_same, batches, engine, masters, model_directory, train
-from conftest import TINY, ask, call
-from plain_lion import PlainLion
+from commands import TINY, ask, call
+from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+from reference_lion import PlainLion
 from safetensors.torch import load_file
 
 import offload_trainer as ot

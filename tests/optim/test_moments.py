@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from native_moments import Moments, NativeMoments
-from parts import update_stretch
+from update_ranges import update_stretch
 
 from offload_trainer.optim import moments
 from offload_trainer.optim.kernel_api import Kernel

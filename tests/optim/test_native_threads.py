@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import in_a_fork
-from parts import form, part
+from commands import HELPERS
+from forked_child import in_a_fork
+from update_ranges import form, part
 
 from offload_trainer import numa
 from offload_trainer.optim.kernels import random_page
@@ -103,7 +104,7 @@ def test_callers_take_turns() -> None:
 
 BEFORE = f"""
 import os, resource, sys, threading
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(HELPERS)!r}]
 import torch
 from test_native_threads import N, NativeKernel, Page, numa
 kernel, page, other = NativeKernel(), Page(), Page()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from emulated import EmulatedGpu
-from parts import ADAMW, FORMATS, by_rule, form, part
+from update_ranges import ADAMW, FORMATS, by_rule, form, part
 
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import VOCABULARY, engine, masters, model_directory
+from engine_bench import VOCABULARY, engine, masters, model_directory
 from safetensors.torch import load_file, save_file
 
 from offload_trainer.data.rows import Batch, DataState

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parts import ADAMW, FORMATS, by_rule, form, part
+from update_ranges import ADAMW, FORMATS, by_rule, form, part
 
 from offload_trainer.optim import moments as moments_
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine

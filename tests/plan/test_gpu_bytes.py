@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import transformers
-from architectures import small
-from plans import machine, wish
+from sample_plans import machine, wish
+from small_architectures import small
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from offload_trainer.config import ModelSection

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import TINY
 
 from offload_trainer.cli import main
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import MANIFEST, differences, refuse_other_run
-from tests.conftest import TINY
 
 SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
 

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from plans import SHAPES, wish
+from sample_plans import SHAPES, wish
 from test_time import timed
 
 from offload_trainer.plan.planner import resolve_and_plan

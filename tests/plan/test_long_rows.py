@@ -11,8 +11,8 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
-from conftest import ask
-from plans import GB, SHAPES, machine, wish
+from commands import ask
+from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError

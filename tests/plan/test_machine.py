@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from parts import form
+from update_ranges import form
 
 from offload_trainer.cli import main
 from offload_trainer.engine.timed_updates import available_updates, kernel_update, make_buffers

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from plans import SHAPES, machine, wish
+from sample_plans import SHAPES, machine, wish
 from test_time import timed
 
 from offload_trainer.plan.machine import MachineProfile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plans import GB, machine, wish
+from sample_plans import GB, machine, wish
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape

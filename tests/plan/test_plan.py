@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import GB, machine
+from sample_plans import GB, machine
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import Rate

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates, layer_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, wish
 from test_time import timed
 
 from offload_trainer.errors import UserError

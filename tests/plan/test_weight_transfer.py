@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, wish
 from test_cluster import rate
 
 from offload_trainer.plan.machine import Links, MachineProfile, Rates

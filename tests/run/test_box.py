@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT, ask, command, environment
+from commands import LIMIT, ask, command, environment
 
 MODEL = ["--model", "gpt2", "--seq-len", "64", "--micro-batch", "1", "--steps", "2", "train.eval_every=0"]
 RUN = [*MODEL, "--save-every", "0", "--engine", "tiered", "placement.threads=1"]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, reference
-from chats import CHATS
-from conftest import KILL, TINY, ask, call, call_and_kill
+from commands import KILL, TINY, ask, call, call_and_kill
+from sample_chats import CHATS
+from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
 from transformers import AutoTokenizer
 

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from saved import Small, save
+from synthetic_checkpoints import Small, save
 
 from offload_trainer import checkpoint
 from offload_trainer.checkpoint import find_resume, read_manifest

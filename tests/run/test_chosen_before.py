@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Run, run_script
+from commands import HELPERS, TINY, Run, run_script
 
 from offload_trainer.plan.plan import Plan
 from offload_trainer.run import planning
 from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 
-ROOMY = Path(__file__).parents[1] / "fake_ram_run.py"
+ROOMY = HELPERS / "run_with_fake_ram.py"
 ALWAYS = ["model.overrides.n_inner=8192", "--engine", "tiered", "--save-every", "2", "train.eval_every=0"]
 PIECES = [*TINY, *ALWAYS, "--micro-batch", "16", "--steps", "4"]
 ROWS = TINY.index("--micro-batch")

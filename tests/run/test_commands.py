@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment
+from commands import environment
 
 from offload_trainer import cli
 from offload_trainer.completion import SHELLS, script

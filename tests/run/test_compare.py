@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from plans import SHAPES
+from sample_plans import SHAPES
 from test_report_page import BROWSER, seen
 from test_telemetry import Page, a_step
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ask
+from commands import ask
 
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError

@@ -7,16 +7,14 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from conftest import run_script
-from ends import PHASES, SIGNALS, STREAMS, Cell, all_cells, pairs
-from stories import STORIES
-
-HERE = Path(__file__).parents[1]
+from command_sequences import STORIES
+from commands import HELPERS, run_script
+from signal_matrix import PHASES, SIGNALS, STREAMS, Cell, all_cells, pairs
 
 
 def script(name: str, *words: object) -> str:
     """Run a script in a forked process, which forks the script's own processes; return its output."""
-    done = run_script(HERE / name, *words)
+    done = run_script(HELPERS / name, *words)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -32,7 +30,7 @@ def test_every_signal_in_every_phase_on_every_stream(
     """
     whole = request.config.getoption("--exhaustive")
     words = [tmp_path, "--phases", ",".join(phases), *([] if whole else ["--pairs"])]
-    ends = [json.loads(line) for line in script("ends.py", *words).splitlines()]
+    ends = [json.loads(line) for line in script("signal_matrix.py", *words).splitlines()]
     assert len(ends) == len(SIGNALS) * 2 * len(phases) * (len(STREAMS) if whole else 1)
     wrong = [end for end in ends if end["wrong"]]
     assert not wrong, json.dumps(wrong, indent=1)
@@ -50,5 +48,5 @@ def test_a_quarter_has_each_pair() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
 def test_runs_without_checkpoints(name: str, tmp_path: Path) -> None:
-    """The scenarios of tests/stories.py hold."""
-    assert script("stories.py", tmp_path, name).split() == [name]
+    """The scenarios of tests/helpers/command_sequences.py hold."""
+    assert script("command_sequences.py", tmp_path, name).split() == [name]

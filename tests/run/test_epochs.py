@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import KILL, TINY, Run, ask, call, call_and_kill
+from commands import KILL, TINY, Run, ask, call, call_and_kill
 
 TEXT = "it was the best of times, it was the worst of times, and it was an age of small rows. " * 60
 WORDS = [*TINY, "--micro-batch", "3", "--accumulate", "2", "train.eval_every=0", "--save-every", "2"]

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import KILL, TINY, Run, assert_same_run, call, call_and_kill, command, environment, run_script
+from commands import HELPERS, KILL, TINY, Run, assert_same_run, call, call_and_kill, command, environment, run_script
 
 from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 
 LENGTH = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3", "--save-every", 4, "save.keep=2"]
 HOMES = ["--optimizer", "nvme", "--ram-fraction", "0.5"]
-FAULTY = Path(__file__).parent.with_name("faulty.py")
+FAULTY = HELPERS / "run_with_fault.py"
 
 
 @pytest.fixture(scope="session")

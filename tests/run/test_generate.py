@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import CHATS
-from conftest import TINY, call
+from commands import TINY, call
+from sample_chats import CHATS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer import cli

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import run_script
+from commands import run_script
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, UserError

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import TINY, ask, call
+from commands import TINY, ask, call
 from safetensors.torch import save_file
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import COMMAND, KILL, TINY, Run, call, start
-from ranked import held_port
+from commands import COMMAND, HELPERS, KILL, TINY, Run, call, start
+from forked_ranks import held_port
 
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, TrainerError, UserError
@@ -23,7 +23,7 @@ from offload_trainer.run import checks
 from offload_trainer.run.checks import refuse_unseen
 
 NODES = 2
-HELD = Path(__file__).parent.with_name("paused_run.py")
+HELD = HELPERS / "run_and_pause.py"
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]

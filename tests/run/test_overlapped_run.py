@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import TINY, call, call_and_kill
+from commands import TINY, call, call_and_kill
 
 from offload_trainer.telemetry.metrics import median_phases, read_metrics
 

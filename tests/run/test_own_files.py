@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, ask
+from commands import TINY, ask
 from safetensors.torch import save_file
 
 from offload_trainer.data.documents import read_records

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Run, ask, call, run_script
+from commands import HELPERS, TINY, Run, ask, call, run_script
+from dead_run_files import dead_lease
 from safetensors.torch import load_file
-from workplaces import dead_lease
 
 from offload_trainer.errors import RERUN_HINT
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
@@ -26,7 +26,7 @@ from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_i
 STEPS = 6
 ALL = [*TINY, "--ram-fraction", "0", "tiered.state_copies=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]
 ALL += ["tiered.page_size=16384"]
-DYING = Path(__file__).parents[1] / "killed_run.py"
+DYING = HELPERS / "run_and_kill.py"
 ROWS = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
 
 
@@ -452,7 +452,7 @@ def test_remainders_of_masters_are_nothing_to_export(place: Path, tmp_path: Path
 def test_after_an_error_they_are_there(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """After a write error the page files still have the state of the step before."""
     words = ["--nvme", place, *ALL]
-    faulty = Path(__file__).parents[1] / "faulty.py"
+    faulty = HELPERS / "run_with_fault.py"
     done = run_script(faulty, "write-error", 110, *words, "--output", tmp_path / "run")
     assert done.returncode == 1, done.stdout + done.stderr
     run = call(*words, output=tmp_path / "run")

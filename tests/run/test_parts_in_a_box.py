@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT
+from commands import LIMIT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import long_rows

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import call, start
-from forks import COMMAND
-from ranked import call_ranks
+from commands import call, start
+from fork_server import COMMAND
+from forked_ranks import call_ranks
 from test_page_files import ALL, DYING, gone_on, left, place  # noqa: F401  # a fixture
 from test_page_files import killed as killed_alone
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import TINY, call
-from ranked import call_ranks
+from commands import HELPERS, TINY, call
+from forked_ranks import call_ranks
 
 from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 
-FAULTY = Path(__file__).parent.with_name("faulty.py")
+FAULTY = HELPERS / "run_with_fault.py"
 FOUR = [*TINY, "--engine", "tiered", "--steps", 6, "--save-every", 2, "train.eval_every=0", "--micro-batch", "1"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from plans import SHAPES
+from sample_plans import SHAPES
 from test_telemetry import a_step
 
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine

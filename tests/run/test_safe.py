@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, reference
-from conftest import TINY, ask, call_and_kill, command, environment
-from saved import save
+from commands import TINY, ask, call_and_kill, command, environment
+from small_architectures import ARCHITECTURES, reference
+from synthetic_checkpoints import save
 
 from offload_trainer.checkpoint import read_manifest
 from offload_trainer.config import ModelSection

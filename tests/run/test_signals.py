@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from children import GONE, in_a_fork, lose_streams
+from forked_child import GONE, in_a_fork, lose_streams
 
 from offload_trainer.errors import Stopped, exit_code
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once, waiting

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import TINY, call, run_script, start
+from commands import HELPERS, TINY, call, run_script, start
 
-ATTACKED, HELD = (Path(__file__).parent.with_name(name) for name in ("attacked.py", "paused_run.py"))
+OTHER_USER = HELPERS / "other_user.py"
 WORDS = [*TINY, "--engine", "tiered", "--steps", "6", "--save-every", "3", "train.eval_every=0", "--micro-batch", "1"]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root alone can")
 
@@ -42,12 +42,12 @@ def test_another_user_reaches_nothing_of_two_ranks(tmp_path: Path, open_director
     output, go, told = tmp_path / "out", tmp_path / "go", tmp_path / "told"
     open_to_all = Path(open_directory)
     open_to_all.chmod(0o777)
-    two = [HELD.with_name("paused_ranks.py"), 4, go, *WORDS, "--accumulate", 1, "--gpus", 2, "--output", output]
+    two = [HELPERS / "run_paused_ranks.py", 4, go, *WORDS, "--accumulate", 1, "--gpus", 2, "--output", output]
     run = start(*two, stdout=told, stderr=told, own=True)
     wait_for(output / "checkpoints/step-00000003/MANIFEST.json", run)
     pids = [run.pid, *children(run.pid)]
     assert len(pids) == 3, told.read_text()
-    done = run_script(ATTACKED, ",".join(map(str, pids)), open_to_all, own=True)
+    done = run_script(OTHER_USER, ",".join(map(str, pids)), open_to_all, own=True)
     go.touch()
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from children import GONE, in_a_fork, lose_streams
+from forked_child import GONE, in_a_fork, lose_streams
 from tqdm import tqdm
 
 from offload_trainer.cli import main

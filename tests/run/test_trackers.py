@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from commands import TINY
 from test_telemetry import a_step
 
 from offload_trainer.errors import UserError

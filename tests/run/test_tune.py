@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import TINY, ask
-from plans import SHAPES, machine, wish
+from commands import TINY, ask
+from sample_plans import SHAPES, machine, wish
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.planner import make_plan

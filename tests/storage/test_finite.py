@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, reference
-from bench_of_engines import batches, engine, model_directory, train
-from checkpoints import checkpoint_of
+from checkpoint_files import checkpoint_of
+from engine_bench import batches, engine, model_directory, train
 from safetensors.torch import load_file, save_file
+from small_architectures import ARCHITECTURES, reference
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.config import ModelSection

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from workplaces import NOBODY, ROOT, WHAT, dead_lease, died
+from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage import owned_dirs

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from saved import save
-from workplaces import NOBODY, ROOT, dead_lease, died
+from dead_run_files import NOBODY, ROOT, dead_lease, died
+from synthetic_checkpoints import save
 
 from offload_trainer.checkpoint import find_resume, reading
 from offload_trainer.engine import op_builder

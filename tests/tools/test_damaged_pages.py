@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment
+from commands import environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "soak/damaged_pages.py"
 

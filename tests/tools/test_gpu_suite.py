@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import environment, in_turn
+from commands import environment, in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import CHATS
-from conftest import environment
+from commands import environment
 from gguf import GGUFReader
+from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

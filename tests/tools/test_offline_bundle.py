@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import environment
+from commands import environment
 from packaging.requirements import Requirement
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

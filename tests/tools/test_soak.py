@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from conftest import environment
+from commands import environment
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "soak"
 sys.path.insert(0, str(SCRIPTS))

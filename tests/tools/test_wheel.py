@@ -8,7 +8,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from wheels import CARRIED
+from build_wheel import CARRIED
 
 
 def test_it_holds_every_file_of_the_package(wheel: Path) -> None:

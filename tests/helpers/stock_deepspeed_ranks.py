@@ -2,7 +2,7 @@
 
 run_stock_ranks(folder, words, ranks=2)      run `ranks` ranks in forks; FOLDER holds `model`, a directory with weights
 planned_bytes(folder, words, ranks=2)        return the collectives' bytes according to the plan
-stock_ranks.py FOLDER RANK RANKS STEPS WORDS...      run one of the ranks
+stock_deepspeed_ranks.py FOLDER RANK RANKS STEPS WORDS...      run one of the ranks
 
 Rank 0 prints {"steps": [(loss, gradient norm), ...], "bytes": [of a rank in each step], "calls": {what: how often},
 "stage": ZeRO's, "apart": [weights that differ between ranks at the end]} as JSON, and writes
@@ -22,11 +22,11 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from bench_of_engines import batches, masters, train
-from conftest import start
-from counted import EPS, LR, masked
-from deepspeed_alone import build
+from commands import start
+from engine_bench import batches, masters, train
+from run_stock_deepspeed import build
 from safetensors.torch import save_file
+from uneven_targets import EPS, LR, masked
 
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.deepspeed import DeepSpeedEngine

@@ -1,5 +1,5 @@
-"""measured.py WHAT FOLDER OUTPUT DRIVE: run a training with weights and state on the drive; print plan and peak as
-JSON.
+"""run_and_measure.py WHAT FOLDER OUTPUT DRIVE: run a training with weights and state on the drive; print plan and peak
+as JSON.
 
 WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `lora` trains adapters on it; `loop` trains those
 without the Trainer. The peak is of anonymous memory, sampled every few milliseconds.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trainers import Ours, arguments, rows
+from hf_trainers import Ours, arguments, rows
 
 from offload_trainer.hf import load, session_of
 

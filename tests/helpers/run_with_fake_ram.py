@@ -1,4 +1,4 @@
-"""fake_ram_run.py BYTES WORDS...: run the command as if this machine had BYTES of RAM."""
+"""run_with_fake_ram.py BYTES WORDS...: run the command as if this machine had BYTES of RAM."""
 
 import sys
 from dataclasses import replace

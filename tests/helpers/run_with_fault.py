@@ -1,4 +1,4 @@
-"""faulty.py FAULT ARGUMENT WORDS...: run the command with one injected fault.
+"""run_with_fault.py FAULT ARGUMENT WORDS...: run the command with one injected fault.
 
 full-save DIRECTORY     the filesystem of DIRECTORY fills up once the second save has begun
 full-step DIRECTORY     it fills up before the line of step 8, once the preceding checkpoint is complete
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest import fill
+from commands import fill
 
 from offload_trainer.cli import main
 

@@ -1,4 +1,5 @@
-"""Run sequences of commands in forks of one process that has imported torch: python tests/stories.py FOLDER NAME...
+"""Run sequences of commands in forks of one process that has imported torch:
+python tests/helpers/command_sequences.py FOLDER NAME...
 
 Each story is a function that asserts; test_ends.py runs them as tests.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ends import load_libraries, wait
+from signal_matrix import load_libraries, wait
 
 SMALL = [
     *("model.overrides.n_layer=1", "model.overrides.n_embd=32", "model.overrides.n_head=2", "--seq-len", "16"),

@@ -1,4 +1,4 @@
-"""nan_loss_run.py STEP WORDS...: run the command with NaN as the loss, and so in every gradient, of one forward."""
+"""run_with_nan_loss.py STEP WORDS...: run the command with NaN as the loss, thus in every gradient, of one forward."""
 
 import sys
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import start  # noqa: F401 - sets what forks need
+from commands import start  # noqa: F401 - sets what forks need
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-COMMAND = str(Path(__file__).resolve().parent.parent / "offload_trainer" / "__main__.py")
+COMMAND = str(Path(__file__).resolve().parents[2] / "offload_trainer" / "__main__.py")
 
 
 class Forks:

@@ -1,6 +1,6 @@
-"""A rank as in `ranked.py` that starts every update before the step is decided, with NaN in one micro-batch.
+"""A rank as in `forked_ranks.py` that starts every update before the step is decided, with NaN in one micro-batch.
 
-    python ranked_ahead.py RANK COUNT FOLDER NODES
+    python rank_with_speculation.py RANK COUNT FOLDER NODES
 
 The rank writes OUT/ahead-RANK.json: for each such step the number of pages that were kept, and of all that were done.
 A backward hook pauses before the first block until this rank has updated its pages of all announced units, so the
@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ranked
+import forked_ranks
 import torch
-from bench_of_engines import engine as plain_engine
+from engine_bench import engine as plain_engine
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
@@ -93,11 +93,11 @@ if __name__ == "__main__":
     layout.SMALL = 0
     torch.set_num_threads(1)
     rank, count, folder, nodes = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    ranked.engine = engine
-    ranked.join(rank, count, folder, nodes=nodes)
+    forked_ranks.engine = engine
+    forked_ranks.join(rank, count, folder, nodes=nodes)
     watch()
     for case in json.loads((folder / "cases.json").read_text()):
         kept.clear()
-        ranked.Case(**case).run()
+        forked_ranks.Case(**case).run()
         (Path(case["out"]) / f"ahead-{rank}.json").write_text(json.dumps(kept))
         ranks.wait_for_all()

@@ -2,7 +2,7 @@
 
 run_ranks(cases, count=3, folder=...)   run each case in turn; rank 0 writes steps and state to the case's folder
 call_ranks(words, output=..., count=3)  run the command with `count` ranks; return each rank's exit code and output
-python ranked.py RANK COUNT FOLDER NODES      run one of the ranks, which reads FOLDER/cases.json
+python forked_ranks.py RANK COUNT FOLDER NODES      run one of the ranks, which reads FOLDER/cases.json
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench_of_engines import Step, batches, engine, masters, train
-from conftest import Run, start
-from counted import masked
-from forks import COMMAND
+from commands import Run, start
+from engine_bench import Step, batches, engine, masters, train
+from fork_server import COMMAND
 from safetensors.torch import save_file
+from uneven_targets import masked
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks

@@ -1,4 +1,4 @@
-"""paused_run.py STEP FILE WORDS...: run the command, which pauses after step STEP until FILE exists (five minutes)."""
+"""run_and_pause.py STEP FILE WORDS...: run the command, which pauses after step STEP until FILE exists (5 minutes)."""
 
 import sys
 import time

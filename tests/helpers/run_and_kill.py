@@ -1,5 +1,5 @@
-"""killed_run.py [RANK:]WHERE NUMBER WORDS...: run the command, or only its rank RANK, and kill it (SIGKILL) at an exact
-moment.
+"""run_and_kill.py [RANK:]WHERE NUMBER WORDS...: run the command, or only its rank RANK, and kill it (SIGKILL) at
+an exact moment.
 
 page N     before the Nth write into page files
 flip N     before the Nth commit of a rank's pages, after all ranks have written theirs

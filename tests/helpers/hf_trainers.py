@@ -1,7 +1,7 @@
 """Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows; as a script, run one that is
 killed.
 
-trainers.py FOLDER OUTPUT DRIVE HOME WHEN: the run of test_hf.py with the model in FOLDER, killed (SIGKILL) at WHEN:
+hf_trainers.py FOLDER OUTPUT DRIVE HOME WHEN: the run of test_hf.py with the model in FOLDER, killed (SIGKILL) at WHEN:
 `step:N` after step N, `saving:N` during the checkpoint of step N.
 """
 

@@ -1,6 +1,6 @@
-"""A rank as in `ranked.py` that also counts the bytes it exchanges with other ranks.
+"""A rank as in `forked_ranks.py` that also counts the bytes it exchanges with other ranks.
 
-    python ranked_bytes.py RANK COUNT FOLDER NODES
+    python rank_counting_bytes.py RANK COUNT FOLDER NODES
 
 The rank writes FOLDER/counts-RANK.json, with the counts of each case in a list.
 """
@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import ranked
+import forked_ranks
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -143,21 +143,21 @@ def count() -> None:
 def main(rank: int, world: int, folder: Path, *, nodes: int) -> None:
     layout.SMALL = 0
     torch.set_num_threads(1)
-    ranked._count_what_is_moved()
+    forked_ranks._count_what_is_moved()
     count()
-    train, found = ranked.train, []
+    train, found = forked_ranks.train, []
 
     def counted(*args: Any, **words: Any) -> Any:
         counts.clear()
         done = train(*args, **words)
-        ranked._quiet(args[0])  # Prefetches for the next step have arrived.
+        forked_ranks._quiet(args[0])  # Prefetches for the next step have arrived.
         found.append(dict(counts))
         return done
 
-    ranked.train = counted
-    ranked.join(rank, world, folder, nodes=nodes)
+    forked_ranks.train = counted
+    forked_ranks.join(rank, world, folder, nodes=nodes)
     for told in json.loads((folder / "cases.json").read_text()):
-        ranked.Case(**told).run()
+        forked_ranks.Case(**told).run()
     (folder / f"counts-{rank}.json").write_text(json.dumps(found))
     ranks.wait_for_all()
 

@@ -1,6 +1,6 @@
 """Try what another user of the machine could do to the processes of a run. The attacks run as user 65534.
 
-    attacked.py PIDS FOLDER
+    other_user.py PIDS FOLDER
 
 Print, as JSON, the listeners that were found and the data that could be read. Every pickle that is sent touches
 FOLDER/ran (a file that anyone may write) if a process loads it.

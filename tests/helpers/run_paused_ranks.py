@@ -1,4 +1,4 @@
-"""paused_ranks.py STEP FILE WORDS...: run the command with several ranks, each started through paused_run.py."""
+"""run_paused_ranks.py STEP FILE WORDS...: run the command with several ranks, each started through run_and_pause.py."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from offload_trainer.cli import main
 from offload_trainer.run import launcher
 
-_start, _held = launcher._Ranks.start, Path(__file__).with_name("paused_run.py")
+_start, _held = launcher._Ranks.start, Path(__file__).with_name("run_and_pause.py")
 
 
 def start(self, command, *, count):  # type: ignore[no-untyped-def]

@@ -1,6 +1,6 @@
 """Run stock DeepSpeed in one placement, in a separate process; print what the test compares, as JSON.
 
-    deepspeed_alone.py FOLDER [late] WORDS...      FOLDER holds `model`, a directory with weights
+    run_stock_deepspeed.py FOLDER [late] WORDS...      FOLDER holds `model`, a directory with weights
 
 `late` delays each asynchronous write to drives until DeepSpeed waits for it.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_of_engines import batches, masters, train
+from engine_bench import batches, masters, train
 from safetensors.torch import load_file
 
 from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes

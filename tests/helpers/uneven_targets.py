@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from bench_of_engines import Step, train
+from engine_bench import Step, train
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

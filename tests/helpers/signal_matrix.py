@@ -1,6 +1,6 @@
 """Run small trainings that end in every way, in forks of a process that has imported torch: signal x phase x stream.
 
-    python tests/ends.py FOLDER [--only WORD,WORD] [--phases PHASE,PHASE] [--pairs] [--table]
+    python tests/helpers/signal_matrix.py FOLDER [--only WORD,WORD] [--phases PHASE,PHASE] [--pairs] [--table]
 
 One line is printed for each cell, or a table. A cell is a whole command with a small model. When it reaches the phase,
 its stdout and stderr lose their reader (for those kinds of stream), and it sends itself the signal once or twice.

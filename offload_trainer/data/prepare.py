@@ -3,7 +3,8 @@
     find_sources ── read_documents ── tokenize_documents ──┬── TokenWriter ──> cache/NAME-KEY.bin
                     read_records ──── write_rows ──────────┘
 
-The key is a hash of everything that the ids depend on, including the text's bytes, so a changed text, field or
+Documents are plain text; records are conversations, which `write_rows` divides into rows as they are tokenised. The key
+is a hash of everything that the ids depend on, including the text's bytes, so a changed text, field or
 tokenizer leads to another file.
 
 Hashes of text files are remembered in cache/NAME-KEY.sums.json. A file is read again unless its size, modification

@@ -1,9 +1,10 @@
 """Repeat key and value heads for grouped-query attention on GPUs whose fast kernels do not support it.
 
 transformers passes grouped heads to torch with `enable_gqa`. Only torch's flash and cuDNN kernels accept that, and they
-need 16-bit tensors and sm_80. Otherwise torch falls back to the math kernel, which allocates the whole score matrix:
-4 GB per layer for 32 heads and rows of 8192 tokens in fp16 (transformers #48633). This module then repeats keys and
-values first, as transformers does with a mask, so that torch uses its memory-efficient kernel.
+need 16-bit tensors and sm_80 or later. Otherwise torch falls back to the math kernel, which allocates the whole score
+matrix: 4 GB per layer for 32 heads and rows of 8192 tokens in fp16 (transformers #48633). In that case this module
+repeats keys and values first, as transformers does for attention with a mask, so that torch uses its memory-efficient
+kernel.
 """
 
 from __future__ import annotations

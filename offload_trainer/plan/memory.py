@@ -1,11 +1,12 @@
 """Memory that every engine needs, item by item: process, CUDA context, activations, block inputs, checkpoints.
 
-The peak of activations is taken over the moments that `ModelShape` counts for each part of the model:
+The peak of activations is taken over the points in time that `ModelShape` counts for each part of the model:
 
     embedding | block 0 | block 1 | ... | norm | head, chunk by chunk      then backwards
 
-Each moment adds to what earlier parts keep. Adding up each part's maximum would count tensors that never exist at the
-same time. docs/benchmarks/predictions.md compares these numbers with measurements. Pure arithmetic.
+Each point counts what earlier parts have saved for the backward, and what its own part needs. Adding up each part's
+maximum would count tensors that never exist at the same time. docs/benchmarks/predictions.md compares these numbers
+with measurements. Pure arithmetic.
 """
 
 from __future__ import annotations

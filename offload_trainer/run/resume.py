@@ -2,7 +2,10 @@
 
     hold ──> checkpoint or None ── done_already? ── take_over ──> page files, if they are newer than the checkpoint
 
-    RUN/pages           paths of the directories with this run's page files, one per line (storage/scratch_dir)
+A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
+directory on a drive that one run has locked for its page files.
+
+    RUN/pages           paths of this run's leases, one per line (storage/scratch_dir)
     <lease>/record      after each step: which copy of each page holds it, and the rest of the state
     <lease>/run.json    identity, layout and configuration of the run, compared as for a checkpoint
 

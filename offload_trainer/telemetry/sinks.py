@@ -4,6 +4,8 @@
                          ├─ Screen: a live line, or plain lines without a terminal
                          └─ trackers.py: TensorBoard, wandb, trackio, mlflow
 
+The live line names the phase that takes most of the step and what limits it:
+
 12/300 |#         | loss 3.1416  1.02 k tokens/s  update 62% (drive)  drive 1.9 GB/s  3 min 20 s left  ...
 """
 

@@ -1,8 +1,8 @@
-"""Divide the gradient norm of a weight over the ranks that hold parts of its sum. Pure arithmetic.
+"""Divide the gradient norm of a weight over the ranks that each hold a part of its summed gradient. Pure arithmetic.
 
 A norm is computed from pieces of fixed size, counted from the weight's start, so that its bits do not depend on the
 number of ranks. The ranks' ranges may cut a piece. A rank with a later part of a piece sends it to the rank in whose
-range the piece begins. The engine communicates by these rules, and the planner counts the bytes.
+range the piece begins. The engine communicates by these rules, and the planner counts the bytes that ranks send.
 """
 
 from __future__ import annotations

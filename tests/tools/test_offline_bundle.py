@@ -63,7 +63,8 @@ def test_what_is_asked_for_is_pinned_and_for_that_machine_alone(tmp_path: Path) 
 def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = kernel_cache._features()
+    line = kernel_cache._line_of_features()
+    here = frozenset(line.partition(":")[2].split())
     level = next((name for name, (_, needed) in kernel_cache.LEVELS.items() if needed <= here), None)
     if level is None:
         pytest.skip("this processor is older than those that kernels are built ahead for")
@@ -83,9 +84,10 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
     kernel, words = choose_kernel("auto")
     assert (kernel.name, f"built ahead for {level} and checked" in words) == ("native", True), words
 
-    monkeypatch.setattr(kernel_cache, "_features", lambda: here - {"fma"})  # a processor that cannot run it
+    without = f"flags: {' '.join(here - {'fma'})}"  # a processor that cannot run it
+    monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: without)
     assert choose_kernel("auto")[0].name == "torch"
-    monkeypatch.setattr(kernel_cache, "_features", lambda: here)
+    monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: line)
     installed = next(cache.rglob(made.name))
     content = installed.read_bytes()
     installed.unlink()  # not overwritten, since it is mapped here

@@ -60,7 +60,7 @@ SINGLE_FILES = {
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
 # These remove directories made with mkdtemp or TemporaryDirectory; tests use tmp_path.
-ELSEWHERE = {"damaged_pages.py", "parameter_operations.py", "soak.py", "soak_world.py"}
+ELSEWHERE = {"damaged_pages.py", "parameter_operations.py", "soak.py", "soak_world.py", "write_parallel_docs.py"}
 
 
 def removals(path: Path) -> set[str]:

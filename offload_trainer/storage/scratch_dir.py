@@ -199,9 +199,12 @@ def _list_of(folder: Path) -> Path | None:
 
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
     """Return whether a run may need this directory: a list other than `but` names it, is missing or cannot be read."""
-    listed = _list_of(folder)
-    if listed is None:
-        return os.path.lexists(folder / _FOR)
+    try:
+        listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):  # also an error of the drive: it may be there
+        return True
     if but is not None and listed == but.resolve():
         return False
     try:

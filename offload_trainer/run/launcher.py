@@ -30,6 +30,7 @@ from offload_trainer.packages import is_installed, lacks
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # environment variable: the launcher's pid, which may exit before a rank looks
 
 _STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+_STOPPED = {code for number in _STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
 _LOOK = 1.0  # seconds between checks: of the ranks when no signal arrives, and of the launcher
 
@@ -103,9 +104,12 @@ class _Ranks:
                     del self.living[rank]
                 if code:
                     failed[rank] = Ended(code, time.monotonic())
-            if failed and until is None and not self.stopped:  # ranks that were told to stop may be saving
+            # Ranks that were told to stop may be saving, unless one of them has ended for another reason.
+            others = [one for one in failed.values() if not (self.stopped and one.code in _STOPPED)]
+            if others and until is None:
                 until = time.monotonic() + _GRACE
-                self._send(signal.SIGTERM)
+                if not self.stopped:
+                    self._send(signal.SIGTERM)
             if until is not None and time.monotonic() > until:
                 self._send(signal.SIGKILL)
         return failed

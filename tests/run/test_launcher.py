@@ -101,6 +101,10 @@ def stop(number, frame):
     if fault == "saves" and number == signal.SIGTERM:
         time.sleep(1.5)  # longer than ranks of a run that fails are given
         sys.exit(128 + number)
+    if fault == "hangs" and number == signal.SIGTERM:
+        if rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        sys.exit(69)
 
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, stop)
@@ -125,7 +129,7 @@ def ask():
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGTERM)
 
-if fault == "saves":
+if fault in ("saves", "hangs"):
     if not os.fork():  # another process: the launcher has no thread while it starts its ranks
         parent = os.getppid()
         os.getpid = lambda: parent
@@ -141,6 +145,7 @@ sys.exit(launcher.run_ranks([], count=2))
         ("fails", 3, ["15"]),  # the other one gets SIGTERM, and ends
         ("ignores", 3, ["15"]),  # it does not end, and is killed
         ("saves", 128 + 15, ["10 15", "10 15"]),  # both get the launcher's signal once, and time to save
+        ("hangs", 128 + 15, ["10 15", "10 15"]),  # one stands still, so the other ends without it: it is killed
     ],
 )
 def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, told: list[str], tmp_path: Path) -> None:
@@ -149,7 +154,7 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, to
     done = run_script(script, tmp_path, fault)
     assert done.returncode == code, done.stderr
     assert [path.read_text().strip() for path in sorted(tmp_path.glob("told-*"))] == told
-    assert done.stderr == ("offload-train: stopped by SIGTERM; it goes on\n" if fault == "saves" else "")
+    assert done.stderr == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
 
 
 @pytest.mark.parametrize(

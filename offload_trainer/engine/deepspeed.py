@@ -88,8 +88,8 @@ class DeepSpeedEngine:
         module = source.build(
             dtype=self._dtype,
             context=context,
-            # Non-reentrant checkpointing gives wrong gradients with weights on NVMe: DeepSpeed reuses a weight's buffer
-            # that the recomputation still needs (seen in 0.19.8).
+            # Non-reentrant checkpointing gives wrong gradients with weights on NVMe: DeepSpeed
+            # reuses the buffer of a weight before its recomputation has ended (seen in 0.19.8).
             reentrant=placement.params == "nvme",
             offload=bool(model.offload_activations) and not partition_activations,
         )

@@ -76,7 +76,8 @@ def write_model(
     """
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}
-    groups = sorted(  # by when their last source tensor arrives
+    # A saved tensor can be written once the last of its source tensors has been read.
+    groups = sorted(
         saved_groups(list(source.shapes), source.model), key=lambda group: max(place[name] for name in group.sources)
     )
     entries = [

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from offload_trainer.model.tiled_mlp import rounded, zeros
 from offload_trainer.offloading.autograd import in_backward
-from offload_trainer.plan.shape import Order
+from offload_trainer.plan.shape import Order, unit_of
 
 Kind = Literal["gpu", "cpu"]
 _aten = torch.ops.aten
@@ -205,10 +205,7 @@ class AccessTrace:
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
-        self._unit_of = {
-            parameter: next((block for block in blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
-            for name, parameter in model.named_parameters()
-        }
+        self._unit_of = {parameter: unit_of(name, blocks)[0] for name, parameter in model.named_parameters()}
         self._wanted = {
             module: [self._unit_of[parameter] for parameter in module.parameters(recurse=module in inside)]
             for module in model.modules()

@@ -20,7 +20,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.activations import ModelMemory, count_activations
 from offload_trainer.model.loss import head_needs_only_hidden_states
-from offload_trainer.plan.shape import ModelShape, Split, Weight
+from offload_trainer.plan.shape import ModelShape, Split, Weight, unit_of
 from offload_trainer.plan.tiered.weight_streaming import with_order
 from offload_trainer.storage.tensorfile import DTYPES
 
@@ -56,14 +56,14 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     weights = []
     for name, parameter in model.named_parameters():
-        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        unit, in_block = unit_of(name, blocks)
         weights.append(
             Weight(
                 name,
                 tuple(parameter.shape),
                 trainable=not any(pattern.search(name) for pattern in patterns),
-                unit=block or name.rpartition(".")[0],
-                block=block is not None,
+                unit=unit,
+                block=in_block,
                 uses=uses[id(parameter)],
                 spared=name in spared,
                 split=divided.get(name, ""),

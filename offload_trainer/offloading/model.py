@@ -278,7 +278,7 @@ class OffloadedModel:
         self.taken += 1
 
     def _unsharded(self) -> Gradients:
-        assert isinstance(self.gradients, Gradients)  # with several ranks the sums are sharded and cannot be read here
+        assert isinstance(self.gradients, Gradients)  # several ranks shard the sums, which cannot be read here
         return self.gradients
 
     def trains(self, name: str) -> bool:

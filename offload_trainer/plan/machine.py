@@ -94,7 +94,7 @@ class DriveFacts:
 
 
 _LAYER_UNITS = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s"}
-LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # as `layer_key` writes it
+LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # `layer_key` writes it
 
 
 @with_config(EXACT)

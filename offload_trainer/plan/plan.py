@@ -55,7 +55,7 @@ class Plan:
     world: int  # ranks of all nodes
     nodes: int
     items: tuple[Item, ...]
-    tiers: dict[str, dict[str, int]]  # by name: {"need": bytes, "have": bytes}
+    tiers: dict[str, dict[str, int]]  # bytes by the tier's name: {"need": ..., "have": ...}
     traffic: tuple[Traffic, ...]
     links: tuple[Traffic, ...]  # between ranks; for the network and the GPUs "read" means received
     forecast: Forecast

@@ -72,6 +72,12 @@ def pruned(moments: Sequence[Growth]) -> tuple[Growth, ...]:
     return tuple(kept)
 
 
+def unit_of(name: str, blocks: Iterable[str]) -> tuple[str, bool]:
+    """Return the unit of a parameter (its block, or else its module), and whether that is one of the blocks."""
+    block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+    return block or name.rpartition(".")[0], block is not None
+
+
 # How tensor parallelism splits a weight. "column": by output features; "row": by input features; "summed": the weight
 # is replicated and each rank computes part of its gradient; "": replicated, or unknown.
 Split = Literal["", "column", "row", "summed"]

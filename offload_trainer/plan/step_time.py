@@ -332,10 +332,10 @@ def stands_for(dtype: str, machine: MachineProfile) -> str | None:
 #     update    unit 0, 1, 2, ...        in the order in which the forward needs them
 #     forward          0, 1, 2, ...      each unit when it has its new weights
 #
-# This is a flow shop with two machines and the same job order on both. Its length is the maximum over k of "update up
-# to unit k, then forward from k on" (S. M. Johnson, 1954). Work of both on the same resource (a drive, the bus, the
-# CPU) adds up. Only the forward of the step's first micro-batch can hide an update, because its backward overwrites the
-# sums.
+# This is a flow shop with two machines and the same job order on both. Its length is the maximum over k of the update
+# up to unit k plus the forward from k on (S. M. Johnson, 1954). Work of both on the same resource (a drive, the bus,
+# the CPU) adds up. Only the forward of the step's first micro-batch can hide an update, because its backward overwrites
+# the sums.
 #
 #     backward  head, last block, ...    pages on drives of each unit whose gradients are complete (speculative update)
 #
@@ -424,7 +424,7 @@ def ahead_of(
     blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
     first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
     asked: dict[str, float] = {}  # seconds of each resource that pages on drives use
-    others: dict[str, float] = {}  # and that the last backward uses
+    others: dict[str, float] = {}  # seconds of each resource that the last backward uses
     for bound in found.bounds:
         of, seconds = _asked_of(bound, gpu=gpu), bound.seconds or 0.0
         if bound.phase == "update" and bound.kind != "adamw_gpu":
@@ -471,9 +471,11 @@ def _asked_of(bound: Bound, *, gpu: bool) -> str:
     return {"adamw_gpu": "gpu", "drive": bound.place}.get(bound.kind, bound.kind)
 
 
-# -- calibration: ratios of a run's measured seconds to the predicted ones, stored by engine, phase, bounding resource
-# and number of ranks, correct later plans. So a slow drive does not correct the prediction of computation. Ratios are
-# not stored for short runs, unsteady steps (other load, thermal throttling), phases so short that Python dominates, or
+# -- calibration
+#
+# Ratios of a run's measured seconds to the predicted ones correct later plans. They are stored by engine, phase,
+# bounding resource and number of ranks, so a slow drive does not correct the prediction of computation. Ratios are not
+# stored for short runs, unsteady steps (other load, thermal throttling), phases so short that Python dominates, or
 # beyond a factor of four, which only a wrong rate explains.
 
 LEAST_STEPS = 8

@@ -68,7 +68,7 @@ class Setup:
     data: RunData
     record: RunRecord
     log: Log
-    planned: Planned  # for checks, the report and the files of the run directory
+    planned: Planned  # read by checks, the report and the files of the run directory
 
     @property
     def output(self) -> Path:

@@ -30,7 +30,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, workload
-from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
 from offload_trainer.run.directory import environment
@@ -232,16 +232,8 @@ def shape_of(module: nn.Module, *, blocks: Sequence[str] | None) -> ModelShape:
         names += inner if isinstance(parts[name], nn.ModuleList) else [name]
     weights = []
     for name, parameter in module.named_parameters():
-        block = next((block for block in names if name.startswith(f"{block}.")), None)
-        weights.append(
-            Weight(
-                name,
-                tuple(parameter.shape),
-                trainable=parameter.requires_grad,
-                unit=block or name.rpartition(".")[0],
-                block=block is not None,
-            )
-        )
+        unit, block = unit_of(name, names)
+        weights.append(Weight(name, tuple(parameter.shape), trainable=parameter.requires_grad, unit=unit, block=block))
     inside = [weight.shape for weight in weights if weight.block and len(weight.shape) > 1] or [(1, 1)]
     outside = [weight.shape[0] for weight in weights if not weight.block and len(weight.shape) > 1]
     return ModelShape(

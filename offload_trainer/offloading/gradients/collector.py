@@ -37,7 +37,7 @@ Complete = Callable[[int, Any, BaseException | None], None]
 
 
 class GradientSums(Protocol):
-    """What the update needs of gradient sums: those of one rank (`Gradients`), or of several (`ShardedGradients`)."""
+    """The gradient sums that an update reads: those of one rank (`Gradients`), or of several (`ShardedGradients`)."""
 
     dtype: torch.dtype
     store: UnitStore  # the sums outside the device
@@ -140,7 +140,7 @@ class Gradients:
         self._norms: dict[str, torch.Tensor] = {}
         self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
         self._complete: Complete | None = None
-        self._missing: dict[int, set[str]] = {}  # by unit: weights without a gradient in the last micro-batch so far
+        self._missing: dict[int, set[str]] = {}  # by unit: weights whose last gradient has not come yet
 
     def watch(self, complete: Complete) -> None:
         self._complete = complete

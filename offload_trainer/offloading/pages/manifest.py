@@ -213,7 +213,7 @@ class ManifestWriter:
                 sync_directory(drive.parent)
                 sync_directory(drive.parent.parent)
             self._record = Record(drives[0] / RECORD, most=manifest.record[1])
-            if self._record.is_new:  # from now on a file without a record is a damaged one
+            if self._record.is_new:  # once it is written, a missing record means damage
                 first = {"step": 0, "newest": "", "run": self._run}
                 self._record.write(json.dumps(first).encode(), lasting=True)
         else:

@@ -84,14 +84,13 @@ class ShardedGradients:
         self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
         inbox = largest_range(units, ranks=node.world)
         self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.remote_ranks}
-        self._turns = [unit for unit in reversed(units) if unit.trained]  # in the order of the backward
+        self._turns = [unit for unit in reversed(units) if unit.trained]  # the backward completes units in this order
         self._names = self._intake.names
         most = max(len(names) for names in self._names.values())
         marks = node.memory_of_each(OUTBOXES * most)
         self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight has a gradient
-        self._remote_marks = {
-            rank: torch.zeros(most, dtype=torch.uint8) for rank in node.remote_ranks
-        }  # what ranks of other nodes sent
+        # Ranks of other nodes send their marks over the network.
+        self._remote_marks = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.remote_ranks}
         ordered = device.place.type != "cpu"
         placed = [self._intake.place[name] for name in order if name in self._intake.place]
         self._norms = ShardedNorms(placed, node, dtype=self.dtype, ordered=ordered)

@@ -309,7 +309,7 @@ class Updater:
         fields = self._store.fields(route.number, data)
         params = step.params
         parts = within(params.ranges[page.unit], page.start, page.start + page.elements)
-        if rest and not self._store.format.remainders:  # with split masters `out` already holds all weights
+        if rest and not self._store.format.remainders:  # split masters are complete only with all weights in `out`
             _copy_rest(fields["master"], out, parts)
         kernel.update_page(
             fields,

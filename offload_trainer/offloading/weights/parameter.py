@@ -217,7 +217,7 @@ class ParameterView(torch.Tensor):
 
 
 Shared = OffloadedParameter | ParameterView
-_SHARED = frozenset([OffloadedParameter, ParameterView])  # for `type(x) in`: isinstance calls a slow metaclass
+_SHARED = frozenset([OffloadedParameter, ParameterView])  # use `type(x) in`: isinstance calls a slow metaclass
 
 
 def offload_parameter(parameter: nn.Parameter, name: str, provider: WeightProvider) -> None:
@@ -478,7 +478,7 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **words: Any
 def _changes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     """Return whether `tensor.to(...)` would return another tensor."""
     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    with torch._C.DisableTorchFunctionSubclass():  # in `to(other)` the argument may be an offloaded parameter
+    with torch._C.DisableTorchFunctionSubclass():  # the argument of `to(other)` may be an offloaded parameter
         return probe.to(*args, **kwargs) is not probe
 
 

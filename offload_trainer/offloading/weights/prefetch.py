@@ -222,7 +222,7 @@ class WeightPrefetcher:
         if not isinstance(saved, _WeightReference):
             return saved
         if unprotected() and in_backward():
-            keep_by(self.pack, self.unpack)  # with create_graph the weight is saved again for the double backward
+            keep_by(self.pack, self.unpack)  # create_graph saves the weight again for the double backward
         with without_modes():
             return self.need(saved.unit).as_strided(saved.size, saved.stride, saved.offset)
 

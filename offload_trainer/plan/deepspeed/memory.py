@@ -39,8 +39,8 @@ from offload_trainer.units import format_bytes
 # Resident memory of a process while it trains, without tensors and matmul buffers; DeepSpeed imports more of itself at
 # the start. Measured on 2 cores of an AMD EPYC with torch 2.13 for CPUs, shared library pages included.
 PROCESS = 450_000_000
-# Freed memory that the CPU's heap keeps (`mapped_from`), measured and not derived. With short rows glibc decides,
-# and it is a multiple of the weight gradients' bytes that depends on the ZeRO stage; with long rows it is a constant.
+# Freed memory that the CPU's heap keeps (`mapped_from`), measured and not derived. With short rows it is a multiple of
+# the weight gradients' bytes, by ZeRO stage. With long rows it is a constant.
 _HOLES = {1: 1.3, 2: 1.3, 3: 0.8}
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
@@ -79,7 +79,7 @@ class StockBytes:
         if work.tensor > 1 and shape.on_gpu is not None and shape.on_cpu is not None:
             on_gpu, on_cpu = divided(shape.on_gpu, work.tensor), divided(shape.on_cpu, work.tensor)
             work = replace(work, shape=replace(shape, on_gpu=on_gpu, on_cpu=on_cpu))
-        reduced = self.placement.stage > 1  # as they come; only a tied head's gradient waits for the embedding's
+        reduced = self.placement.stage > 1  # gradients leave at once, but a tied head's waits for the embedding's
         tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
         waiting = work.item_bytes * tied if reduced else 0
         model = activation_items(work, tiers=self.tiers, gradients=reduced, waiting=waiting)

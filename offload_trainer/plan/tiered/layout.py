@@ -319,7 +319,7 @@ def homes_of(
     units are on the device if all sums are, and in RAM otherwise. Gradient sums of units whose state is entirely on the
     device stay there.
     """
-    drive: dict[int, int] = {}  # of each unit's weights and gradients, in proportion to `speeds`
+    drive: dict[int, int] = {}  # drive of each unit's weights and gradients, shared out by `speeds`
     held = [0.0] * len(speeds)
     for unit in units if speeds else ():
         if not unit.small:

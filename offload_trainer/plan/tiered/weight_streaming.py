@@ -1,4 +1,4 @@
-"""How weights that are not on the device reach it: the order of use, the device buffers, and copies or all-gathers.
+"""Streaming of weights to the device: their order of use, the device buffers, and copies or all-gathers.
 
     orders    the units that a forward and a backward use, in order: recorded by a run on meta tensors
               (`model/meta_trace.py`), or the order of registration

@@ -190,7 +190,7 @@ def help_text(command: str | None = None) -> str:
     lines += ["", more] if more else []
     if not takes_keys(command):
         return "\n".join(lines)
-    flags = _FLAGS_OF[command]
+    flags = flags_of(command)
     others = (
         []
         if len(flags) == len(FLAGS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from build_wheel import wheel_in
-from commands import LIMIT, in_turn, products_of_torch
+from commands import LAUNCHED, LIMIT, in_turn, products_of_torch
 
 import offload_trainer.plan.tiered.layout as layout
 
@@ -101,16 +101,13 @@ def wheel(shared: Path) -> Path:
     return made
 
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """Undo what a command that ran in this process set for it: torch's 16-bit products, and its place among ranks."""
-    before = {name: os.environ[name] for name in _LAUNCHED if name in os.environ}
+    before = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     yield
     products_of_torch()
-    for name in _LAUNCHED:
+    for name in LAUNCHED:
         os.environ.pop(name, None)
     os.environ.update(before)
 

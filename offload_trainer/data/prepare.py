@@ -74,9 +74,8 @@ def prepare_tokens(
     meanwhile.
     """
     sources = find_sources(section.path, say=say)
-    fingerprint = tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
-        files = []
+        files, fingerprint = [], tokenizer_fingerprint(tokenizer)
         for source in sources:
             file = TokenFile.open(source, dtype=section.token_dtype)
             _refuse_unfitting(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)

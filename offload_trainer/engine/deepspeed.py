@@ -24,6 +24,7 @@ from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.tp_shards import parts_of
 from offload_trainer.errors import TrainerError
+from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.recompute_hooks import keep_inputs
@@ -124,10 +125,7 @@ class DeepSpeedEngine:
                 part = self._parts.of(name, value)
                 _write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
         for name, value in source.buffers().items():  # the 16-bit engine (and zero.Init) may have rounded them
-            owner, _, leaf = name.rpartition(".")
-            holder = module.model.get_submodule(owner)
-            assert leaf in holder._buffers, name
-            holder._buffers[leaf] = value.to(_device())
+            set_buffer(module.model, name, value.to(_device()))
         self._module = module
         self._betas = optim.betas
         self._behind: dict[str, int] = {}  # steps that a weight had missed when it was loaded

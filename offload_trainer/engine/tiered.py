@@ -20,7 +20,7 @@ from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.build_tiered import Say, open_parts
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.model.init_weights import parameters_without_memory
+from offload_trainer.model.init_weights import parameters_without_memory, set_buffer
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.ulysses import DividedAttention, share_rows
@@ -87,10 +87,7 @@ class TieredEngine:
             parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
             self._module.to(self._place)
             for name, value in source.buffers().items():
-                owner, _, leaf = name.rpartition(".")
-                buffers = self._module.model.get_submodule(owner)._buffers
-                assert leaf in buffers, name
-                buffers[leaf] = value.to(self._place)
+                set_buffer(self._module.model, name, value.to(self._place))
             self.offloaded = OffloadedModel(
                 self._module.model,
                 parameters,

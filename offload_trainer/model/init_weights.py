@@ -218,3 +218,11 @@ def parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace one of the model's registered buffers."""
+    owner, _, leaf = name.rpartition(".")
+    buffers = model.get_submodule(owner)._buffers
+    assert leaf in buffers, name
+    buffers[leaf] = value

@@ -113,7 +113,7 @@ def allocate_stores(
             if memory is not None:
                 memory.zero_()
         ranks.wait_for_all()  # no page may be filled before its rank has touched it
-    sizes = [unit.elements * layout.dtype.itemsize for unit in units]
+    sizes = [unit.stored_bytes(layout.dtype.itemsize) for unit in units]
     outside = UnitStore(
         [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes.weights, strict=True)],
         [RAM if home == DEVICE else home for home in homes.weights],

@@ -116,14 +116,14 @@ class CudaDevice:
         after: torch.cuda.Event | None,
     ) -> _CudaArrival:
         """Return a copy to the device, queued now, or on the completing thread when `ready` completes."""
-        arrival = _CudaArrival(lambda: self._copy_in(source, into, after=after, stream=stream), self.place)
+        arrival = _CudaArrival(lambda: self._copy(source, into, after=after, stream=stream), self.place)
         if ready is None:
             arrival.queue(None)
         else:
             ready.then(arrival.queue)
         return arrival
 
-    def _copy_in(
+    def _copy(
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
         with self._in_order(stream, after=after) as event:
@@ -131,7 +131,7 @@ class CudaDevice:
         return event
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
-        event, future = self._copy_in(values, into, after=after, stream=self._to_device), Future()
+        event, future = self._copy(values, into, after=after, stream=self._to_device), Future()
         self._waiter.put(ending(future, event.synchronize))
         return future
 
@@ -148,13 +148,8 @@ class CudaDevice:
         stream: torch.cuda.Stream,
         waiter: Workers,
     ) -> Future:
-        with torch.cuda.device(self.place), torch.cuda.stream(stream):
-            stream.wait_event(after)
-            into.copy_(values, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
-            event.record(stream)
+        event, future = self._copy(values, into, after=after, stream=stream), Future()
         values.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
-        future = Future()
         waiter.put(ending(future, event.synchronize))
         return future
 

@@ -3,8 +3,8 @@
     fetch     host memory or a drive -> a ring buffer on the device     (prefetched weights)
     upload    host memory -> the device                                 (new weights from the update)
     download  the device -> host memory                                 (gradients)
-    keep, bring_back   the device -> host memory -> the device          (inputs of checkpointed blocks)
-    side_stream  computation beside forward and backward                   (the update of state on the device)
+    keep, copy_back   the device -> host memory -> the device           (inputs of checkpointed blocks)
+    side_stream   computation during forward and backward               (the update of state on the device)
 
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong

@@ -136,7 +136,7 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 # -- the block inputs that activation checkpointing keeps, in RAM or on drives. The engine allocates with these numbers
-# (`offloading/activations/offload.py`).
+# (`offloading/activation_offload.py`).
 
 INPUT_BUFFERS = 4  # host buffers that inputs pass through on their way to drives and back
 INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back

@@ -171,14 +171,16 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
         if len(nodes) > 1:
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
-        setup = resolve(with_steps(planned, data, begins=begins), data, log)
+        if (settled := with_steps(planned, data, begins=begins)) is not planned:
+            setup = resolve(settled, data, log)
         if instead is None and resume.done_already(setup, begins):
             resume.clear_drives(setup)
             return
         files = resume.take_over(setup, stack, begins=begins) if instead is None else None
         if files is not None:
             checkpoint, begins = None, files.train
-            setup = resolve(with_steps(planned, data, begins=begins), data, log)
+            if (settled := with_steps(planned, data, begins=begins)) is not planned:
+                setup = resolve(settled, data, log)
         if planned.config.train.epochs != "auto":
             rows, rows_of_step = len(data.split.train), setup.plan.tokens_per_step // setup.plan.seq_len
             epochs, steps = planned.config.train.epochs, setup.train.steps

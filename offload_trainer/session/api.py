@@ -23,7 +23,7 @@ from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.build_tiered import EngineParts, open_parts
 from offload_trainer.errors import UserError
-from offload_trainer.model.init_weights import meta_model, parameters_without_memory
+from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
@@ -68,8 +68,7 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
             model = source.build(dtype=parts.layout.dtype, context=parameters_without_memory()).model
             parameters = _with_memory(model, parts)
             for key, value in source.buffers().items():
-                owner, _, leaf = key.rpartition(".")
-                model.get_submodule(owner)._buffers[leaf] = value.to(parts.device.place)
+                set_buffer(model, key, value.to(parts.device.place))
             folder = _folder(stack)
             save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
             weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())

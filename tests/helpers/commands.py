@@ -24,6 +24,9 @@ from offload_trainer.engine import cpu_matmul
 
 HELPERS = Path(__file__).resolve().parent
 
+# Variables that a launcher of ranks sets.
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 # The model's embedding is larger than all else, and its sizes do not divide evenly. It uses one thread, since two tests
 # run at the same time.
 TINY = [
@@ -62,11 +65,7 @@ class Run:
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment without a launcher's variables, plus `extra`."""
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    } | extra
+    return {key: value for key, value in os.environ.items() if key not in (*LAUNCHED, "OMP_NUM_THREADS")} | extra
 
 
 def command(*words: object) -> list[str]:

@@ -7,7 +7,6 @@ import pty
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 GONE = ("a closed pipe", "a terminal that is gone")
 
@@ -37,10 +36,3 @@ def lose_streams(kind: str) -> None:
     os.dup2(writer, 2)
     os.close(writer)
     os.close(reader)
-
-
-def to_file(path: Path) -> None:
-    """Redirect stdout and stderr to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)

@@ -314,6 +314,13 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "assumed: between GPUs: 360 GB/s each way" in told
 
 
+def test_modes_keep_the_length_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A warm-up that fits into the configured steps rejects no mode."""
+    words = [*WORDS, "train.steps=10000", "optim.warmup_steps=2000"]
+    assert main([*words, "--machine", "4xrtx4090-10gbe", "--nodes", "2", "--json"]) == 0
+    assert "ZeRO-1 over 8" in [row["name"] for row in json.loads(capsys.readouterr().out)["modes"]]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -385,7 +385,7 @@ def _collect(values: Any, found: list[Shared]) -> None:
 
 
 def _copied(given: Any, provider: WeightProvider) -> Any:
-    """Replace parameters and views of other lenders among (nested) arguments by copies, which autograd follows."""
+    """Replace parameters and views of other providers among (nested) arguments by copies, which autograd follows."""
     if type(given) in _SHARED:
         return given if _parameter_of(given).provider is provider else given.clone()
     if isinstance(given, list | tuple):

@@ -1,8 +1,8 @@
 """Store the weights that the model computes with, by unit, on the device, in RAM or on drives.
 
 The update writes new weights here (in place with `direct`, or from a buffer with `commit`). The model reads them from
-here (in place with `resident`, or through a `WeightPrefetcher`). With several ranks this
-module also broadcasts updated weights between devices and nodes.
+here (in place with `resident`, or through a `WeightPrefetcher`). With several ranks this module also broadcasts updated
+weights between devices and nodes.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ class PlacedWeights:
         return self._resident[self._starts[unit] :][: self.units[unit].elements]
 
     def values(self, memory: torch.Tensor, place: Place) -> torch.Tensor:
-        """Return a weight's values in `memory` on the device, which holds its unit as it is stored.
-
-        Every parameter gets its memory here, so a unit that is stored in another format would be decoded here.
-        """
+        """Return a view of a weight's values in `memory`, which is its unit's memory on the device."""
         return memory[place.start : place.start + place.weight.numel].view(place.weight.shape)
 
     def direct(self, unit: int) -> torch.Tensor | None:

@@ -287,7 +287,7 @@ void update_page(const Page* page, const Part* parts, int64_t count, int32_t thr
     the_crew().run(page->rule == LION ? lion : adam, &call, int(std::min(int64_t(threads), pieces)) - 1);
 }
 
-// Return the checksum of `size` bytes (checksum.py), or -1 if this CPU has no carry-less multiplication.
+// Return the checksum of `size` bytes (CRC-32 of zlib), or -1 if this CPU has no carry-less multiplication.
 int64_t page_sum(const uint8_t* data, int64_t size) {
 #ifdef __PCLMUL__
     return crc_of(data, size);

@@ -1,4 +1,4 @@
-// The CRC-32 of checksum.py by carry-less multiplication (PCLMULQDQ). CPUs without it use zlib.
+// The CRC-32 of zlib by carry-less multiplication (PCLMULQDQ). CPUs without it use zlib.
 //
 // A CRC is the remainder of the message, as a polynomial over GF(2), modulo P = x^32 + x^26 + ... + 1. So 16 bytes may
 // be replaced by a congruent multiple of them, added 64 bytes later. Four accumulators fold the message into its last

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection
@@ -121,6 +122,7 @@ class ZeroGathers:
     update: int
 
 
+@lru_cache(8)
 def gathers(shape: ModelShape, sizes: ZeroSizes, *, checkpointing: bool) -> ZeroGathers:
     """Return the elements gathered by all ranks together; in a ring each rank receives all but its own shard."""
     forward = list(_modules(shape.weights))

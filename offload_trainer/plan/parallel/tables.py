@@ -329,7 +329,7 @@ def compare(work: Workload, machine: MachineProfile, *, plan: Planner) -> Compar
     wins = list[tuple[int, str]]()
     for rows_a_rank in _ROWS:
         step = replace(work, micro_batch=1, accumulate=rows_a_rank)
-        found, _ = _rows(step, machine, plan=plan)
+        found = rows if step.tokens == work.tokens else _rows(step, machine, plan=plan)[0]
         fit = [row for row in found if not row.lacks]
         if fit and fit[0].seconds is not None and (not wins or wins[-1][1] != fit[0].name):
             wins.append((step.tokens, fit[0].name))

@@ -24,6 +24,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.sources import NamedTensor, opened
 from offload_trainer.machine.probe import available_ram_bytes
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called, set_weight
+from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.model.pretrained import opened_weights, persistent_buffers
 from offload_trainer.units import format_bytes
 
@@ -56,7 +57,7 @@ def inference_model(
         model = found.model
         size = sum(4 * math.prod(shape) for shape in found.shapes.values())
         for name, buffer in found.buffers.items():
-            model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+            set_buffer(model, name, buffer)
         if size <= most:
             for name, tensor in found.weights():
                 if name in found.shapes:

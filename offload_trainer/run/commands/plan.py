@@ -124,13 +124,15 @@ def _asking(config: TrainConfig, mode: Mode, *, tokens: int) -> TrainConfig:
         )
     partition = config.parallel.partition_activations and mode.tensor > 1
     stage = "auto" if mode.tensor > 1 else mode.stage
+    batch = {"micro_batch_size", "gradient_accumulation_steps", "tokens_per_step"}
+    train = config.train.model_dump(exclude_unset=True, exclude=batch)
     return config.model_copy(
         update={
             "placement": place.model_copy(update={"engine": "deepspeed", "nvme": place.nvme[:1]}),
             "parallel": ParallelSection(tensor=mode.tensor, partition_activations=partition),
             "deepspeed": config.deepspeed.model_copy(update={"zero_stage": stage}),
             "tiered": TieredSection(),
-            "train": TrainSection(tokens_per_step=tokens),
+            "train": TrainSection(**train, tokens_per_step=tokens),
         }
     )
 

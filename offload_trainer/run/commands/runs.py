@@ -18,7 +18,6 @@ from offload_trainer.safe_files import file_bytes, one_line, parsed, read_yaml
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.scratch_dir import PAGES, folders_in
 from offload_trainer.telemetry.metrics import (
-    EvalRecord,
     StepRecord,
     median_phases,
     median_speed,
@@ -165,7 +164,6 @@ class RunSummary:
     name: str  # path relative to the runs' common parent directory
     facts: dict[str, Any]
     rows: list[StepRecord]
-    evaluations: list[EvalRecord]
 
     def to_json(self) -> dict[str, Any]:
         return {"directory": str(self.directory), **self.facts}
@@ -246,7 +244,7 @@ def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str
         facts["validation loss"] = evaluations[-1].validation_loss
         facts["bits a byte"] = evaluations[-1].bits_per_byte
     known = {what: value for what, value in facts.items() if value is not None}
-    return RunSummary(directory, name, known, rows, evaluations)
+    return RunSummary(directory, name, known, rows)
 
 
 def _of_rows(rows: Sequence[StepRecord]) -> dict[str, Any]:

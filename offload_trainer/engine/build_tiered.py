@@ -105,7 +105,7 @@ def open_parts(
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
     if not torch.cuda.is_available():
         return CpuDevice()
-    largest = max(unit.elements for unit in units) * itemsize
+    largest = max(unit.stored_bytes(itemsize) for unit in units)
     return CudaDevice(
         torch.device("cuda", torch.cuda.current_device()),
         staging_bytes=largest if placement.params == TierKind.DRIVES else 0,

@@ -115,7 +115,7 @@ def allocate_stores(
         ranks.wait_for_all()  # no page may be filled before its rank has touched it
     sizes = [unit.stored_bytes(layout.dtype.itemsize) for unit in units]
     outside = UnitStore(
-        [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes.weights, strict=True)],
+        [0 if home == DEVICE else size for size, home in zip(sizes, homes.weights, strict=True)],
         [RAM if home == DEVICE else home for home in homes.weights],
         dtype=layout.dtype,
         files=drives.files("weights", sizes, homes.weights),
@@ -123,7 +123,7 @@ def allocate_stores(
         pinned=device.is_cuda,
         node=node,
     )
-    fetches = WeightFetches(units, outside, node=node, gpus=device.is_cuda)
+    fetches = WeightFetches(outside, node=node, gpus=device.is_cuda)
     weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
     gradients = _gradients(layout, device=device, drives=drives, order=order)
     return Stores(state, weights, fetches, gradients, _update_progress(layout, weights, device))
@@ -134,11 +134,8 @@ def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
     sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
     files = drives.files("gradients", sums, homes.gradients)
     if layout.node.world > 1:
-        trained = [unit.trained for unit in units]
         dtype, node = layout.gradient_dtype, layout.node
-        store = UnitStore(
-            trained, homes.gradients, dtype=dtype, files=files, transfers=transfers, pinned=False, node=node
-        )
+        store = UnitStore(sums, homes.gradients, dtype=dtype, files=files, transfers=transfers, pinned=False, node=node)
         return ShardedGradients(units, store, given=layout.dtype, device=device, order=order, node=node)
     return Gradients(
         units,

@@ -130,9 +130,9 @@ def test_sums_are_those_of_one_rank(
     def of_rank(rank: int) -> list[object]:
         node, transfers = ThreadOfNode(rank, place), ThreadedTransfers(threads=1)
         files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in units))]
-        trained = [unit.trained for unit in units]
+        sums = [4 * unit.trained for unit in units]
         made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}
-        store = UnitStore(trained, [home] * len(units), **made_of)  # type: ignore[arg-type]
+        store = UnitStore(sums, [home] * len(units), **made_of)  # type: ignore[arg-type]
         order = names(units)
         gradients = ShardedGradients(units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node)
         try:

@@ -56,9 +56,9 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
         transfers = Counting(threads=1)
         transfers.fails = fails and rank == 1
         words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
-        store = UnitStore(sizes, [0] * len(units), node=node, **words)
+        store = UnitStore([2 * size for size in sizes], [0] * len(units), node=node, **words)
         rounds = FetchMatching(lambda mine: between.exchange(rank, mine))
-        reads = SharedReads(units, store, node=node, rounds=rounds, barrier=between.barrier)
+        reads = SharedReads(store, node=node, rounds=rounds, barrier=between.barrier)
         found = []
         try:
             for what in programs[rank]:
@@ -122,10 +122,10 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -
     file = DriveFile(tmp_path / "weights", 2 * sum(unit.elements for unit in units))
     words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
     store, rounds = (
-        UnitStore([unit.elements for unit in units], [0] * len(units), node=node, **words),
+        UnitStore([2 * unit.elements for unit in units], [0] * len(units), node=node, **words),
         FetchMatching(never),
     )
-    reads = SharedReads(units, store, node=node, rounds=rounds, barrier=lambda: None)
+    reads = SharedReads(store, node=node, rounds=rounds, barrier=lambda: None)
     filled = reads.want(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
     reads.want(1)  # its buffer never comes, as after a failed update
     filled.then(closed.finish_part)

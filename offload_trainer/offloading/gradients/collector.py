@@ -127,10 +127,8 @@ class Gradients:
         self._device = device
         self._intake = GradientIntake(units)
         pinned = device.is_cuda
-        trained = [unit.trained for unit in units]
-        self.store = UnitStore(
-            trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=Node()
-        )
+        sizes = [unit.trained * dtype.itemsize for unit in units]
+        self.store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=Node())
         there = [unit for unit in units if homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}

@@ -300,7 +300,7 @@ class UnitStore:
 
     def __init__(
         self,
-        elements: Sequence[int],
+        sizes: Sequence[int],
         homes: Sequence[int],
         *,
         dtype: torch.dtype,
@@ -309,12 +309,11 @@ class UnitStore:
         pinned: bool,
         node: Node,
     ) -> None:
-        """Allocate RAM for `elements` of each unit. RAM and `files` exist once per node, and all its ranks call it."""
+        """Allocate RAM for units of `sizes` bytes. RAM and `files` exist once per node, and all its ranks call it."""
         self.homes = tuple(homes)
         self.dtype = dtype
-        self.elements = tuple(elements)
+        self.elements = tuple(size // dtype.itemsize for size in sizes)
         self._files, self._transfers = files, transfers
-        sizes = [count * dtype.itemsize for count in elements]
         self._offsets = offsets(sizes, homes)
         self._memory = node.memory(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
         self._cache = WriteBackCache(transfers)

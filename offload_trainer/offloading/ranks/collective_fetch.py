@@ -10,7 +10,7 @@ same units together in the same order, on a separate thread and over separate co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +18,7 @@ from offload_trainer.offloading.device import Read, copy_alone
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.fetch_matching import FetchMatching
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
-from offload_trainer.plan.tiered.layout import Unit, part_of
+from offload_trainer.plan.tiered.layout import part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
 from offload_trainer.plan.tiered.weight_streaming import even_part
 from offload_trainer.plan.tiers import on_drive
@@ -32,14 +32,12 @@ Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the d
 class WeightFetches:
     """The sources from which this rank fetches the units in `store`: by itself, or with the other ranks of its node."""
 
-    def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node, gpus: bool) -> None:
+    def __init__(self, store: UnitStore, *, node: Node, gpus: bool) -> None:
         """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""
         self._store, self._node = store, node
         self._reads: SharedReads | None = None
         if node.world > 1 and any(map(on_drive, store.homes)):
-            self._reads = SharedReads(
-                units, store, node=node, rounds=node.fetch_matching(), barrier=SideGroup().barrier
-            )
+            self._reads = SharedReads(store, node=node, rounds=node.fetch_matching(), barrier=SideGroup().barrier)
         self._gathers: WeightAllGather | None = None
         if node.by_parts and any(store.elements):
             self._gathers = WeightAllGather(node, rounds=node.fetch_matching(), join=node.make_all_gather(gpus=gpus))
@@ -165,16 +163,14 @@ class SharedReads:
     out of the other one, which may then be overwritten.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], store: UnitStore, *, node: Node, rounds: FetchMatching, barrier: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: UnitStore, *, node: Node, rounds: FetchMatching, barrier: Callable[[], None]) -> None:
         """Allocate the shared buffers and start the threads. All ranks call it.
 
         `barrier` synchronises the reading threads of all ranks; only that thread uses it.
         """
         self._store, self._node, self._barrier = store, node, barrier
-        self._elements = {unit.index: unit.elements for unit in units if on_drive(store.homes[unit.index])}
-        size = max(self._elements.values()) * store.dtype.itemsize
+        largest = max(count for count, home in zip(store.elements, store.homes, strict=True) if on_drive(home))
+        size = largest * store.dtype.itemsize
         self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
         self._next, self._copied = 0, done()
         self._error: BaseException | None = None
@@ -205,7 +201,7 @@ class SharedReads:
         try:
             if self._error is not None:
                 raise self._error
-            elements, node = self._elements[unit], self._node
+            elements, node = self._store.elements[unit], self._node
             whole = self._buffers[self._next][:elements]
             self._next = (self._next + 1) % SHARED_READS
             first, end = part_of(elements, node.rank - node.local_ranks.start, ranks=len(node.local_ranks))

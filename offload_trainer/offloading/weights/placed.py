@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.device import Device, DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
@@ -53,6 +53,10 @@ class PlacedWeights:
         if self.homes[unit] != DEVICE:
             return None
         return self._resident[self._starts[unit] :][: self.units[unit].elements]
+
+    def fetch(self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, *, after: Any) -> DeviceCopy:
+        """Start to fill `memory` (on the device) with the unit's elements from `source`, after the event `after`."""
+        return self._device.fetch(source, memory[: self.units[unit].elements], after=after)
 
     def values(self, memory: torch.Tensor, place: Place) -> torch.Tensor:
         """Return a view of a weight's values in `memory`, which is its unit's memory on the device."""

@@ -285,10 +285,9 @@ class WeightPrefetcher:
         self._evict(number)
         self._rings.put(unit, number)
         slot = self._slots[number]
-        into = slot.buffer[: self._weights.units[unit].elements]
         source, after = self._source(unit), self._device.mark()
         slot.arrival = self._update_progress.fetch_when_ready(
-            unit, lambda: self._device.fetch(source, into, after=after)
+            unit, lambda: self._weights.fetch(unit, source, slot.buffer, after=after)
         )
 
     def _evict(self, number: int) -> None:

@@ -467,16 +467,16 @@ class TieredCandidate:
 
     def _note_of_transfer(self) -> list[str]:
         """Return a note on how weights in RAM reach the devices of a node, or why the setting has no effect."""
-        ranks, largest = self.work.here, max(unit.elements for unit in self.units)
+        ranks, e = self.work.here, self.work.item_bytes
         if (
             self.placement.params == TierKind.RAM
             and ranks > 1
             and (self.machine.gpu is not None or self.sizes.by_parts)
         ):
-            size, by_parts = self.work.item_bytes, self.sizes.by_parts
+            largest, by_parts = max(unit.stored_bytes(e) for unit in self.units), self.sizes.by_parts
             return [
                 describe_weight_transfer(
-                    self.weight_transfer, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts
+                    self.weight_transfer, largest, self.machine, ranks=ranks, item_bytes=e, by_parts=by_parts
                 )
             ]
         if self.weight_transfer != "auto":

@@ -149,13 +149,16 @@ def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, tiers: Tiers, e:
 
 def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, e: int) -> list[Item]:
     ram, device = tiers.ram.item, tiers.device.item
-    held = _held([unit.stored_bytes(e) for unit in units], homes)
-    held[DEVICE] = held.get(DEVICE, 0) * sizes.here
+    used = _held([e * unit.elements for unit in units], homes)
+    stored_at = _held([unit.stored_bytes(e) for unit in units], homes)
+    resident = sizes.here * used.get(DEVICE, 0)
     away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
     if not away:
-        return [device("weights", held[DEVICE], f"{e} B a parameter")]
-    items = [device("small weights", held.pop(DEVICE), "always on the device")]
-    items += [tiers[home].item("weights", size, f"{e} B a parameter") for home, size in held.items()]
+        return [device("weights", resident, f"{e} B a parameter")]
+    items = [device("small weights", resident, "always on the device")]
+    for home, size in stored_at.items():
+        if home != DEVICE:
+            items.append(tiers[home].item("weights", size, f"{e * size / used[home]:.3g} B a parameter"))
     blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     of_block = "part" if any(unit.is_part for unit in away) else "block"
     counts = ((len(blocks), of_block), (len(others), "other module"))
@@ -170,7 +173,7 @@ def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes,
         why = "one shard of each rank, between drives of different nodes"
         items.append(ram("weights between nodes", through, why))
     if tiers.has_gpu and stored:
-        staging = 2 * e * max(unit.elements for unit in units)
+        staging = 2 * max(unit.stored_bytes(e) for unit in units)
         why = "2 buffers for the largest block, between drive and GPU"
         items.append(ram("weight staging", sizes.here * staging, why))
     if sizes.ranks > 1 and stored:
@@ -267,9 +270,9 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
     """Count weights fetched to the device, and gradients copied from it."""
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
-        elements, by_parts = units[unit].elements, sizes.by_parts and homes.weights[unit] == RAM
-        into = transfer_bytes(elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
-        move(homes.weights[unit], phase, read=times * units[unit].stored_bytes(e))
+        size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and homes.weights[unit] == RAM
+        into = transfer_bytes(size, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
+        move(homes.weights[unit], phase, read=times * size)
         move(DEVICE, phase, read=times * into)
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
     gradients = as_gradients_come(units, work.shape)
@@ -297,7 +300,8 @@ def gathered_weights(
     found: dict[str, TransferBytes] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
-            one = transfer_bytes(units[unit].elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
+            size = units[unit].stored_bytes(work.item_bytes)
+            one = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
             found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
     return found
 

@@ -51,7 +51,10 @@ class Unit:
     within: str = ""  # name of the block that contains the unit, or is the unit
 
     def stored_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the unit's weights where they are stored, with `item_bytes` for an element in use."""
+        """Return the bytes of the unit's weights in RAM or on a drive, with `item_bytes` for an element in use.
+
+        Stores, staging buffers and transfers have this size. On the device every element takes `item_bytes`.
+        """
         return item_bytes * self.elements
 
     @property

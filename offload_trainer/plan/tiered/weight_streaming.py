@@ -209,10 +209,10 @@ class TransferBytes:
         return TransferBytes(times * self.from_ram, times * self.from_others)
 
 
-def transfer_bytes(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> TransferBytes:
-    """Return the bytes that one of a node's `ranks` receives for a unit of `elements`."""
-    others = (ranks - 1) * even_part(elements, ranks=ranks) if by_parts else 0
-    return TransferBytes(item_bytes * (elements - others), item_bytes * others)
+def transfer_bytes(size: int, *, item_bytes: int, ranks: int, by_parts: bool) -> TransferBytes:
+    """Return the bytes that one of a node's `ranks` receives for a unit of `size` bytes."""
+    others = (ranks - 1) * item_bytes * even_part(size // item_bytes, ranks=ranks) if by_parts else 0
+    return TransferBytes(size - others, others)
 
 
 def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
@@ -262,16 +262,12 @@ def uses_all_gather(wish: WeightTransfer, machine: MachineProfile, *, ranks: int
         return False
     if wish == "all_gather":
         return True
-    whole, parts = (_of_unit(ALIGN * ranks, machine, ranks=ranks, by_parts=way) for way in (False, True))
+    whole, parts = (_of_unit(2 * ALIGN * ranks, machine, ranks=ranks, by_parts=way) for way in (False, True))
     return machine.gpu is not None and whole is not None and parts is not None and parts < whole
 
 
-def _of_unit(
-    elements: int, machine: MachineProfile, *, ranks: int, by_parts: bool, item_bytes: int = 2
-) -> float | None:
-    return seconds_of(
-        transfer_bytes(elements, item_bytes=item_bytes, ranks=ranks, by_parts=by_parts), machine, ranks=ranks
-    )
+def _of_unit(size: int, machine: MachineProfile, *, ranks: int, by_parts: bool, item_bytes: int = 2) -> float | None:
+    return seconds_of(transfer_bytes(size, item_bytes=item_bytes, ranks=ranks, by_parts=by_parts), machine, ranks=ranks)
 
 
 def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile, *, ranks: int) -> list[Bound]:
@@ -289,12 +285,12 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
 
 
 def describe_weight_transfer(
-    wish: WeightTransfer, elements: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
+    wish: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
 ) -> str:
-    """Return a sentence with the seconds of both ways for a unit of `elements`, and the chosen one."""
+    """Return a sentence with the seconds of both ways for a unit of `size` bytes, and the chosen one."""
     told = []
     for way in (False, True):
-        seconds = _of_unit(elements, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
+        seconds = _of_unit(size, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
         told.append("unknown" if seconds is None else format_seconds(seconds))
     asked = "" if wish == "auto" else f" (tiered.weight_transfer={wish})"
     taken_so = "all_gather" if by_parts else "direct"

@@ -24,6 +24,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 Home = Literal["auto", "gpu", "cpu", "nvme"]
 Scalar = bool | int | float | str
+RuleName = Literal["adamw", "lion"]  # described in plan/tiered/state_formats.py
 LION_BETAS = (0.9, 0.99)  # defaults of the Lion paper
 
 
@@ -156,7 +157,7 @@ class DataSection(_Section):
 class OptimSection(_Section):
     """The optimizer and the learning-rate schedule."""
 
-    name: Literal["adamw", "lion"] = Field(
+    name: RuleName = Field(
         "adamw",
         description="optimizer; lion (Chen et al. 2023; tiered only) has one moment: 8 bytes a parameter with the "
         "fp32 master weight, where AdamW has 12; its learning rate is usually a third to a tenth of AdamW's",

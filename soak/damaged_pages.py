@@ -135,7 +135,7 @@ class Trial:
         newest = read_newest(told)
         assert newest is not None
         form, homes = state_format(told.rule, told.states), [page.home for page in told.pages]
-        sizes = [form.page_bytes(page.elements) for page in told.pages]
+        sizes = [form.page_bytes(page) for page in told.pages]
         files = [(lease / "state").read_bytes() for lease in leases]
         places, starts = newest.copies(len(told.pages)), offsets(sizes, homes)
         pages = []

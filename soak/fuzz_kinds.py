@@ -155,7 +155,7 @@ def _store(folder: Path) -> Kind:
     units = units_of(source.shape)
     pages = pages_of(units, page=8192, ram_fraction=0.0, speeds=[1.0])
     form = state_format("adamw", "fp32")
-    size = sum(form.page_bytes(page.elements) for page in pages)
+    size = sum(form.page_bytes(page) for page in pages)
     (lease / "state").write_bytes(torch.full((size // 4,), 0.5).numpy().tobytes())
     manifest = ManifestWriter([lease], units, pages, format=form, model=model)
     manifest.note(3, updating=False)

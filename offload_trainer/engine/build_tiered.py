@@ -18,8 +18,8 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.plan.tiered.layout import Unit, units_of
-from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, homes_in
+from offload_trainer.plan.tiered.layout import Unit
+from offload_trainer.plan.tiered.spec import Layouts, TierSizes, gradient_ring
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.storage.tensorfile import DTYPES
@@ -68,7 +68,8 @@ def open_parts(
     Raises:
         UserError: pages are on the GPU, and it has no update kernel.
     """
-    units, dtype = units_of(work.shape), DTYPES[work.dtype]
+    layouts, dtype = Layouts(work), DTYPES[work.dtype]
+    units = layouts.units
     device = device or _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
     node = Node(together=work.world > 1, by_parts=sizes.by_parts)
@@ -76,7 +77,7 @@ def open_parts(
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
     drives = Drives(directories, _transfers(sizes, node))
     stack.callback(drives.close)
-    homes = homes_in(units, placement, sizes, node=node.number)
+    homes = layouts.homes(placement, sizes, node=node.number)
     layout = Layout(
         units=units,
         homes=homes,

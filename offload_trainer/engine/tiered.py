@@ -29,8 +29,9 @@ from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.update.step_params import MispredictionWatch
-from offload_trainer.optim.rules import Hyper, hyper_of
+from offload_trainer.optim.rules import Hyper, hypers_of
 from offload_trainer.optim.state_files import EngineState
+from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
 from offload_trainer.plan.memory import inputs_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Placement, TierKind
@@ -104,7 +105,7 @@ class TieredEngine:
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
-        self._decays = {weight.name: weight.decays for weight in source.shape.weights if weight.trainable}
+        self._decayed, self._plain = decay_groups(source.shape.weights)
 
     def _share_rows(self) -> DividedAttention:
         """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
@@ -180,11 +181,8 @@ class TieredEngine:
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
         """Return each trainable weight's hyperparameters in this step."""
-        optim, rule = self._optim, self.offloaded.store.format.rule
-        decayed, plain = (
-            hyper_of(rule, lr=lr, betas=optim.betas, eps=optim.eps, decay=decay) for decay in (optim.weight_decay, 0.0)
-        )
-        return {name: decayed if decays else plain for name, decays in self._decays.items()}
+        rule, group = self.offloaded.store.format.rule, dict(self._optim) | {"lr": lr}
+        return hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:
         """Clip and update; return the gradient norm, or None without a change if it is not finite."""

@@ -19,7 +19,9 @@ from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.machine import update_key
+from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, StateFormat, state_format
+from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.tensorfile import DTYPES
 
@@ -50,7 +52,8 @@ def update_bytes(format: StateFormat) -> float:
 def make_buffers(elements: int, *, page: int | None = None, format: StateFormat = ADAMW_FP32) -> list[Buffers]:
     """Return buffers with typical values for `elements` parameters, in pages of at most `page` (None: one page)."""
     sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
-    whole = [format.page_bytes(size) for size in sizes]
+    laid_out = [Page(0, 0, size, RAM) for size in sizes]
+    whole = [format.page_bytes(one) for one in laid_out]
     memory = iter(host_buffer(sum(whole)).split(whole))
     narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
     random = torch.Generator().manual_seed(0)
@@ -60,12 +63,12 @@ def make_buffers(elements: int, *, page: int | None = None, format: StateFormat 
     for moment in format.rule.moments:
         stored_moment(moment, values).write(first if moment.signed else first.square())
     pages = []
-    for size, grad, out in zip(sizes, *narrow, strict=True):
+    for one, grad, out in zip(laid_out, *narrow, strict=True):
         data, start, fields = next(memory), 0, {}
         for name, field in format.fields.items():
-            fields[name] = data[start:][: field.bytes(size)].view(DTYPES[field.dtype])
+            fields[name] = data[start:][: field.bytes(one)].view(DTYPES[field.dtype])
             _repeat(values[name], fields[name])
-            start += field.padded(size)
+            start += field.padded(one)
         _repeat(gradient.bfloat16(), grad)
         pages.append(Buffers(fields, grad, out))
     return pages

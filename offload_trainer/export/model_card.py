@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, with_config
 
 from offload_trainer.checkpoint import read_state
 from offload_trainer.config import with_current_names
+from offload_trainer.plan.tiered.state_formats import ADAMW, RULES
 from offload_trainer.safe_files import LENIENT, Flag, Number, Steps, read_back
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 from offload_trainer.units import format_count, format_seconds, shown
@@ -110,7 +111,7 @@ def model_card(
     told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if config:
         model, optim = config["model"], config["optim"]
-        rule = "Lion" if optim.get("name") == "lion" else "AdamW"
+        rule = RULES.get(optim.get("name"), ADAMW).title
         changes = ", ".join(f"{key}={value}" for key, value in model["overrides"].items())
         start = "random weights" if run["random"] else "its weights"
         told += [

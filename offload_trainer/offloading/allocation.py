@@ -97,7 +97,7 @@ def allocate_stores(
     checksums. All ranks call it.
     """
     units, homes, node = layout.units, layout.homes, layout.node
-    pages = [layout.copies * layout.format.page_bytes(page.elements) for page in homes.pages]
+    pages = [layout.copies * layout.format.page_bytes(page) for page in homes.pages]
     state = PageStore(
         homes.pages,
         format=layout.format,

@@ -15,13 +15,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 
+from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
 
 # One cache line of fp32. torch's vectorised loop processes 8 or 16 elements at a time, depending on the CPU.
@@ -176,13 +177,13 @@ def step_constants(hyper: Hyper, *, scale: float, step: int) -> Step:
     return hyper.constants(scale=scale, step=step)
 
 
-def hyper_of(rule: UpdateRule, *, lr: float, betas: tuple[float, float], eps: float, decay: float) -> Hyper:
-    """Return the hyperparameters of one step for `rule`; Lion ignores `eps`."""
-    return AdamW(lr, betas, eps, decay) if rule is ADAMW else Lion(lr, betas, decay)
+def hyper_of(rule: UpdateRule, group: Mapping[str, Any]) -> Hyper:
+    """Return the current hyperparameters of a torch parameter group, or of other settings with the same keys."""
+    lr, betas, decay = float(group["lr"]), (float(group["betas"][0]), float(group["betas"][1])), group["weight_decay"]
+    return AdamW(lr, betas, float(group["eps"]), float(decay)) if rule is ADAMW else Lion(lr, betas, float(decay))
 
 
-def hyper_of_group(rule: UpdateRule, group: Mapping[str, Any]) -> Hyper:
-    """Return the current hyperparameters of a torch parameter group."""
-    betas = float(group["betas"][0]), float(group["betas"][1])
-    numbers = {"lr": float(group["lr"]), "eps": float(group.get("eps", 0.0)), "decay": float(group["weight_decay"])}
-    return hyper_of(rule, betas=betas, **numbers)
+def hypers_of(rule: UpdateRule, group: Mapping[str, Any], weights: Iterable[Weight]) -> dict[str, Hyper]:
+    """Return the current hyperparameters of the weights of a group by name."""
+    hyper = hyper_of(rule, group)
+    return {weight.name: hyper for weight in weights}

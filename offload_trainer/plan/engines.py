@@ -24,6 +24,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, process_items
 from offload_trainer.plan.step_time import UPDATE_START, Bound, Forecast, Traffic, update_rate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
+from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, RULES
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_count
@@ -243,14 +244,12 @@ def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
 
 def mistakes_of_rule(optim: OptimSection) -> list[str]:
     """Return errors in the optimizer, its moment format and its hyperparameters."""
-    mistakes = []
-    if optim.name == "lion" and optim.moment_dtype == "8bit":
-        mistakes.append(
-            "optim.moment_dtype=8bit with optim.name=lion: its moment changes by a hundredth a step, which rounding to "
-            "the nearest of 256 numbers would undo; use bf16"
-        )
-    if optim.name == "lion" and optim.eps != OptimSection().eps:
-        mistakes.append(f"optim.eps={optim.eps:g} with optim.name=lion, which has no eps: leave it out")
+    mistakes, rule, default = [], RULES[optim.name], OptimSection()
+    if MOMENT_FORMATS[optim.moment_dtype] not in rule.formats:
+        mistakes.append(f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}")
+    for key in rule.ignores:
+        if (value := getattr(optim, key)) != getattr(default, key):
+            mistakes.append(f"optim.{key}={value:g} with optim.name={optim.name}, which has no {key}: leave it out")
     if max(optim.betas) >= 1:
         mistakes.append(f"optim.betas={list(optim.betas)}: both must be below 1")
     return mistakes

@@ -31,7 +31,6 @@ from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, OFF, WORTH, Tiered
-from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
@@ -63,7 +62,7 @@ def resolve_and_plan(
     if config.parallel.tensor == "auto":
         return _best_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
-    tried, layouts = [], Layouts(shape)
+    tried, layouts = [], Layouts(workload(config, shape, world=world, nodes=nodes))
     together = tensor_of(config.parallel) * config.parallel.sequence  # ranks that share the same rows
     seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // together)
     for train in micro_batches(config.train, seq_len=seq_len, world=rows):
@@ -134,10 +133,9 @@ def make_plan(
     Raises:
         UserError: the settings cannot be combined on this machine.
     """
-    engine = engine_of(config)
+    engine, work = engine_of(config), workload(config, shape, world=world, nodes=nodes, saves=saves)
     if isinstance(engine, Tiered):
-        engine = replace(engine, layouts=layouts if layouts is not None else Layouts(shape))
-    work = workload(config, shape, world=world, nodes=nodes, saves=saves)
+        engine = replace(engine, layouts=layouts if layouts is not None else Layouts(work))
     machine = at_once(machine, ranks=work.here)
     refuse_card(machine, dtype=work.dtype)
     for wish, package in engine.packages():
@@ -158,9 +156,8 @@ def make_plan(
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
     notes = list(chosen.notes)
-    if config.optim.name == "lion":
-        betas = " and ".join(f"{beta:g}" for beta in config.optim.betas)
-        notes.append(f"optimizer Lion: betas {betas} (optim.betas), one moment a parameter")
+    if note := work.state.rule.note:
+        notes.append(note.format(**dict(config.optim)))
     notes += _note_of_stock(config, chosen, work, machine)
     return replace(chosen, notes=tuple(notes))
 
@@ -275,7 +272,7 @@ def _too_large(work: Workload, machine: MachineProfile) -> str:
     A unit is a block, or a module outside the blocks. Streamed weights are copied to the device one unit at a time, and
     the whole unit is on the device while it runs, so no placement can help.
     """
-    largest = max(units_of(work.shape), key=lambda unit: unit.elements)
+    largest = max(Layouts(work).units, key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
     room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
     if size <= room:
@@ -436,7 +433,7 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 
     The number of rows in a micro-batch stays as configured. MLPs may run in chunks if the configuration allows it.
     """
-    layouts = Layouts(shape)
+    layouts = Layouts(workload(config, shape, world=world, nodes=nodes))
 
     def fits(seq_len: int) -> bool:
         rows = config.data.model_copy(update={"seq_len": seq_len})
@@ -467,7 +464,7 @@ def any_placement_fits(
     engine = engine_of(config)
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts)
-    work = workload(config, layouts.shape, world=world, nodes=nodes, saves=saves)
+    work = workload(config, layouts.work.shape, world=world, nodes=nodes, saves=saves)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
         beside = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]

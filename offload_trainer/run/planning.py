@@ -22,7 +22,13 @@ from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, longest_row, resolve_and_plan, with_fewer_buffers
+from offload_trainer.plan.planner import (
+    any_placement_fits,
+    longest_row,
+    resolve_and_plan,
+    with_fewer_buffers,
+    workload,
+)
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
 from offload_trainer.plan.tiered.spec import Layouts
@@ -202,7 +208,8 @@ class MemoryFallbacks:
     ) -> Iterator[tuple[TrainConfig, Any]]:
         """Yield (configuration, model) that fit with some placement, largest device footprint first."""
         for wish, of in self._ways(config):
-            layouts, fewer = Layouts(of.shape), with_fewer_buffers(wish)
+            layouts = Layouts(workload(wish, of.shape, world=world, nodes=nodes))
+            fewer = with_fewer_buffers(wish)
 
             def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
                 return any_placement_fits(one, layouts, machine, world=world, nodes=nodes, saves=saves)

@@ -54,8 +54,7 @@ from offload_trainer.offloading.pages.manifest import (
     refuse_outside,
     torn_record,
 )
-from offload_trainer.plan.tiered.layout import units_of
-from offload_trainer.plan.tiered.spec import TierSizes, homes_in
+from offload_trainer.plan.tiered.spec import Layouts, TierSizes
 from offload_trainer.ranks import broadcast_json, nodes, on_rank_zero, place_here
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup
@@ -244,7 +243,7 @@ def _why_never(setup: Setup) -> str:
 def _pages(setup: Setup) -> Sequence[Any]:
     plan = setup.plan
     assert isinstance(plan.sizes, TierSizes)
-    return homes_in(units_of(setup.source.shape), plan.placement, plan.sizes).pages
+    return Layouts(setup.work).homes(plan.placement, plan.sizes).pages
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------
@@ -371,7 +370,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
     wished = [root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != wished:
         raise ValueError(f"they are in {shown(', '.join(told.drives))}, and --nvme names other directories")
-    units, sizes = units_of(setup.source.shape), setup.plan.sizes
+    units, sizes = Layouts(setup.work).units, setup.plan.sizes
     assert isinstance(sizes, TierSizes)
     ours = manifest_of(
         folders,

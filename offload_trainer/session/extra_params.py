@@ -20,7 +20,7 @@ from torch import nn
 from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
-from offload_trainer.optim.rules import Lion, hyper_of_group
+from offload_trainer.optim.rules import Lion, hyper_of
 from offload_trainer.optim.state_files import StateFile, write_files
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import UpdateRule
@@ -98,7 +98,7 @@ def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: f
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(scale)
-        hyper = hyper_of_group(rule, group)
+        hyper = hyper_of(rule, group)
         if isinstance(hyper, Lion):
             for parameter in parameters:
                 assert parameter.grad is not None

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from offload_trainer.config import RENAMED_KEYS
+from offload_trainer.config import RENAMED_KEYS, RuleName
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys
 
@@ -58,7 +58,7 @@ class SessionKeys(TypedDict, total=False):
     io_block_bytes: int
     checksums: bool
     drive_speeds: Sequence[float]
-    rule: Literal["adamw", "lion"]
+    rule: RuleName
 
 
 _LAST_PARTS = {key.rpartition(".")[2]: key for key in all_keys()} | {"rule": "optim.name"}

@@ -16,11 +16,11 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
-from offload_trainer.optim.rules import Hyper, hyper_of_group
+from offload_trainer.optim.rules import Hyper, hypers_of
+from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import LION, UpdateRule
 from offload_trainer.session.extra_params import named_residents, update_residents
 
-Update = Callable[[dict[str, Hyper]], None]
 _SAVES = (
     "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
     "scheduler, ...) loads them"
@@ -67,7 +67,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         model: nn.Module,
         rule: UpdateRule,
         defaults: dict[str, Any],
-        update: Update,
+        update: Callable[[], None],
         clear: Callable[[], None],
         steps: Callable[[], int],
     ) -> None:
@@ -109,14 +109,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         beside = {parameter: name for name, parameter in self.residents.items()}
         return [[beside.get(p) or p.weight for p in group["params"]] for group in self.param_groups]
 
-    def rules(self) -> dict[str, Hyper]:
-        """Return the current hyperparameters of each offloaded weight, from its group."""
-        return {
-            parameter.weight: hyper_of_group(self.rule, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if isinstance(parameter, OffloadedParameter)
-        }
+    def rules(self, weights: Mapping[str, Weight]) -> dict[str, Hyper]:
+        """Return the current hyperparameters of each offloaded weight, from its group; `weights` are those by name."""
+        found: dict[str, Hyper] = {}
+        for group in self.param_groups:
+            ours = [weights[p.weight] for p in group["params"] if isinstance(p, OffloadedParameter)]
+            found |= hypers_of(self.rule, group, ours)
+        return found
 
     def update_residents(self, *, scale: float) -> None:
         """Update the parameters that are not offloaded, with gradients multiplied by `scale`."""
@@ -128,7 +127,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update(self.rules())
+        self._update()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

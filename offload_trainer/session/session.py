@@ -31,7 +31,6 @@ from offload_trainer.offloading.weights.parameter import (
     refuse_recording,
     refuse_written,
 )
-from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
 from offload_trainer.session.extra_params import Changes, changes_of, counted_in, norm_of_all, with_gradient
@@ -247,7 +246,7 @@ class Session:
         return [*self.model.parameters(), *(parameter for group in groups for parameter in group["params"])]
 
     @torch.no_grad()
-    def _step(self, rules: dict[str, Hyper]) -> None:
+    def _step(self) -> None:
         """Update all parameters that have gradients, then clear the gradients.
 
         Raises NonFiniteGradient, with nothing changed, if a gradient holds NaN or infinity.
@@ -264,7 +263,8 @@ class Session:
                 "gradients, so that the next backward starts from zero"
             )
         if arrived:
-            self._offloaded.step(rules, scale=self._clip)
+            weights = {name: place.weight for name, (_, place) in self._offloaded.places.items()}
+            self._offloaded.step(made.rules(weights), scale=self._clip)
         made.update_residents(scale=self._clip)
         self._clear()
         self._offloaded.begin()

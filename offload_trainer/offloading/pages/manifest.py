@@ -34,9 +34,9 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.page_copies import PageCopies, copies_of_bits
 from offload_trainer.offloading.pages.store import size_of_home
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
-from offload_trainer.plan.tiered.layout import ALIGN, Page, Unit
+from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.plan.tiers import ELSEWHERE, on_drive
+from offload_trainer.plan.tiers import on_drive
 from offload_trainer.safe_files import EXACT, Count, Flag, Line, Steps, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 from offload_trainer.storage.atomic_io import sync_directory, write_text
@@ -44,9 +44,6 @@ from offload_trainer.storage.atomic_io import sync_directory, write_text
 DESCRIPTION, PROGRESS, RECORD = "store.json", "progress", "record"
 FIX = "Export the run's newest checkpoint"
 _PROGRESS_BYTES = 64
-
-_PageElements = Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
-_Home = Annotated[int, Strict(), Field(ge=ELSEWHERE, lt=1000)]
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------
@@ -69,23 +66,12 @@ class ManifestWeight:
 
 @with_config(EXACT)
 @dataclass(frozen=True)
-class ManifestPage:
-    """A page of optimizer state; see `plan.tiered.layout.Page`."""
-
-    unit: Count
-    start: Count
-    elements: _PageElements
-    home: _Home
-
-
-@with_config(EXACT)
-@dataclass(frozen=True)
 class StoreManifest:
     """The content of store.json."""
 
     drives: list[str]
     states: MomentsName
-    pages: list[ManifestPage]
+    pages: list[Page]
     weights: list[ManifestWeight]
     fixed: list[Line]
     model: str
@@ -102,7 +88,7 @@ class StoreManifest:
     def page_bytes(self) -> list[int]:
         """Return the bytes of each page."""
         format = self.format
-        return [format.page_bytes(page.elements) for page in self.pages]
+        return [format.page_bytes(page) for page in self.pages]
 
     @property
     def record(self) -> tuple[Path, int]:
@@ -130,7 +116,7 @@ def manifest_of(
         drives=[str(drive.resolve()) for drive in drives],
         rule=format.rule.name,
         states=format.moments.name,
-        pages=[ManifestPage(page.unit, page.start, page.elements, page.home) for page in pages],
+        pages=list(pages),
         weights=[
             ManifestWeight(place.weight.name, place.weight.shape, unit.index, place.start)
             for unit, place in places

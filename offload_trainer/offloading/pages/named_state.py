@@ -75,10 +75,8 @@ class TieredState:
 
     def entry(self, field: str, name: str) -> TensorEntry:
         """Return the name, dtype and shape of one field of a weight in its file."""
-        weight = self.places[name][1].weight
         kind = self.store.format.whole.fields[field]
-        shape = weight.shape if kind.per == 1 else (kind.entries(weight.numel),)
-        return TensorEntry(name, DTYPES[kind.dtype], shape)
+        return TensorEntry(name, DTYPES[kind.dtype], kind.shape_of(self.places[name][1].weight))
 
     def master(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one whole fp32 master. With several nodes all ranks call it."""
@@ -136,9 +134,11 @@ class TieredState:
         """Load this rank's pages and round the weights from them."""
         ours = self.store.format.whole
         state = read_engine_state(directory, rule=ours.rule)
-        shapes, theirs = self.shapes(trainable=True), state.format
+        names, theirs, stored = self.names(trainable=True), state.format, dict[str, StoredKind]()
         with ExitStack() as stack:
-            stored = {kind: stack.enter_context(StoredKind(directory, kind, shapes=shapes)) for kind in ours.rule.kinds}
+            for kind in ours.rule.kinds:
+                shapes = {name: self.entry(kind, name).shape for name in names}
+                stored[kind] = stack.enter_context(StoredKind(directory, kind, shapes=shapes))
             for kind, held in stored.items():
                 if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
@@ -167,10 +167,11 @@ class TieredState:
         master = torch.zeros(page.elements) if halves else fields["master"]
         for name, part in self.pieces(number):
             start = page.start + part.start
-            within, count = start - self.places[name][1].start, part.stop - part.start
-            master[part].copy_(stored["master"].in_fp32(name, within, count))
+            within = start - self.places[name][1].start
+            master[part].copy_(stored["master"].in_fp32(name, within, part.stop - part.start))
             for moment in moments:
                 here, source = stored_moment(moment, fields, part), stored[moment.name]
+                count = here.values.numel()
                 if converted:
                     here.write(source.in_fp32(name, within, count))
                     continue

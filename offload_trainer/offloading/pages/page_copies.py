@@ -50,7 +50,7 @@ class PageCopies:
         self._newest = node.memory(len(pages) if count == 2 else 0)
         self._written: set[int] = set()
         self._fields = list(format.fields)
-        self._sizes = [[field.padded(page.elements) for field in format.fields.values()] for page in pages]
+        self._sizes = [[field.padded(page) for field in format.fields.values()] for page in pages]
         memory = node.memory(_SUM_BYTES * count * len(self._fields) * len(pages))
         self._sums = memory.numpy().data.cast("I")
 

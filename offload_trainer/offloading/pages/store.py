@@ -105,7 +105,7 @@ class PageStore:
         self.pages = tuple(pages)
         self.format = format
         self._files, self._transfers, self._device = files, transfers, device
-        self._sizes = [format.page_bytes(page.elements) for page in pages]
+        self._sizes = [format.page_bytes(page) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
         self._copy_bytes = [
@@ -151,11 +151,10 @@ class PageStore:
 
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the page's fields in `data`, the page's bytes."""
-        elements = self.pages[number].elements
-        found, start = {}, 0
+        page, found, start = self.pages[number], {}, 0
         for name, field in self.format.fields.items():
-            found[name] = data[start:][: field.bytes(elements)].view(DTYPES[field.dtype])
-            start += field.padded(elements)
+            found[name] = data[start:][: field.bytes(page)].view(DTYPES[field.dtype])
+            start += field.padded(page)
         return found
 
     def read(self, number: int, buffer: torch.Tensor, *, copy: int | None = None) -> Future:
@@ -289,10 +288,10 @@ class PageStore:
         for name, kind in self.format.fields.items():
             if name == field:
                 break
-            offset += kind.padded(page.elements)
+            offset += kind.padded(page)
         self._field_at[file, offset] = number, copy, field
-        data = self._cache.open(file, offset, kind.padded(page.elements), modify=modify)
-        return data[: kind.bytes(page.elements)].view(DTYPES[kind.dtype])
+        data = self._cache.open(file, offset, kind.padded(page), modify=modify)
+        return data[: kind.bytes(page)].view(DTYPES[kind.dtype])
 
 
 class UnitStore:

@@ -12,7 +12,6 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.pages.manifest import (
     DESCRIPTION,
     FIX,
-    ManifestPage,
     StoreManifest,
     boot,
     files_of,
@@ -25,6 +24,7 @@ from offload_trainer.offloading.pages.manifest import (
 from offload_trainer.offloading.pages.page_copies import DamagedPage
 from offload_trainer.offloading.pages.store import offsets, size_of_home
 from offload_trainer.optim.native_adam import zlib_sum
+from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.safe_files import open_file
 from offload_trainer.units import format_count
@@ -155,11 +155,11 @@ def _master_ranges(
     files, sizes, homes = files_of(manifest), manifest.page_bytes, [page.home for page in manifest.pages]
     copy_bytes = [size_of_home(sizes, homes, home) for home in range(len(files))]
     fields = manifest.format.fields
-    of_unit: dict[int, list[tuple[ManifestPage, _PageMasters]]] = {}
+    of_unit: dict[int, list[tuple[Page, _PageMasters]]] = {}
     for number, (page, offset) in enumerate(zip(manifest.pages, offsets(sizes, homes), strict=True)):
         if copies and copies[number]:
             offset += copy_bytes[page.home]
-        size = fields["master"].padded(page.elements)
+        size = fields["master"].padded(page)
         masters = _PageMasters(files[page.home], offset, size, sums[number * len(fields)] if sums else None)
         of_unit.setdefault(page.unit, []).append((page, masters))
     ranges = {}

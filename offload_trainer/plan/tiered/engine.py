@@ -202,7 +202,7 @@ class Tiered:
         """Return the candidates, from the fastest to the one that needs the least memory."""
         if work.world > 1 and self.place.gpu_fraction == "auto":
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
-        layouts = self.layouts if self.layouts is not None else Layouts(work.shape)
+        layouts = self.layouts if self.layouts is not None else Layouts(work)
         found: list[TieredCandidate] = []
         for placement, gradients in self._homes(work, machine):
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)

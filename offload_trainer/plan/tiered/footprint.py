@@ -71,9 +71,9 @@ def tiered_items(
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
             items.append(device("broadcasts", here * NCCL_BYTES, why))
     pages = [one.page for one in homes.page_groups]
-    stored = max((page.elements for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
+    stored = max((sizes.format.page_bytes(page) for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
     if stored and work.checkpoints != 0:
-        size = here * SAVE_BUFFERS * sizes.format.page_bytes(stored)
+        size = here * SAVE_BUFFERS * stored
         items.append(ram("save buffers", size, f"{SAVE_BUFFERS} pages being written to a checkpoint"))
     if sizes.remainders and work.checkpoints != 0:
         joined = here * (4 + e) * max((page.elements for page in pages), default=0)
@@ -99,9 +99,7 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
     share = "of the optimizer state"
     items = []
     for home in (DEVICE, RAM, *range(len(tiers.drives))):
-        held = sum(
-            one.count * sizes.format.page_bytes(one.page.elements) for one in homes.page_groups if one.page.home == home
-        )
+        held = sum(one.count * sizes.format.page_bytes(one.page) for one in homes.page_groups if one.page.home == home)
         if home == RAM:
             items.append(tiers[home].item("state in RAM", held, f"{sizes.ram_fraction:.0%} {share}; {why}"))
         elif home == DEVICE:
@@ -253,7 +251,7 @@ def _move_pages(move: _Moved, work: Workload, homes: TierMap, *, format: StateFo
                 move(weights, "update", written=e * elements)
             continue
         if not inside:
-            state = one.count * format.page_bytes(one.page.elements)
+            state = one.count * format.page_bytes(one.page)
             move(one.page.home, "update", read=state, written=state)
         if weights != DEVICE:
             move(weights, "update", read=old * elements, written=e * elements)

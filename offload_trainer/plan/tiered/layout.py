@@ -15,9 +15,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field, Strict, with_config
 
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, TierKind
+from offload_trainer.safe_files import EXACT, Count
 
 ALIGN = 4096  # elements
 BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization)
@@ -71,14 +75,18 @@ class Unit:
         return not self.block and (self.within != "" or self.elements <= SMALL)
 
 
+@with_config(EXACT)
 @dataclass(frozen=True)
 class Page:
-    """Elements [start, start + elements) of a unit's trainable part, and the tier of their optimizer state."""
+    """Elements [start, start + elements) of a unit's trainable part, and the tier of their optimizer state.
 
-    unit: int
-    start: int
-    elements: int
-    home: int = RAM
+    The manifest of page files lists them as they are.
+    """
+
+    unit: Count
+    start: Count
+    elements: Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
+    home: Annotated[int, Strict(), Field(ge=ELSEWHERE, lt=1000)]
 
 
 def units_of(shape: ModelShape) -> tuple[Unit, ...]:
@@ -241,7 +249,7 @@ def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
     if not elements:
         return []
     size = aligned(-(-elements // -(-elements // page)))
-    return [Page(unit.index, start, min(size, elements - start)) for start in range(0, elements, size)]
+    return [Page(unit.index, start, min(size, elements - start), RAM) for start in range(0, elements, size)]
 
 
 def _split(page: Page, elements: int) -> tuple[Page, Page]:

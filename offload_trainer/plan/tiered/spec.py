@@ -13,7 +13,6 @@ from typing import Literal
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import gpu_reserve
-from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import (
     RAM,
     Page,
@@ -130,53 +129,41 @@ def tier_sizes(
 
 @dataclass(frozen=True)
 class Layouts:
-    """A model's units, and a cache of its most recent page layouts, which several candidates of a plan share."""
+    """A model's units, and a cache of its most recent page layouts, which several candidates of a plan share.
 
-    shape: ModelShape
+    `work` may be a step of any batch size.
+    """
+
+    work: Workload
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        return units_of(self.shape)
+        return units_of(self.work.shape)
 
     @cached_property
     def pages(self) -> Callable[..., tuple[Page, ...]]:
         """Return a cached `pages_of` for these units."""
         return lru_cache(_KEPT)(partial(pages_of, self.units))
 
-    def homes(self, placement: Placement, sizes: TierSizes) -> TierMap:
-        """Return the tiers on the first node; see `homes_in`."""
-        return homes_in(self.units, placement, sizes, cut=self.pages)
-
-
-def homes_in(
-    units: Sequence[Unit],
-    placement: Placement,
-    sizes: TierSizes,
-    *,
-    node: int = 0,
-    cut: Callable[..., tuple[Page, ...]] | None = None,
-) -> TierMap:
-    """Return the tiers of pages, weights and gradients on node `node`; every node has all weights.
-
-    `cut` is `pages_of` for these units, or a cached one.
-    """
-    pages = (cut or partial(pages_of, units))(
-        page=sizes.page,
-        gpu_fraction=sizes.gpu_fraction,
-        ram_fraction=sizes.ram_fraction,
-        speeds=sizes.speeds,
-        ranks=sizes.ranks,
-        ahead=sizes.ahead,
-    )
-    homes = homes_of(
-        units,
-        pages,
-        params=placement.params,
-        gradients=sizes.gradients,
-        speeds=sizes.speeds,
-        ranks=sizes.ranks,
-    )
-    return on_node(homes, range(node * sizes.here, (node + 1) * sizes.here))
+    def homes(self, placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
+        """Return the tiers of pages, weights and gradients on node `node`; every node has all weights."""
+        pages = self.pages(
+            page=sizes.page,
+            gpu_fraction=sizes.gpu_fraction,
+            ram_fraction=sizes.ram_fraction,
+            speeds=sizes.speeds,
+            ranks=sizes.ranks,
+            ahead=sizes.ahead,
+        )
+        homes = homes_of(
+            self.units,
+            pages,
+            params=placement.params,
+            gradients=sizes.gradients,
+            speeds=sizes.speeds,
+            ranks=sizes.ranks,
+        )
+        return on_node(homes, range(node * sizes.here, (node + 1) * sizes.here))
 
 
 def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from offload_trainer.plan.tiered.layout import BLOCK_8BIT, aligned
+from offload_trainer.plan.shape import Weight
+from offload_trainer.plan.tiered.layout import BLOCK_8BIT, Page, aligned
 
 _BYTES = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
 
@@ -58,6 +59,9 @@ class UpdateRule:
     title: str
     moments: tuple[Moment, ...]
     formats: tuple[MomentFormat, ...]  # the formats that its moments may be stored in
+    no_other: str = ""  # why they may not be stored in another format, and what to use
+    ignores: tuple[str, ...] = ()  # keys of `optim` that it has no use for
+    note: str = ""  # a sentence of the plan, with the values of `optim`
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -66,8 +70,16 @@ class UpdateRule:
 
 
 ADAMW = UpdateRule("adamw", "AdamW", (EXP_AVG, EXP_AVG_SQ), (FP32, BF16, EIGHT_BIT))
-# 8-bit first moments are rounded to nearest. Lion's changes by about 1 % a step, which such rounding would discard.
-LION = UpdateRule("lion", "Lion", (EXP_AVG,), (FP32, BF16))
+LION = UpdateRule(
+    "lion",
+    "Lion",
+    (EXP_AVG,),
+    (FP32, BF16),
+    no_other="its moment changes by a hundredth a step, which rounding to the nearest of 256 numbers would undo; use "
+    "bf16",
+    ignores=("eps",),
+    note="optimizer Lion: betas {betas[0]:g} and {betas[1]:g} (optim.betas), one moment a parameter",
+)
 RULES = {rule.name: rule for rule in (ADAMW, LION)}
 
 
@@ -81,13 +93,17 @@ class Field:
     def entries(self, elements: int) -> int:
         return -(-elements // self.per)
 
-    def bytes(self, elements: int) -> int:
-        """Return the bytes of all entries, without padding."""
-        return _BYTES[self.dtype] * self.entries(elements)
+    def shape_of(self, weight: Weight) -> tuple[int, ...]:
+        """Return the shape of a weight's entries in a checkpoint."""
+        return weight.shape if self.per == 1 else (self.entries(weight.numel),)
 
-    def padded(self, elements: int) -> int:
-        """Return the bytes of all entries, padded to whole sectors."""
-        return aligned(self.bytes(elements))
+    def bytes(self, page: Page) -> int:
+        """Return the bytes of a page's entries, without padding."""
+        return _BYTES[self.dtype] * self.entries(page.elements)
+
+    def padded(self, page: Page) -> int:
+        """Return the bytes of a page's entries, padded to whole sectors."""
+        return aligned(self.bytes(page))
 
 
 @dataclass(frozen=True)
@@ -123,9 +139,9 @@ class StateFormat:
         """Return the bytes per parameter, without the padding of weights and pages."""
         return sum(_BYTES[field.dtype] / field.per for field in self.fields.values())
 
-    def page_bytes(self, elements: int) -> int:
-        """Return the bytes of a page with `elements` elements."""
-        return sum(field.padded(elements) for field in self.fields.values())
+    def page_bytes(self, page: Page) -> int:
+        """Return the bytes of a page."""
+        return sum(field.padded(page) for field in self.fields.values())
 
 
 def scales_of(moment: str) -> str:

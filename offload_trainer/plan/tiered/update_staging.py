@@ -84,7 +84,7 @@ def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
 def host_slot(routes: Sequence[Route], *, format: StateFormat, gradient: int, weight: int) -> SlotBytes:
     """Return the size of one host staging buffer; `gradient` and `weight` are bytes per element."""
     inside = {part: [route.page for route in routes if part in route.through_host] for part in _PARTS}
-    state = max((format.page_bytes(page.elements) for page in inside["state"]), default=0)
+    state = max((format.page_bytes(page) for page in inside["state"]), default=0)
     return SlotBytes(state, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
 
 

@@ -87,7 +87,8 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     whole = "" if _preset(config) else _why_whole(models.source)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     refuse_card(here, dtype=config.model.dtype)
-    world, row, layouts = gpus * count, row_length(config.data.seq_len, shape), Layouts(shape)
+    world, row = gpus * count, row_length(config.data.seq_len, shape)
+    layouts = Layouts(workload(config, shape, world=world, nodes=count))
 
     def plan(mode: Mode, tokens: int) -> Plan | str:
         groups = world // (mode.tensor * mode.sequence)
@@ -157,7 +158,7 @@ def _planned_tiered(
     *larger, smallest = [wish.model_copy(update={"train": wish.train.model_copy(update=train)}) for train in trains]
     if any_placement_fits(smallest, layouts, machine, **how):
         for one in larger:
-            plan = make_plan(one, layouts.shape, machine, layouts=layouts, **how)
+            plan = make_plan(one, layouts.work.shape, machine, layouts=layouts, **how)
             if plan.fits:
                 return plan
     else:
@@ -165,7 +166,7 @@ def _planned_tiered(
             plan = make_plan(one, of.shape, machine, **how)
             if plan.fits:
                 return plan
-    return make_plan(smallest, layouts.shape, machine, layouts=layouts, **how)
+    return make_plan(smallest, layouts.work.shape, machine, layouts=layouts, **how)
 
 
 def _why_whole(source: Any) -> str:

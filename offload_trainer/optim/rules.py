@@ -1,13 +1,15 @@
 """Update rules (AdamW, Lion): the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
 
-A rule consists of a class here, an `UpdateRule` with its state in `plan/tiered/state_formats.py`, a branch in
-native/adam.cpp and in adam.cu, and the numbers that the kernels are compared with (`kernels.py`). native/adam.cpp and
-adam.cu declare the structures below with the same fields; change all three together.
+A rule consists of a class here, an `UpdateRule` with its state in `plan/tiered/state_formats.py`, its name in
+`config.py`, a branch in native/adam.cpp and in adam.cu, and the numbers that the kernels are compared with
+(`kernels.py`). native/adam.cpp and adam.cu declare the structures below with the same fields: change all three
+together.
 
 Both rules update each element by itself, and pages and the ranges of ranks may begin and end anywhere in a matrix. A
-rule on whole matrices (Muon) needs two things more: ranges and pages that are cut between matrices (`range_of_rank` and
-`pages_of` in `plan/tiered/layout.py`), which its `UpdateRule` would ask for, and the shape of the matrix in each
-`ParamRange`, which `offloading/update/step_params.py` makes.
+rule on whole matrices (Muon) needs more, each in one place: `units_of` places the weights of a unit, `range_of_rank`
+and `_cut` cut ranges and pages (`plan/tiered/layout.py`); `Field` says how many entries a page and a weight have
+(`state_formats.py`); `hypers_of` here gives each weight its hyperparameters, and can give a matrix its shape with them,
+since ranges with different ones are not merged; and a kernel that does not cut pages (`kernels.py`).
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def _bench(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     gigabytes = take_count(words, "--drive-gigabytes", otherwise=0)
     config = prepared(words)
-    from offload_trainer.run.commands.bench import bench_here
+    from offload_trainer.run.machine_rates import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(

@@ -18,6 +18,7 @@ from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, StateFormat, state_format
@@ -128,6 +129,21 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
             for moments in MOMENT_FORMATS:
                 format = state_format("adamw", moments)
                 found.append((update_key("cuda", moments), partial(_with_buffers, there, format=format, cuda=True)))
+    return found
+
+
+def updates_of_run(kernel: str, moments: str) -> list[tuple[str, Callable[[int, int], Step]]]:
+    """Return the updates that a run with `optim.kernel` and `optim.moment_dtype` uses, as in `available_updates`."""
+    chosen, _ = choose_kernel(kernel)
+    name = "torch" if isinstance(chosen, TorchKernel) else "native"
+    format = state_format("adamw", moments)
+    found: list[tuple[str, Callable[[int, int], Step]]] = [
+        (update_key(name, moments), partial(_with_buffers, chosen, format=format))
+    ]
+    if torch.cuda.is_available():
+        there, _ = choose_cuda_kernel(torch.device("cuda", torch.cuda.current_device()), chosen)
+        if there is not None:
+            found.append((update_key("cuda", moments), partial(_with_buffers, there, format=format, cuda=True)))
     return found
 
 

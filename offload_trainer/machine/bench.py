@@ -1,6 +1,9 @@
 """Benchmarks of this machine's compute and copy rates, for the planner. Every rate says how it was measured.
 
-    probe -> bench_machine -> the same profile with rates        takes a minute or two and leaves no files
+    probe -> bench_machine -> the same profile with rates        leaves no files
+
+`bench` measures for a minute or two. A run that starts without rates measures for a few seconds, on the shapes of its
+own model (`run/start_timing.py`).
 
 Drives are timed through the run's own transfers, bypassing the page cache, on random bytes, since some drives store
 zeros without writing them. The reported rate covers the whole transfer; the effect of a cache in the drive shrinks as
@@ -37,12 +40,22 @@ from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6
-_MATRIX_CPU = (256, 1024, 4096)
-_MATRIX_GPU = (4096, 4096, 4096)
-# Parts of a layer: tokens of a row and width, by whether a GPU computes; size of a head
-_TOKENS, _WIDTH, _HEAD = {False: 1024, True: 4096}, {False: 1024, True: 4096}, 64
+_HEAD = 64  # size of an attention head
 _VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of the layer whose computation is timed."""
+
+    matrix: tuple[int, int, int]  # (tokens, inputs, outputs) of a linear layer
+    tokens: int  # of a row, for attention
+    width: int  # hidden size
+
+
+ON_CPU = LayerSizes((256, 1024, 4096), tokens=1024, width=1024)
+ON_GPU = LayerSizes((4096, 4096, 4096), tokens=4096, width=4096)
 
 
 @dataclass(frozen=True)
@@ -52,9 +65,13 @@ class Budget:
     drive_bytes: int = 3 << 30  # maximum written to each drive in one measurement
     drive_seconds: float = 8.0  # per measured rate of a drive
     try_seconds: float = 2.0  # per transfer method that is tried
+    product_seconds: float = 2.0  # per dtype
     layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss
+    memory_elements: int = 64 << 20  # of each of three fp32 arrays
+    update_seconds: float = 1.5  # per kernel
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
+    copy_seconds: float = 0.5  # per direction between host memory and a GPU
 
     def written(self, *, drives: int, ways: int) -> int:
         """Return the maximum bytes written to the drives.
@@ -72,8 +89,12 @@ def bench_machine(
     dtypes: Sequence[str],
     budget: Budget,
     say: Callable[[str], None],
+    layer: LayerSizes | None = None,
 ) -> MachineProfile:
-    """Return `machine` with measured rates.
+    """Return `machine` with the rates that it lacks.
+
+    Rates of computation and copies are measured together, unless `machine` has products of all `dtypes`; those of each
+    drive unless it has some. `layer` are the sizes of the timed layer, by default `ON_CPU` or `ON_GPU`.
 
     `transfers` maps the settings that select a transfer method to a factory; the fastest is kept for each drive.
     `updates` are pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in
@@ -81,24 +102,49 @@ def bench_machine(
 
     Raises TrainerError if a drive fails or has too little room.
     """
+    rates = machine.rates
+    if not all(dtype in rates.matmul for dtype in dtypes):
+        rates = _compute_rates(machine, updates=updates, dtypes=dtypes, budget=budget, say=say, layer=layer)
+    drives = []
+    for drive in machine.drives:
+        if drive.rates is None:
+            say(f"bench: {drive.directory}")
+            drive = replace(drive, rates=_drive(drive, transfers, budget, say))
+        drives.append(drive)
+    return replace(machine, rates=rates, drives=tuple(drives))
+
+
+def _compute_rates(
+    machine: MachineProfile,
+    *,
+    updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]],
+    dtypes: Sequence[str],
+    budget: Budget,
+    say: Callable[[str], None],
+    layer: LayerSizes | None,
+) -> Rates:
+    gpu = machine.gpu is not None
+    layer = layer or (ON_GPU if gpu else ON_CPU)
     say("bench: products")
-    matmul = {dtype: _matmul(DTYPES[dtype], gpu=machine.gpu is not None) for dtype in dtypes}
+    matmul = {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in dtypes}
     say("bench: layers and the loss")
     layers: dict[str, Rate] = {}
     for dtype in dtypes:
-        layers |= _layer_rates(dtype, gpu=machine.gpu is not None, seconds=budget.layer_seconds)
+        layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=budget.layer_seconds)
     say("bench: memory")
-    memory = _triad()
+    memory = _triad(budget.memory_elements)
     say("bench: AdamW")
-    sizes = {"elements": budget.update_elements, "page": budget.update_page}
-    update = {name: _update(make, **sizes) for name, make in updates}
-    copies = _copies() if machine.gpu is not None else Rates()
-    drives = []
-    for drive in machine.drives:
-        say(f"bench: {drive.directory}")
-        drives.append(replace(drive, rates=_drive(drive, transfers, budget, say)))
-    rates = replace(copies, matmul=matmul, layers=layers, memory=memory, update=update)
-    return replace(machine, rates=rates, drives=tuple(drives))
+    update = {name: _update(make, budget) for name, make in updates}
+    copies = _copies(budget.copy_seconds) if gpu else Rates()
+    before = machine.rates
+    return replace(
+        copies,
+        matmul=before.matmul | matmul,
+        layers=before.layers | layers,
+        memory=memory,
+        update=before.update | update,
+        corrections=before.corrections,
+    )
 
 
 def dtypes_to_time(machine: MachineProfile, wish: str) -> list[str]:
@@ -129,47 +175,47 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _matmul(dtype: torch.dtype, *, gpu: bool) -> Rate:
+def _matmul(dtype: torch.dtype, layer: LayerSizes, *, gpu: bool, seconds: float) -> Rate:
     """Time the three matrix products of a linear layer: the forward and both gradients."""
-    rows, inner, columns = _MATRIX_GPU if gpu else _MATRIX_CPU
+    rows, inner, columns = layer.matrix
     device = "cuda" if gpu else "cpu"
     given = torch.randn(rows, inner, device=device).to(dtype)
     weight = torch.randn(inner, columns, device=device).to(dtype)
     gradient = torch.randn(rows, columns, device=device).to(dtype)
 
-    def layer() -> None:
+    def products() -> None:
         given @ weight
         gradient @ weight.t()
         given.t() @ gradient
 
-    taken = _repeat(layer, seconds=2.0)
+    taken = _repeat(products, seconds=seconds)
     operations = 3 * 2 * rows * inner * columns
     shape = f"{rows} x {inner} x {columns}"
     return Rate(operations / median(taken), "measured", f"three products of a layer, {shape}, median of {len(taken)}")
 
 
-def _triad() -> Rate:
-    size = 64 << 20
+def _triad(size: int) -> Rate:
     one, two, three = (torch.ones(size) for _ in range(3))
-    taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=1.0)
-    return Rate(12 * size / median(taken), "measured", f"triad of 256 MiB arrays, median of {len(taken)}")
+    taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=size / (64 << 20))
+    return Rate(12 * size / median(taken), "measured", f"triad of {4 * size >> 20} MiB arrays, median of {len(taken)}")
 
 
-def _update(make: Callable[[int, int], Callable[[int], None]], *, elements: int, page: int) -> Rate:
-    work, step = make(elements, page), 0
+def _update(make: Callable[[int, int], Callable[[int], None]], budget: Budget) -> Rate:
+    elements, page, step = budget.update_elements, budget.update_page, 0
+    work = make(elements, page)
 
     def once() -> None:
         nonlocal step
         step += 1
         work(step)
 
-    taken = _repeat(once, seconds=1.5, least=5)
+    taken = _repeat(once, seconds=budget.update_seconds, least=5)
     pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
     how = f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out, median of {len(taken)}"
     return Rate(elements / median(taken), "measured", how)
 
 
-def _copies() -> Rates:
+def _copies(seconds: float) -> Rates:
     """Time copies between host memory and the GPU."""
     size = 256 << 20
     pinned, pageable = host_buffer(size, pinned=True), torch.zeros(size, dtype=torch.uint8)
@@ -178,7 +224,7 @@ def _copies() -> Rates:
     side = torch.cuda.Stream()
 
     def timed(work: Callable[[], object], how: str) -> Rate:
-        taken = _repeat(work, seconds=0.5, least=5)
+        taken = _repeat(work, seconds=seconds, least=5)
         return Rate(size / median(taken), "measured", f"{format_bytes(size)}, {how}, median of {len(taken)}")
 
     def both() -> None:
@@ -198,13 +244,13 @@ def _copies() -> Rates:
 # -- the parts of a layer that are not matrix products, and the loss ---------------------------------------------------
 
 
-def _layer_rates(dtype: str, *, gpu: bool, seconds: float) -> dict[str, Rate]:
+def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) -> dict[str, Rate]:
     """Return FLOP/s of attention, values/s of element-wise work and logits/s of the loss, by `layer_key`.
 
     The work is norms, the activation function and sums. Each of the three is timed for about `seconds`, forward and
     backward separately. On a CPU with 16-bit units they take longer than the products.
     """
-    tokens, width = _TOKENS[gpu], _WIDTH[gpu]
+    tokens, width = layer.tokens, layer.width
     place = DTYPES[dtype], torch.device("cuda" if gpu else "cpu")
     of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
     operations = 4.0 * tokens * tokens * width  # forward operations; a backward takes twice as many
@@ -230,7 +276,7 @@ def _attention(tokens: int, width: int, dtype: torch.dtype, device: torch.device
 
     Its operations are counted for the full square of a row, as in the planner.
     """
-    shape = (1, width // _HEAD, tokens, _HEAD)
+    shape = (1, max(1, width // _HEAD), tokens, _HEAD)
     query, key, value = given = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
     return given, lambda: [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
 

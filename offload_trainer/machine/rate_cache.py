@@ -167,11 +167,13 @@ def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
 
 
 def keep_rates(machine: MachineProfile) -> None:
-    """Store measured rates. The ratios of earlier runs are dropped, since they do not apply to new rates."""
+    """Store measured rates. The ratios of earlier runs apply to the old rates and are dropped if these change."""
     values = asdict(machine.rates)
     values.pop("corrections")
     with _changed() as stored:
-        stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
+        before = stored["machines"].get(fingerprint(machine))
+        if not isinstance(before, dict) or before.get("rates") != json.loads(json.dumps(values)):
+            stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
         if machine.links != Links():
             stored["links"][_links_key(machine)] = asdict(machine.links)
         for drive in machine.drives:

@@ -66,20 +66,28 @@ class Planned:
         return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in weights}
 
 
-def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> Planned:
+def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, again: Planned | None = None) -> Planned:
     """Plan a run on this machine, or on `nodes` machines like it.
 
-    `longest`: also find the longest row (in tokens) that fits.
+    Args:
+        config: the settings.
+        nodes: number of machines.
+        longest: also find the longest row (in tokens) that fits.
+        again: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used.
     """
     from offload_trainer.model.loader import resolve_model
 
     config = _with_resumed_copies(config, nodes=nodes)
-    machine = machine_here(config.placement.nvme, output=config.save.output)
-    source = resolve_model(
-        config.model,
-        seed=config.train.seed,
-        packed=config.data.packing == "on",
-        pieces=config.parallel.sequence > 1,
+    machine = again.machine if again else machine_here(config.placement.nvme, output=config.save.output)
+    source = (
+        again.source
+        if again
+        else resolve_model(
+            config.model,
+            seed=config.train.seed,
+            packed=config.data.packing == "on",
+            pieces=config.parallel.sequence > 1,
+        )
     )
     refuse_nothing_trained(source.shape)
     models = MemoryFallbacks(lambda: source)

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -29,7 +30,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.ranks import broadcast_json, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
-from offload_trainer.run import resume
+from offload_trainer.run import machine_rates, resume
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, resolve, with_steps
 from offload_trainer.run.checks import (
     check_start,
@@ -119,6 +120,8 @@ def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Setup:
     planned = _plan_together(config, nodes=nodes, log=log)
     on_rank_zero(lambda: check_start(planned, say=lambda _: None))
     on_rank_zero(lambda: refuse_output(planned))
+    if machine_rates.is_due(planned):
+        planned = _planned_with_rates(config, planned, log=log)
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
@@ -141,10 +144,21 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     source = as_wished(here.source, config)
     placement = config.placement.model_copy(update={"nvme": here.config.placement.nvme})
     planned = Planned(config.model_copy(update={"placement": placement}), plan, machine, source)
-    log.say(plan.describe())
+    if not machine_rates.is_due(planned):
+        log.say(plan.describe())
     on_rank_zero(lambda: refuse(planned))
     if len(nodes) > 1:
         on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
+    return planned
+
+
+def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
+    """Measure the rates that the plan lacks, and plan again. Only for one rank."""
+    machine = machine_rates.rates_at_start(before, say=log.say)
+    planned = plan_run(config, again=replace(before, machine=machine))
+    log.say(machine_rates.choice_in_words(before.plan, planned.plan))
+    log.say(planned.plan.describe())
+    refuse(planned)
     return planned
 
 

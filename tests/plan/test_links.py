@@ -12,7 +12,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import link_rates, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import Latency, Links, Rate, describe_rates, profile_from_json, read_machine
-from offload_trainer.run.commands.bench import _ranks_to_time
+from offload_trainer.run.machine_rates import _ranks_to_time
 
 
 def test_two_ranks_time_what_is_between_them_and_it_is_found_again(

@@ -53,8 +53,6 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_PIECE", 1 << 20)
     monkeypatch.setattr(bench, "_repeat", _a_few)
-    monkeypatch.setattr(bench, "_TOKENS", {False: 32})
-    monkeypatch.setattr(bench, "_WIDTH", {False: 64})
     kernel, _ = choose_kernel("torch")
     return bench.bench_machine(
         probe_machine(drives=(str(drive),), output=str(tmp_path)),
@@ -63,6 +61,7 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
         dtypes=["fp32"],
         budget=bench.Budget(drive_bytes=24 << 20, layer_seconds=0, update_elements=100_000, update_page=32_768),
         say=lambda line: None,
+        layer=bench.LayerSizes((256, 1024, 4096), tokens=32, width=64),
     )
 
 

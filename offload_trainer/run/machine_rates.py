@@ -1,0 +1,235 @@
+"""Measure this machine and its drives as a run would use them, and cache the rates for plans.
+
+`bench_here` is the `bench` command, which takes a minute or two. `rates_at_start` takes a few seconds: a run that
+starts without rates measures what its choices depend on (is_due), and plans again with the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.run.planning import Planned
+from offload_trainer.units import format_bytes, format_count, format_seconds
+
+_WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
+_LARGEST_MATRIX = 8192  # limit on each side of the timed products at a start
+
+
+def bench_here(
+    drives: tuple[str, ...],
+    *,
+    output: str,
+    dtype: str,
+    page: int,
+    ranks: int,
+    drive_bytes: int | None,
+    say: Callable[[str], None],
+) -> MachineProfile:
+    """Measure this machine and each of `drives`, store the rates for later plans, and return the profile.
+
+    Args:
+        drives: a directory on each drive to measure.
+        output: the run directory of later plans.
+        dtype: dtype of the matrix products.
+        page: parameters updated at a time.
+        ranks: number of ranks between which links are measured, one per GPU; 1: all GPUs.
+        drive_bytes: bytes to write in one direction, without a time limit; None: as many as fit in a few seconds.
+        say: prints progress.
+
+    CPU measurements use the threads of this process.
+    """
+    import torch
+
+    from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.engine.op_builder import is_built
+    from offload_trainer.engine.timed_updates import available_updates
+    from offload_trainer.machine.bench import Budget, bench_machine, dtypes_to_time
+    from offload_trainer.machine.link_rates import bench_links
+    from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
+    from offload_trainer.storage.tensorfile import DTYPES
+
+    refuse_unwritable()
+    machine = probe_machine(drives=drives, output=output)
+    count = _ranks_to_time(ranks, gpus=torch.cuda.device_count() if machine.gpu is not None else None)
+    if machine.gpu is None:
+        use_fp32_products(DTYPES[dtype])  # measure what a run would compute with
+    budget = Budget(update_page=page)
+    if drive_bytes is not None:
+        budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
+    io = _ways_to_drives(kernel=bool(machine.drives) and is_built("async_io"))
+    if machine.drives:
+        most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
+        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
+    timed = bench_machine(
+        machine,
+        transfers=io,
+        updates=available_updates(say=say),
+        dtypes=dtypes_to_time(machine, dtype),
+        budget=budget,
+        say=say,
+    )
+    if count > 1:
+        timed = replace(timed, links=bench_links(timed.links, ranks=count, say=say))
+    try:
+        keep_rates(timed)
+    except OSError as error:  # the cache was writable at the start; still return the measured rates
+        say(_not_kept(error))
+    return timed
+
+
+def _not_kept(error: OSError) -> str:
+    return f"note: these rates could not be saved for later plans: {reason(error)}"
+
+
+# -- at the start of a run ---------------------------------------------------------------------------------------------
+
+
+def is_due(planned: Planned) -> bool:
+    """Return whether a run should measure rates before it starts.
+
+    It should if the plan fits, could not predict its step, and has choices that rates decide: which drive settings and
+    update schedule, and on a GPU also which placement. Short runs and runs of several ranks start without.
+    """
+    plan = planned.plan
+    moved = sum(one.read + one.written for one in plan.traffic) * planned.config.train.steps
+    chooses = plan.uses_drives or planned.machine.gpu is not None
+    return chooses and plan.fits and plan.forecast.step is None and plan.world == 1 and moved >= _WORTH_BYTES
+
+
+def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
+    """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
+
+    This takes a few seconds: products and layers of this model's sizes in its dtype, the update kernel that the run
+    uses, memory, copies to and from a GPU, and the drives in both directions at once. If it fails, a note says so and
+    the rates stay unknown.
+    """
+    from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.engine.timed_updates import updates_of_run
+    from offload_trainer.machine.bench import Budget, bench_machine
+    from offload_trainer.machine.rate_cache import keep_rates
+    from offload_trainer.storage.tensorfile import DTYPES
+
+    config, machine = planned.config, planned.machine
+    if machine.gpu is None:
+        use_fp32_products(DTYPES[config.model.dtype])
+    used = {one.place for one in planned.plan.traffic}
+    budget = Budget(
+        drive_bytes=1 << 30,
+        drive_seconds=1.0,
+        try_seconds=0.4,
+        product_seconds=0.3,
+        layer_seconds=0.15,
+        memory_elements=16 << 20,
+        update_seconds=0.2,
+        update_elements=2 * config.tiered.page_size,
+        update_page=config.tiered.page_size,
+        copy_seconds=0.1,
+    )
+    start = time.perf_counter()
+    try:
+        timed = bench_machine(
+            replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
+            transfers=_ways_to_drives(kernel=False),
+            updates=updates_of_run(config.optim.kernel, config.optim.moment_dtype),
+            dtypes=[config.model.dtype],
+            budget=budget,
+            say=lambda _: None,
+            layer=_layer_of(planned.source.shape, planned.plan),
+        )
+    except TrainerError as error:
+        say(
+            f"note: this machine's speed could not be measured, and choices that depend on it stay at defaults: {error}"
+        )
+        return machine
+    found = {drive.directory: drive for drive in timed.drives}
+    timed = replace(timed, drives=tuple(found.get(drive.directory, drive) for drive in machine.drives))
+    taken, found_rates = time.perf_counter() - start, "; ".join(_summary(timed, config.model.dtype))
+    say(f"measured this machine in {taken:.0f} s: {found_rates}")
+    try:
+        keep_rates(timed)
+    except (OSError, ValueError) as error:
+        say(_not_kept(error) if isinstance(error, OSError) else f"note: {error}")
+    return timed
+
+
+def _layer_of(shape: ModelShape, plan: Plan) -> Any:
+    """Return the sizes of the model's largest matrix product, and of its attention, in one micro-batch."""
+    from offload_trainer.machine.bench import LayerSizes
+
+    inside = [weight for weight in shape.weights if weight.block and len(weight.shape) > 1] or list(shape.weights)
+    largest = max(inside, key=lambda weight: weight.numel)
+    inner, outer = sorted(largest.shape[-2:]) if len(largest.shape) > 1 else (shape.hidden, shape.hidden)
+    tokens = min(plan.micro_batch * plan.seq_len, _LARGEST_MATRIX)
+    return LayerSizes(
+        (tokens, min(inner, _LARGEST_MATRIX), min(outer, _LARGEST_MATRIX)),
+        tokens=min(plan.seq_len, _LARGEST_MATRIX),
+        width=min(shape.hidden, _LARGEST_MATRIX),
+    )
+
+
+def _summary(machine: MachineProfile, dtype: str) -> list[str]:
+    """Return the main rates as text: products, update, and each measured drive."""
+    told = [f"products {format_count(machine.rates.matmul[dtype].value)}FLOP/s"]
+    told += [f"update {format_count(rate.value)} parameters/s" for rate in list(machine.rates.update.values())[:1]]
+    for drive in machine.drives:
+        if drive.rates is not None:
+            read, written = drive.rates.mixed_read.value, drive.rates.mixed_write.value
+            told.append(f"{drive.directory} {format_bytes(read)}/s read with {format_bytes(written)}/s written")
+    return told
+
+
+def choice_in_words(before: Plan, after: Plan) -> str:
+    """Return what measured rates decided: the chosen schedule or placement, and the seconds that it saves.
+
+    `before` is the plan of a start without rates.
+    """
+    step = after.forecast.step
+    if step is None:
+        return "no choice follows: a rate is still missing"
+    chosen = f"{after.way or 'the placement ' + after.homes}, {format_seconds(step)} a step"
+    others = {way.words: way.seconds for way in after.ways if way.seconds is not None and way.words != after.way}
+    default = others.get(before.way)
+    if default is not None and default > step:
+        return f"chose {chosen}, because {before.way}, the default without rates, would take {format_seconds(default)}"
+    if others:
+        words, seconds = min(others.items(), key=lambda item: item[1] or 0.0)
+        return f"chose {chosen}; the next best, {words}, would take {format_seconds(seconds)}"
+    return f"chose {chosen}"
+
+
+def _ranks_to_time(wish: int, *, gpus: int | None) -> int:
+    """Return the number of ranks to measure links between: as many as requested, or one per GPU if that is 1.
+
+    `gpus`: None on a machine without GPUs. Raises UserError if more ranks than GPUs are requested.
+    """
+    if gpus is not None and wish > gpus:
+        raise UserError(f"--gpus {wish}: there are {gpus} here")
+    return gpus if gpus is not None and wish == 1 else wish
+
+
+def _ways_to_drives(*, kernel: bool) -> dict[str, Callable[[], Any]]:
+    """Return factories of the I/O backends to measure, by the configuration words that select each, default first.
+
+    `kernel`: include DeepSpeed's async_io.
+    """
+    from offload_trainer.engine.op_builder import load_async_io
+    from offload_trainer.storage.transfer import AioTransfers, ThreadedTransfers, async_io_handle
+
+    ways: dict[str, Callable[[], Any]] = {
+        f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
+            ThreadedTransfers, threads=threads, block=block
+        )
+        for threads, block in ((4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20))
+    }
+    if kernel:
+        ways["tiered.io=async_io"] = partial(AioTransfers, async_io_handle(load_async_io(), block_bytes=1 << 20))
+    return ways

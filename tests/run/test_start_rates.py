@@ -1,0 +1,92 @@
+"""Tests of the measurement at the start of a run (`run/machine_rates.py`): when it is due, and what it changes."""
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import TINY, call_and_kill
+
+from offload_trainer.machine.rate_cache import cache_file
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.run import machine_rates
+from offload_trainer.run.planning import Planned, plan_run
+from offload_trainer.settings import load_config
+from offload_trainer.storage.transfer import DriveFile
+
+MANY = ("--steps", "20000")  # a tiny model moves 64 GB in so many steps
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Use an empty cache of rates, in this process and in those that it starts."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path / "cache"
+
+
+def planned(drive: Path, output: Path, *words: str) -> Planned:
+    state = ("--nvme", str(drive), "--optimizer", "nvme", "--ram-fraction", "0", "--output", str(output))
+    return plan_run(load_config([*TINY, *state, *words]))
+
+
+def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: Path, tmp_path: Path) -> None:
+    before = planned(drive, tmp_path / "run", *MANY)
+    assert before.plan.forecast.step is None
+    assert machine_rates.is_due(before)
+    told: list[str] = []
+    machine = machine_rates.rates_at_start(before, say=told.append)
+    assert [line.partition(" ")[0] for line in told] == ["measured"]
+    assert not list((drive / "offload-trainer").glob("run-*"))
+    after = plan_run(before.config, again=replace(before, machine=machine))
+    assert all(bound.seconds is not None for bound in after.plan.forecast.bounds)
+    assert after.plan.forecast.step is not None
+    assert "a step" in machine_rates.choice_in_words(before.plan, after.plan)
+    assert not machine_rates.is_due(after)
+    assert not machine_rates.is_due(planned(drive, tmp_path / "run", *MANY))  # the rates are cached
+
+
+def test_a_run_that_rates_do_not_change_starts_at_once(cache: Path, drive: Path, tmp_path: Path) -> None:
+    due = planned(drive, tmp_path / "run", *MANY)
+    short = planned(drive, tmp_path / "run", "--steps", "20")
+    in_ram = plan_run(load_config([*TINY, *MANY, "--output", str(tmp_path / "run")]))
+    no_room = {tier: {"need": 2, "have": 1} for tier in due.plan.tiers}
+    ranks = replace(due, plan=replace(due.plan, world=2))
+    assert machine_rates.is_due(due)
+    for one in (short, in_ram, replace(due, plan=replace(due.plan, tiers=no_room)), ranks):
+        assert not machine_rates.is_due(one)
+    gpu = replace(in_ram, machine=read_machine("v100-32gb"))
+    moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
+    assert machine_rates.is_due(moves)
+
+
+def test_a_drive_that_fails_leaves_the_defaults(
+    cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = planned(drive, tmp_path / "run", *MANY)
+    told: list[str] = []
+
+    def full(self: DriveFile, path: Path, size: int) -> None:
+        raise machine_rates.TrainerError(f"{path}: no space left")
+
+    monkeypatch.setattr(DriveFile, "__init__", full)
+    assert machine_rates.rates_at_start(before, say=told.append) == before.machine
+    assert "no space left" in told[0]
+    assert told[0].startswith("note: this machine's speed could not be measured")
+    assert not cache_file().exists()
+
+
+def test_the_command_says_what_it_measured_and_chose(cache: Path, drive: Path, tmp_path: Path) -> None:
+    words = (*TINY, *MANY, "--nvme", str(drive), "--optimizer", "nvme", "--ram-fraction", "0", "--save-every", "0")
+    run = call_and_kill(*words, output=tmp_path / "run", when=lambda lines: len(lines) > 2, number=signal.SIGTERM)
+    told = run.text.splitlines()
+    measured = next(number for number, line in enumerate(told) if line.startswith("measured this machine in"))
+    assert told[measured + 1].startswith("chose ")
+    assert told[measured + 2].startswith("plan: ")
+    assert run.text.count("plan: ") == 1
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert None not in plan["seconds"].values()
+    again = call_and_kill(*words, output=tmp_path / "other", when=lambda lines: len(lines) > 2, number=signal.SIGTERM)
+    assert "measured this machine" not in again.text
+    assert json.loads((tmp_path / "other" / "plan.json").read_text())["seconds"].keys() == plan["seconds"].keys()

@@ -171,8 +171,8 @@ def keep_rates(machine: MachineProfile) -> None:
     values = asdict(machine.rates)
     values.pop("corrections")
     with _changed() as stored:
-        before = stored["machines"].get(fingerprint(machine))
-        if not isinstance(before, dict) or before.get("rates") != json.loads(json.dumps(values)):
+        before = stored["machines"].get(fingerprint(machine), {})
+        if not isinstance(before, dict) or before.get("rates") != parsed(json.dumps(values), dict):
             stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
         if machine.links != Links():
             stored["links"][_links_key(machine)] = asdict(machine.links)

@@ -40,7 +40,7 @@ from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.safe_files import LENIENT, Count, Steps, is_there, open_file, read_back, shown
+from offload_trainer.safe_files import LENIENT, Count, Kind, Steps, is_there, open_file, read_back, shown
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -382,7 +382,8 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
 
     Raises UserError that names the file, the mismatch and the previous checkpoint, if there is one.
     """
-    return checked_manifest(checkpoint, moments=moments, fix=_fix(checkpoint))
+    fix = _fix(checkpoint)
+    return checked_manifest(checkpoint, moments=moments, fix=fix)
 
 
 def _fix(checkpoint: Path) -> str:
@@ -392,9 +393,15 @@ def _fix(checkpoint: Path) -> str:
     return f"Move {checkpoint.name} away, and the same command {offer}"
 
 
+def _read(checkpoint: Path, name: str, kind: type[Kind]) -> Kind:
+    """Return a JSON file of a checkpoint as `kind`. Raises UserError if it cannot be read."""
+    fix = _fix(checkpoint)
+    return read_back(checkpoint / name, kind, fix=fix)
+
+
 def read_state(checkpoint: Path) -> TrainState:
     """Return the training progress in a checkpoint. Raises UserError if its state.json cannot be read."""
-    return read_back(checkpoint / "state.json", TrainState, fix=_fix(checkpoint))
+    return _read(checkpoint, "state.json", TrainState)
 
 
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
@@ -414,20 +421,22 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
     Raises UserError if it cannot be read.
     """
-    return read_back(directory / MADE, _RunConfiguration, fix=_fix(directory)).config
+    return _read(directory, MADE, _RunConfiguration).config
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per setting of `_STEERING` that differs between the saved and the current configuration.
 
-    `name` is the checkpoint's name in those lines.
+    `name` is the checkpoint's name in those lines. The steps of a run by epochs are not compared: they follow from what
+    it resumes from.
     """
+    by_epochs = now["train"].get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
         for section, keys in _STEERING.items()
         for then in [before.get(section, {})]
         for key in keys
-        if key in then and now[section].get(key) != then[key]
+        if key in then and now[section].get(key) != then[key] and not (by_epochs and key == "steps")
     ]
 
 
@@ -436,7 +445,7 @@ def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mappin
 
     Reads the manifest only, so the other files are not verified.
     """
-    manifest = read_back(checkpoint / MANIFEST, Manifest, fix=_fix(checkpoint))
+    manifest = _read(checkpoint, MANIFEST, Manifest)
     if manifest.format != FORMAT:
         raise UserError(f"{checkpoint}: written in format {manifest.format}, this version reads {FORMAT}")
     refuse_other_run(checkpoint, manifest.identity, identity)

@@ -554,6 +554,14 @@ def on_rank_zero(work: Callable[[], object]) -> None:
     everybody().first(work)
 
 
+def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
+    """Do `work` on rank 0 only and return its result, of type `kind`, on every rank. If it fails, all ranks raise."""
+    results: list[T] = []
+    on_rank_zero(lambda: results.append(work()))
+    result: T = broadcast_json(results, list[kind])[0]
+    return result
+
+
 def on_some(work: Callable[[], object], *, mine: bool) -> None:
     """Do `work` on the ranks where `mine` is true. If it fails on one of them, all ranks raise."""
 

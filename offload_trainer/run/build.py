@@ -112,24 +112,26 @@ def resolve(planned: Planned, data: RunData, log: Log) -> Setup:
     )
 
 
-def with_steps(planned: Planned, data: RunData, *, begins: TrainState | None) -> Planned:
-    """Return the run with `train.steps` computed from `train.epochs`, unless that is `auto`.
+def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
+    """Return the setup with `train.steps` computed from `train.epochs`, unless that is `auto`.
 
     The result is the smallest number of steps that visits all rows of the epochs; the last step may visit a few more.
     `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
     UserError if the warm-up is longer than the run.
     """
-    config, plan = planned.config, planned.plan
-    if config.train.epochs == "auto":
-        return planned
-    rows, rows_of_step = len(data.split.train), plan.tokens_per_step // plan.seq_len
+    epochs, plan, planned, record = setup.train.epochs, setup.plan, setup.planned, setup.record
+    if epochs == "auto":
+        return setup
+    rows, rows_of_step = len(setup.data.split.train), plan.tokens_per_step // plan.seq_len
     done, visited = (begins.step, begins.data_position) if begins else (0, 0)
-    left = max(0, math.ceil(Fraction(str(config.train.epochs)) * rows) - visited)
+    left = max(0, math.ceil(Fraction(str(epochs)) * rows) - visited)
     steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
-    if mistakes := mistakes_of_length(config.optim, steps=steps):
+    if mistakes := mistakes_of_length(setup.optim, steps=steps):
         raise UserError("; ".join(mistakes))
-    train = config.train.model_copy(update={"steps": steps, "epochs": "auto"})
-    return replace(planned, config=config.model_copy(update={"train": train}))
+    train = setup.train.model_copy(update={"steps": steps, "epochs": "auto"})
+    config = planned.config.model_copy(update={"train": train})
+    record = replace(record, run={**record.run, "config": config.model_dump(mode="json")})
+    return replace(setup, train=train, record=record, planned=replace(planned, config=config))
 
 
 Build = Callable[..., Engine]  # same signature as `build_engine`

@@ -66,8 +66,11 @@ def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
     check_data(planned.config.data, planned.source, say=say)
 
 
-def refuse_output(planned: Planned) -> None:
-    """Raise UserError if the run directory holds files that this run can neither resume from nor replace."""
+def refuse_output(planned: Planned) -> Path | None:
+    """Return the checkpoint that the run resumes from, or None to start from step 0.
+
+    Raises UserError if the run directory holds files that this run can neither resume from nor replace.
+    """
     config = planned.config
     refuse_strangers(planned.output)
     resumes = find_resume(config.save.resume, output=planned.output)
@@ -84,6 +87,7 @@ def refuse_output(planned: Planned) -> None:
         )
     if resumes:
         check_identity(resumes, planned.identity | unknown_identity(config.data), planned.layout)
+    return resumes
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

@@ -26,11 +26,15 @@ import torch
 
 from offload_trainer.errors import UserError, explain
 from offload_trainer.retention import remove_leftovers
+from offload_trainer.run.data import RunData
+from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import is_there
+from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.owned_dirs import reason
+from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import shown
 
 # Files that a run writes in its directory, except checkpoints and weights, which are checked separately.
@@ -184,11 +188,15 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
             log.file = None
 
 
-def write_known(output: Path, *, config: str, plan: dict[str, Any], machine: dict[str, Any]) -> None:
-    """Write config.yaml, plan.json, machine.json and environment.json."""
-    write_text(output / "config.yaml", config)
-    for name, about in (("plan", plan), ("machine", machine), ("environment", environment())):
+def write_known(planned: Planned, data: RunData) -> None:
+    """Write the configuration, plan, machine, package versions, model configuration and tokenizer of a run."""
+    output, config, source = planned.output, planned.config, planned.source
+    write_text(output / "config.yaml", dump_config(config))
+    known = {"plan": planned.plan.to_json(), "machine": planned.machine.to_json(), "environment": environment()}
+    for name, about in known.items():
         write_text(output / f"{name}.json", json.dumps(about, indent=1))
+    dtype = DTYPES[config.model.dtype]
+    keep_model(output / "model", source, dtype=dtype, tokenizer=data.tokenizer, end_of_text=data.end_of_text)
 
 
 def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: Any, end_of_text: int | None) -> None:

@@ -1,6 +1,6 @@
 """Lock the run directory and choose what a run resumes from: nothing, a checkpoint, or page files of a killed run.
 
-    hold ──> checkpoint or None ── done_already? ── take_over ──> page files, if they are newer than the checkpoint
+    refuse_output ──> checkpoint ── verify ── hold ── done_already? ── take_over ──> page files, if they are newer
 
 A page is a range of weights with its optimizer state, and page files hold all pages that are on a drive. A lease is a
 directory on a drive that one run has locked for its page files.
@@ -26,17 +26,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from pydantic import with_config
 
-from offload_trainer.checkpoint import MADE, RunRecord, TrainState, changed_settings, check_resume, find_resume
+from offload_trainer.checkpoint import MADE, TrainState, changed_settings, check_resume
 from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
@@ -55,11 +54,11 @@ from offload_trainer.offloading.pages.manifest import (
     torn_record,
 )
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
-from offload_trainer.ranks import broadcast_json, nodes, on_rank_zero, place_here
+from offload_trainer.ranks import broadcast_json, from_rank_zero, nodes, on_rank_zero, place_here
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup
 from offload_trainer.run.checks import refuse, refuse_output
-from offload_trainer.run.directory import Log, held
+from offload_trainer.run.directory import held
 from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory
@@ -117,14 +116,14 @@ class PageFiles:
 # -- checkpoints and the lock ------------------------------------------------------------------------------------------
 
 
-def find_checkpoint_to_resume(setup: Setup) -> Path | None:
-    """Return the checkpoint to resume from, fully verified, on every rank; None to start from step 0. Collective."""
-    chosen: list[Path | None] = []
-    on_rank_zero(lambda: chosen.append(find_resume(setup.save.resume, output=setup.output)))
-    (resume,) = broadcast_json(chosen, list[Path | None])
-    if resume:
-        on_rank_zero(partial(_check, resume, setup.record, setup.log))
-    return resume
+def verify(setup: Setup, checkpoint: Path) -> None:
+    """Check every file of the checkpoint that the run resumes from, and print which settings have changed since.
+
+    Raises UserError if the checkpoint is damaged or of another run.
+    """
+    setup.log.say(f"checking {checkpoint}")
+    for line in check_resume(checkpoint, setup.record):
+        setup.log.say(f"note: {line}")
 
 
 def hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path | None, int]:
@@ -133,27 +132,20 @@ def hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path |
     The checkpoint is chosen again under the lock, because another run may have ended there meanwhile and have left
     newer ones.
     """
-    chosen, lock = resume, -1
+    lock = -1
 
-    def on_zero() -> None:
-        nonlocal chosen, lock
+    def choose() -> Path | None:
+        nonlocal lock
         lock = stack.enter_context(held(setup.output, setup.log))
         refuse(setup.planned)
-        refuse_output(setup.planned)
-        chosen = find_resume(setup.save.resume, output=setup.output)
+        chosen = refuse_output(setup.planned)
         if chosen != resume:
             setup.log.say(f"another run has ended in {setup.output} in the meantime: checking again")
             if chosen:
-                _check(chosen, setup.record, setup.log)
+                verify(setup, chosen)
+        return chosen
 
-    on_rank_zero(on_zero)
-    return broadcast_json(chosen, Path | None), lock
-
-
-def _check(resume: Path, record: RunRecord, log: Log) -> None:
-    log.say(f"checking {resume}")
-    for line in check_resume(resume, record):
-        log.say(f"note: {line}")
+    return from_rank_zero(choose, Path | None), lock
 
 
 def done_already(setup: Setup, begins: TrainState | None) -> bool:
@@ -161,18 +153,13 @@ def done_already(setup: Setup, begins: TrainState | None) -> bool:
 
     Raises UserError if it would overwrite the results of another run.
     """
-    found: list[str] = []
-
-    def look() -> None:
-        at = begins.step if begins else 0
-        anew, exports = setup.save.resume == "never", setup.save.every == 0
-        told = done_before(setup.output, setup.record, begins_at=at, anew=anew, exports=exports)
-        found.extend([told] if told else [])
-
-    on_rank_zero(look)
-    for line in found:
-        setup.log.say(line)
-    return bool(broadcast_json(found))
+    at, anew, exports = begins.step if begins else 0, setup.save.resume == "never", setup.save.every == 0
+    told = from_rank_zero(
+        lambda: done_before(setup.output, setup.record, begins_at=at, anew=anew, exports=exports), str | None
+    )
+    if told:
+        setup.log.say(told)
+    return told is not None
 
 
 # -- while a run lives -------------------------------------------------------------------------------------------------
@@ -286,7 +273,12 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
             return None
         places = []
         for folder in folders:
-            places.append(_locked(folder, say=setup.log.say))
+            try:
+                places.append(taken_over(folder, say=setup.log.say))
+            except BlockingIOError:
+                raise TrainerError(
+                    f"{folder} is in use: its run is still running, or it is being exported; wait for that to end"
+                ) from None
             locks.callback(places[-1].leave)
         told = read_description(folders[0], fix=_RESTORE)
         for folder in folders:
@@ -340,16 +332,6 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
     if gone:
         raise ValueError(f"{gone[0]} does not exist; is its drive mounted?")
     return named
-
-
-def _locked(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
-    """Lock a dead run's directory and return it. Raises TrainerError if another process has the lock."""
-    try:
-        return taken_over(folder, say=say)
-    except BlockingIOError:
-        raise TrainerError(
-            f"{folder} is in use: its run is still running, or it is being exported; wait for that to end"
-        ) from None
 
 
 def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest) -> None:

@@ -27,7 +27,7 @@ from offload_trainer.export.directory import write_final
 from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.ranks import broadcast_json, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import broadcast_json, from_rank_zero, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import machine_rates, resume
@@ -42,15 +42,13 @@ from offload_trainer.run.checks import (
     refuse_unseen,
 )
 from offload_trainer.run.data import epoch_line, first_row, prepare_data
-from offload_trainer.run.directory import Log, keep_model, refuse_second, run_directory, write_known
+from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known
 from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.planning import Planned, as_wished, plan_run
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report
-from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
-from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.trainer import Job
 
 
@@ -74,8 +72,9 @@ def train_run(
             use_deterministic_algorithms()
     nodes = _join(config, world=world)
     with beating(nodes, rank=rank, say=lambda line: write_now(f"offload-train: {line}")):
-        setup = _set_up(config, nodes=nodes, log=log)
-        _carry_out(setup, nodes=nodes, instead=instead, build=build)
+        planned = _plan_together(config, nodes=nodes, log=log)
+        setup, checkpoint = _set_up(config, planned, log)
+        _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)
 
 
 def use_deterministic_algorithms() -> None:
@@ -113,29 +112,14 @@ def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
 # -- probe, plan, check ------------------------------------------------------------------------------------------------
 
 
-def _set_up(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Setup:
-    """Plan the run, refuse what cannot start, and prepare the data. Collective; writes to the token cache only."""
-    refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # nodes may use other drives
-    on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-    planned = _plan_together(config, nodes=nodes, log=log)
-    on_rank_zero(lambda: check_start(planned, say=lambda _: None))
-    on_rank_zero(lambda: refuse_output(planned))
-    if machine_rates.is_due(planned):
-        planned = _planned_with_rates(config, planned, log=log)
-    if not planned.plan.fits:
-        log.say("--force: running although the plan says that it does not fit")
-    data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
-    setup = resolve(planned, data, log)
-    refuse_other_data(setup.record.identity, setup.record.layout)
-    with_steps(planned, data, begins=None)  # only for its checks, before anything is written
-    return setup
-
-
 def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
     """Return rank 0's plan on every rank, with the drives of each node. Collective.
 
-    Raises UserError if the plan must not start, or if another node lacks memory or disk space for it.
+    Raises UserError if the ranks differ, if another run is using the run directory, if the plan must not start, or if
+    another node lacks memory or disk space for it.
     """
+    refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # nodes may use other drives
+    on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     rank, found = place_here()[0], list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))
@@ -150,6 +134,26 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     if len(nodes) > 1:
         on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
     return planned
+
+
+def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Path | None]:
+    """Refuse what cannot start and prepare the data; return the setup and the checkpoint to resume from, if any.
+
+    Collective. Writes to the token cache only.
+    """
+    on_rank_zero(lambda: check_start(planned, say=lambda _: None))
+    checkpoint = from_rank_zero(lambda: refuse_output(planned), Path | None)
+    if machine_rates.is_due(planned):
+        planned = _planned_with_rates(config, planned, log=log)
+    if not planned.plan.fits:
+        log.say("--force: running although the plan says that it does not fit")
+    data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
+    setup = resolve(planned, data, log)
+    refuse_other_data(setup.record.identity, setup.record.layout)
+    with_steps(setup, None)  # only for its checks, before anything is written
+    if checkpoint:
+        on_rank_zero(lambda: resume.verify(setup, checkpoint))
+    return setup, checkpoint
 
 
 def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
@@ -176,32 +180,34 @@ def prepare_run(config: TrainConfig) -> list[Path]:
 # -- resume, build, train ----------------------------------------------------------------------------------------------
 
 
-def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job], None] | None, build: Build) -> None:
+def _carry_out(
+    setup: Setup,
+    *,
+    nodes: Sequence[range],
+    checkpoint: Path | None,
+    instead: Callable[[Job], None] | None,
+    build: Build,
+) -> None:
     """Lock the run directory, resume if there is something to resume from, and train to the end."""
-    planned, data, log = setup.planned, setup.data, setup.log
-    checkpoint = resume.find_checkpoint_to_resume(setup)
+    log, epochs = setup.log, setup.train.epochs
     with ExitStack() as stack:
         checkpoint, lock = resume.hold(stack, setup, resume=checkpoint)
         if len(nodes) > 1:
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
-        if (settled := with_steps(planned, data, begins=begins)) is not planned:
-            setup = resolve(settled, data, log)
-        if instead is None and resume.done_already(setup, begins):
+        if instead is None and resume.done_already(with_steps(setup, begins), begins):
             resume.clear_drives(setup)
             return
         files = resume.take_over(setup, stack, begins=begins) if instead is None else None
         if files is not None:
             checkpoint, begins = None, files.train
-            if (settled := with_steps(planned, data, begins=begins)) is not planned:
-                setup = resolve(settled, data, log)
-        if planned.config.train.epochs != "auto":
-            rows, rows_of_step = len(data.split.train), setup.plan.tokens_per_step // setup.plan.seq_len
-            epochs, steps = planned.config.train.epochs, setup.train.steps
-            log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {steps} steps")
+        setup = with_steps(setup, begins)
+        if epochs != "auto":
+            rows, rows_of_step = len(setup.data.split.train), setup.plan.tokens_per_step // setup.plan.seq_len
+            log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {setup.train.steps} steps")
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
-            _write_known(setup)
+            write_known(setup.planned, setup.data)
         resumes: dict[str, Any] = {"instead": files.places, "resume": files.resume} if files else {}
         job = build_job(setup, stack, begins=begins, build=build, **resumes)
         if instead is not None:
@@ -210,17 +216,6 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
         resume.keep(setup, job)
         _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
         resume.drop(setup)
-
-
-def _write_known(setup: Setup) -> None:
-    """Write the configuration, plan, machine, model configuration and tokenizer to the run directory."""
-    planned, data = setup.planned, setup.data
-    config, machine = dump_config(planned.config), planned.machine.to_json()
-    write_known(setup.output, config=config, plan=setup.plan.to_json(), machine=machine)
-    dtype = DTYPES[setup.model.dtype]
-    keep_model(
-        setup.output / "model", setup.source, dtype=dtype, tokenizer=data.tokenizer, end_of_text=data.end_of_text
-    )
 
 
 def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:
@@ -233,7 +228,13 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):
             asked.answer = "finishing the export of the weights"
-            _export_live(setup, job, step=state.step)
+            weights, layout = job.engine.named_master_parameters(), setup.source.shape.weights
+            if log.loud:
+                place = write_final(weights, layout, output, record=setup.record, step=state.step)
+                log.say(f"weights exported in fp32 to {place}")
+            else:
+                for _ in weights:  # this rank takes part in gathering them
+                    pass
         if log.loud:
             report(setup, swaps=job.swaps)
         if asked.stop:
@@ -256,14 +257,3 @@ def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
         f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
         f"moments are lost: to continue from the weights use --model {output / 'export'} and another --output"
     )
-
-
-def _export_live(setup: Setup, job: Job, *, step: int) -> None:
-    """Export the weights directly from the engine, for a run without checkpoints. Collective."""
-    weights = job.engine.named_master_parameters()
-    if not setup.log.loud:
-        for _ in weights:
-            pass
-        return
-    place = write_final(weights, setup.source.shape.weights, setup.output, record=setup.record, step=step)
-    setup.log.say(f"weights exported in fp32 to {place}")

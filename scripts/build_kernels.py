@@ -28,9 +28,14 @@ def compile_without_debugger(folder: Path) -> None:
         os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-with scratch("compiler-") as folder:
-    compile_without_debugger(folder)
-    for what, placement in (("cpu_adam", Placement("cpu", "cpu")), ("async_io", Placement("nvme", "gpu"))):
-        start = time.perf_counter()
-        load_kernels(placement)
-        print(f"{what}: ready after {time.perf_counter() - start:.0f} s", flush=True)
+def main() -> None:
+    with scratch("compiler-") as folder:
+        compile_without_debugger(folder)
+        for what, placement in (("cpu_adam", Placement("cpu", "cpu")), ("async_io", Placement("nvme", "gpu"))):
+            start = time.perf_counter()
+            load_kernels(placement)
+            print(f"{what}: ready after {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

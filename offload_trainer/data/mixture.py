@@ -80,11 +80,6 @@ class TokenShards:
         return tuple(crc for file in self.files for crc in (file.tokens, *file.sums))
 
     @property
-    def text_bytes(self) -> int | None:
-        sizes = [file.text_bytes for file in self.files if file.text_bytes is not None]
-        return sum(sizes) if len(sizes) == len(self.files) else None
-
-    @property
     def tokenizer(self) -> str | None:
         return _tokenizer_of(self.files)
 

@@ -97,7 +97,6 @@ class TokenFile:
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, from the sidecar or computed when the file was opened
     largest: int | None = None  # the largest id, if all were scanned
     assumed: str | None = None  # the assumption made if the file has no sidecar
-    text_bytes: int | None = None  # UTF-8 bytes of the text, without end-of-text
     tokenizer: str | None = None  # fingerprint
     vocabulary: int | None = None
     end_of_text: int | None = None
@@ -131,6 +130,7 @@ class TokenFile:
         """
         sidecar = sidecar_path(path)
         stated = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
+        stated.pop("text_bytes", None)
         told, count, sums = stated.pop("dtype", dtype), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
         if dtype not in ("auto", told):
             raise UserError(
@@ -222,7 +222,7 @@ class TokenFile:
 class _Sidecar:
     dtype: Literal["uint16", "uint32"]
     tokens: Annotated[Count, Field(gt=0)]
-    text_bytes: Count | None = None
+    text_bytes: Count | None = None  # for other programs: UTF-8 bytes of the text, without end-of-text
     tokenizer: Line | None = None
     vocabulary: Annotated[Count, Field(gt=0)] | None = None
     end_of_text: Count | None = None

@@ -126,7 +126,7 @@ def forecast(
         stretch: factor by which the update's drive time exceeds simultaneous reading and writing of its bytes.
         on_top: seconds that a phase takes in addition to its slowest bound.
     """
-    every = [*_computing(work, machine), *bounds]
+    every = [*computing_bounds(work, machine), *bounds]
     for phase in PHASES:
         longer = stretch if phase == "update" else 1.0
         every += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
@@ -141,7 +141,7 @@ def forecast(
     return found
 
 
-def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
+def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
     """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node."""
     tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
     return [
@@ -158,7 +158,7 @@ def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
 def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic]) -> list[Bound]:
     """Return the bounds of forward and backward with a single weight buffer, where copies and computation alternate."""
     found = []
-    for computing in _computing(work, machine):
+    for computing in computing_bounds(work, machine):
         phase = computing.phase
         moving = _traffic_bounds([one for one in traffic if one.phase == phase], machine, phase=phase, stretch=1.0)
         each = (computing.seconds, _longest(moving) if moving else 0.0)

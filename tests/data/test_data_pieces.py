@@ -15,6 +15,7 @@ from offload_trainer.data import chunked_tokenize
 from offload_trainer.data.chunked_tokenize import TextSplitter
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.sources import BUILTIN_CORPUS
+from offload_trainer.data.tokenfile import sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer
 
 CORPUS = BUILTIN_CORPUS.read_text("utf-8")[:60_000]
@@ -92,7 +93,7 @@ def test_ids_are_those_of_the_text_in_one_piece(
     )
     whole = tokenizer(CORPUS, add_special_tokens=False)["input_ids"]
     assert tokens.read(0, len(tokens)).tolist() == [*whole, tokenizer.eos_token_id]
-    assert tokens.text_bytes == len(CORPUS.encode())
+    assert json.loads(sidecar_path(tokens.paths[0]).read_text())["text_bytes"] == len(CORPUS.encode())
     assert not [line for line in said if "cuts" in line]
 
 

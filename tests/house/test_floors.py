@@ -13,7 +13,7 @@ HOUSE = (
     ("errors",),
     ("safe_files", "signals", "mesh"),
     ("config", "synonyms"),
-    ("schedule", "manifest", "plan"),
+    ("manifest", "plan"),
     ("settings",),
     ("storage", "ranks"),
     ("optim", "retention"),
@@ -49,7 +49,6 @@ LIBRARY_FREE = {
     "signals",
     "mesh",
     "config",
-    "schedule",
     "plan",
 }
 LIBRARY_FREE |= {"settings", "synonyms", "numa"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offload_trainer.config import OptimSection
-from offload_trainer.schedule import learning_rate
+from offload_trainer.trainer import learning_rate
 
 SHAPES = ["cosine", "linear", "constant", "wsd"]
 

@@ -31,7 +31,7 @@ from offload_trainer.plan.step_time import (
     Bound,
     Forecast,
     Traffic,
-    forecast,
+    computing_bounds,
     update_rate,
 )
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
@@ -301,10 +301,9 @@ class DeepSpeedCandidate:
             return {"backward": _HOOKS * work.shape.trainable}
         waits = dict.fromkeys(PHASES, 0.0)
         if work.tensor > 1:  # every rank computes all of what is outside the blocks
-            found = forecast(work, machine, (), (), engine="deepspeed").seconds
             head, blocks = work.shape.head_flops(), work.shape.block_flops(seq_len=work.seq_len)
             times = (work.tensor - 1) * head / (blocks + head)
-            waits |= {phase: times * (found[phase] or 0.0) for phase in ("forward", "backward")}
+            waits |= {bound.phase: times * (bound.seconds or 0.0) for bound in computing_bounds(work, machine)}
         for one in self._collectives:
             if one.hides == "nothing":
                 waits[one.phase] += link_seconds(one, machine, here=work.here) or 0.0

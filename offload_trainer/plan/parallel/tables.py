@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroGathers
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.parallel.collectives import all_to_alls, tensor_collectives
+from offload_trainer.plan.parallel.collectives import all_to_alls, tensor_collectives, zero_collectives
 from offload_trainer.plan.parallel.comm_cost import NETWORK
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.workload import Workload
@@ -32,6 +33,7 @@ _NODES = (
     "scaling",
 )
 _MODES = ["mode", "rows", "state", "GPU", "RAM", "PCIe", "GPU links", "network", "collectives", "step", "runs with"]
+_ONCE = ZeroGathers(1, 1, 1)  # counting collectives needs no sizes
 _ROWS = (1, 8, 64, 512)  # rows per rank and step for which the fastest mode is determined
 
 
@@ -245,9 +247,10 @@ def _row(mode: Mode, plan: Plan, work: Workload, machine: MachineProfile) -> Row
     """Return the row of a mode's plan."""
     work = replace(work, tensor=mode.tensor, sequence=mode.sequence, micro_batch=plan.micro_batch, accumulate=1)
     work = replace(work, accumulate=plan.tokens_per_step // work.tokens)
-    count = sum(one.count for one in (*all_to_alls(work), *tensor_collectives(work)))
-    if mode.stage is not None and work.data > 1:
-        count += {1: 2, 2: work.accumulate + 1, 3: 3 * work.accumulate + 1}[mode.stage]
+    collectives = [*all_to_alls(work), *tensor_collectives(work)]
+    if mode.stage is not None:
+        collectives += zero_collectives(work, stage=mode.stage, trained=1, gathered=_ONCE if mode.stage == 3 else None)
+    count = sum(one.count for one in collectives)
     partition = " parallel.partition_activations=true" if mode.tensor > 1 and work.partition else ""
 
     def moved(place: str) -> int:

@@ -94,9 +94,7 @@ def _train(words: list[str]) -> None:
         _print_plan(words, as_json=False)
         return
     with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
-        from offload_trainer.plan.engines import engine_of
-
-        start_ranks(given, count=config.placement.gpus, engine=engine_of(config).name)
+        start_ranks(given, count=config.placement.gpus, engine=config.placement.engine_name)
         prepare_process(config)
         quieten()
         from offload_trainer.run.train import train_run

@@ -287,6 +287,11 @@ class PlacementSection(_Section):
     threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
     force: bool = Field(False, description="run even if the plan says that it does not fit")
 
+    @property
+    def engine_name(self) -> str:
+        """The engine's name, with `auto` resolved."""
+        return "tiered" if self.engine == "auto" else self.engine
+
 
 class SaveSection(_Section):
     """Run directory, checkpoints, resuming and experiment trackers."""

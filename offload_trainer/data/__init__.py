@@ -7,6 +7,7 @@
     packing                        ids with a loss mask          -> rows, one or several conversations in each
     prepare.prepare_tokens         all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
     mixture                        token files                   -> one, one after the other or mixed by weights
+    run_data.prepare_data          the data section             -> the token files of a run, split into rows
     rows.RowReader                 token files and a DataState   -> Batch, each with the state to resume from
 
 Where a new format goes:

@@ -30,7 +30,6 @@ from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.model_card import model_card
 from offload_trainer.export.sources import (
     FINAL_RECORD,
-    FinalExport,
     NamedTensor,
     Source,
     final_export,
@@ -263,7 +262,10 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, 
         return None
     if found.step <= begins_at:
         return None
-    changed = _differences(found, record)
+    then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
+    changed = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
+    changed = [key for key in changed if key not in _ASIDE]
+    changed += _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
     whole = found.step == record.run["config"]["train"]["steps"]
     if whole and not changed and not anew:
         return f"done before: {found.step} steps; the weights are in {place}. To train anew name another --output"
@@ -272,14 +274,6 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, 
         f"{place} holds what an earlier run has trained, which {why} and left no checkpoint to go on from; this run "
         f"would overwrite it. Name another --output (and --model {place} to train those weights on), or move it away"
     )
-
-
-def _differences(found: FinalExport, record: RunRecord) -> list[str]:
-    """Return the keys in which the configuration or identity of an earlier run differs."""
-    then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
-    keys = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
-    keys = [key for key in keys if key not in _ASIDE]
-    return keys + _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

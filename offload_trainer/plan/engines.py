@@ -127,9 +127,9 @@ def tensor_of(section: ParallelSection) -> int:
 
 
 def engine_of(config: TrainConfig) -> Engine:
-    """Return the configured engine with its settings; `auto` means the tiered engine."""
-    place, name = config.placement, config.placement.engine
-    if name in ("auto", "tiered"):
+    """Return the configured engine with its settings."""
+    place, name = config.placement, config.placement.engine_name
+    if name == "tiered":
         return Tiered(place, config.tiered, config.model.offload_activations)
     if name == "deepspeed":
         return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, tensor_of(config.parallel))

@@ -445,7 +445,7 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
     """Return the configuration, followed by variants with fewer weight buffers if their number is not set."""
     tiered = config.tiered
-    said = engine_of(config).name != "tiered" or "weight_buffers" in tiered.model_fields_set
+    said = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
     counts = [tiered.weight_buffers] if said else range(tiered.weight_buffers, 0, -1)
     sections = [tiered.model_copy(update={"weight_buffers": count}) for count in counts]
     return [config.model_copy(update={"tiered": section}) for section in sections]

@@ -24,6 +24,7 @@ import torch
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import DeepSpeedSection, ModelSection, OptimSection, SaveSection, TrainSection
 from offload_trainer.data.rows import RowReader
+from offload_trainer.data.run_data import RunData
 from offload_trainer.data.tokenizer import TokenBytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
@@ -37,7 +38,6 @@ from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, nodes, place_here
-from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text

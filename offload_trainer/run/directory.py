@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from offload_trainer.data.run_data import RunData
 from offload_trainer.errors import UserError, explain
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.run.data import RunData
 from offload_trainer.run.planning import Planned
 from offload_trainer.safe_files import is_there
 from offload_trainer.settings import dump_config

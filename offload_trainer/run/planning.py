@@ -19,7 +19,6 @@ from typing import Any
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.defaults import micro_batches, row_length
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import (
@@ -93,8 +92,9 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
-    found = _with_resumed_choices(config, models, machine, world=world, nodes=nodes)
-    if found is None:
+    kept = _with_resumed_choices(config, models, world=world)
+    found = planned(kept, models, machine, world=world, nodes=nodes)
+    if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
     return with_longest_row(found, config, models) if longest else found
 
@@ -233,7 +233,7 @@ class MemoryFallbacks:
     def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
         """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
         tiered = config.tiered
-        left_open = engine_of(config).name == "tiered" and tiered.fetch_granularity == "auto"
+        left_open = config.placement.engine_name == "tiered" and tiered.fetch_granularity == "auto"
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) else (False,):
                 wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
@@ -254,7 +254,7 @@ def as_wished(source: Any, config: TrainConfig) -> Any:
 
 def may_tile(config: TrainConfig) -> bool:
     """Return True if the plan may choose to run MLPs on chunks of a row."""
-    return config.model.mlp_chunk == "auto" and engine_of(config).name != "deepspeed"
+    return config.model.mlp_chunk == "auto" and config.placement.engine_name != "deepspeed"
 
 
 def _tiled(source: Any) -> Any:
@@ -277,7 +277,7 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     section = config.tiered
     if section.state_copies != "auto" or section.master_format == "split" or config.save.resume != "auto":
         return config
-    if nodes > 1 or engine_of(config).name != "tiered":
+    if nodes > 1 or config.placement.engine_name != "tiered":
         return config
     try:
         folders = folders_in(Path(config.save.output) / PAGES)
@@ -289,21 +289,19 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": told.places})})
 
 
-def _with_resumed_choices(
-    config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int
-) -> Planned | None:
-    """Plan with the micro-batch size, MLP chunk and fetch granularity of the run that this one resumes.
+def _with_resumed_choices(config: TrainConfig, models: MemoryFallbacks, *, world: int) -> TrainConfig:
+    """Return the configuration with the micro-batch size, MLP chunk and fetch granularity of the run that it resumes.
 
-    Other choices would change the results bit for bit. Returns None if none of them is left open, if there is no run
-    to resume, or if its choices no longer fit.
+    Other choices would change the results bit for bit. Returns `config` itself if none of them is left open, or if
+    there is no run to resume.
     """
     from offload_trainer.run.resume_point import config_to_resume
 
-    model, train, tiered = config.model, config.train, config.tiered
-    fetch_open = tiered.fetch_granularity == "auto" and engine_of(config).name == "tiered"
+    model, train, tiered, engine = config.model, config.train, config.tiered, config.placement.engine_name
+    fetch_open = tiered.fetch_granularity == "auto" and engine == "tiered"
     left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open
-    if engine_of(config).name == "deepspeed" or not left_open:
-        return None
+    if engine == "deepspeed" or not left_open:
+        return config
     before = config_to_resume(config.save)
     if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
         count = (
@@ -319,6 +317,5 @@ def _with_resumed_choices(
             train = one
     kept = config.model_copy(update={"model": model, "train": train, "tiered": tiered})
     if kept == config or (isinstance(model.mlp_chunk, int) and not models.tiled.shape.tiles):
-        return None
-    found = planned(kept, models, machine, world=world, nodes=nodes)
-    return found if found.plan.fits else None
+        return config
+    return kept

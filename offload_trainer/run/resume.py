@@ -343,21 +343,20 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
         raise ValueError(f"{setup.listed}, which listed {', '.join(map(str, folders))}, no longer exists")
     if why := _why_never(setup):
         raise ValueError(why)
+    identity, layout = _in_json(setup.record.identity), _in_json(setup.record.layout)
+    units, pages, sizes = Layouts(setup.work).units, _pages(setup), setup.plan.sizes
+    assert isinstance(sizes, TierSizes)
     files_of(told)  # checks sizes: opening a truncated file later would extend it with zeros
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
-    others = differences(made.identity, _in_json(setup.record.identity))
-    others += differences(made.layout, _in_json(setup.record.layout))
-    if others:
+    if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"they belong to another run: {'; '.join(others[:5])}")
     wished = [root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != wished:
         raise ValueError(f"they are in {shown(', '.join(told.drives))}, and --nvme names other directories")
-    units, sizes = Layouts(setup.work).units, setup.plan.sizes
-    assert isinstance(sizes, TierSizes)
     ours = manifest_of(
         folders,
         units,
-        _pages(setup),
+        pages,
         format=sizes.format,
         model=setup.output / "model",
         copies=sizes.places,

@@ -54,21 +54,16 @@ def config_to_resume(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _left(save: SaveSection) -> tuple[Path | None, int]:
-    """Return (checkpoint or None, step of the page files); the step is 0 unless it is newer than the checkpoint."""
-    saved = find_resume(save.resume, output=Path(save.output))
-    kept = _step_of_pages(Path(save.output) / PAGES) if save.resume == "auto" else 0
-    return saved, kept if kept > (step_of(saved) if saved else 0) else 0
+    """Return (checkpoint or None, step of the page files); the step is 0 unless it is newer than the checkpoint.
 
-
-def _step_of_pages(listed: Path) -> int:
-    """Return the step that a run's page files hold completely, or 0.
-
-    Raises ValueError or UserError if a run could not start from them.
+    Raises ValueError or UserError if a run could not start from the page files.
     """
-    folders = folders_in(listed)
+    saved = find_resume(save.resume, output=Path(save.output))
+    folders = folders_in(Path(save.output) / PAGES) if save.resume == "auto" else []
     told = read_description(folders[0]) if folders else None
     if told is None or told.places == 1:
-        return 0
+        return saved, 0
     files_of(told)
     newest = read_newest(told)
-    return 0 if newest is None or newest.train is None or newest.engine is None else newest.train["step"]
+    kept = 0 if newest is None or newest.train is None or newest.engine is None else newest.train["step"]
+    return saved, kept if kept > (step_of(saved) if saved else 0) else 0

@@ -21,10 +21,10 @@ import torch
 
 from offload_trainer import trainer
 from offload_trainer.checkpoint import TrainState, read_state
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import PlacementSection, TrainConfig
+from offload_trainer.data.run_data import epoch_line, first_row, prepare_data
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import write_final
-from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.ranks import broadcast_json, from_rank_zero, join, on_rank_zero, on_some, place_here
@@ -41,7 +41,6 @@ from offload_trainer.run.checks import (
     refuse_output,
     refuse_unseen,
 )
-from offload_trainer.run.data import epoch_line, first_row, prepare_data
 from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known
 from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.planning import Planned, as_wished, plan_run
@@ -70,7 +69,7 @@ def train_run(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if config.train.deterministic:
             use_deterministic_algorithms()
-    nodes = _join(config, world=world)
+    nodes = _join(config.placement, world=world)
     with beating(nodes, rank=rank, say=lambda line: write_now(f"offload-train: {line}")):
         planned = _plan_together(config, nodes=nodes, log=log)
         setup, checkpoint = _set_up(config, planned, log)
@@ -88,12 +87,12 @@ def use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
+def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
     """Join the other ranks and return the ranks of each node.
 
     Raises UserError if the launcher has started another number of ranks than --gpus says.
     """
-    tiered, wished = engine_of(config).name == "tiered", config.placement.gpus
+    tiered, wished = place.engine_name == "tiered", place.gpus
     if tiered and wished not in (1, world):
         raise UserError(
             f"--gpus {wished}, but the launcher has started {world}: leave --gpus out, or start as many ranks"
@@ -238,8 +237,9 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         if log.loud:
             report(setup, swaps=job.swaps)
         if asked.stop:
+            farewell = _farewell(state.step, steps, saved=saved, output=output)
+            stopped = Interrupted(farewell, signal_number=asked.stop)
             resume.drop(setup)
-            stopped = Interrupted(_farewell(state.step, steps, saved=saved, output=output), signal_number=asked.stop)
             raise stopped if log.loud else PeerFailed(str(stopped), code=stopped.exit_code)
         export = ""
         if complete_checkpoints(output / "checkpoints"):

@@ -15,11 +15,11 @@ from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.mixture import TokenShards
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import RowReader
+from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.run.data import prepare_data
 
 
 @pytest.fixture(scope="module")

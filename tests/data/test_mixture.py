@@ -13,10 +13,10 @@ from sample_chats import CHATS
 from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.mixture import Shares, mixed
 from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.data.run_data import RunData, check_data, prepare_data
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.run.data import RunData, check_data, prepare_data
 
 LENGTH = 5
 

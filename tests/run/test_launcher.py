@@ -34,7 +34,7 @@ def test_the_rank_that_the_others_followed_is_told(codes: list[int], first: tupl
 
 def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--gpus 3, but the launcher has started 2"):
-        _join(load_config(["--gpus", "3"]), world=2)
+        _join(load_config(["--gpus", "3"]).placement, world=2)
 
 
 def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,8 +203,8 @@ def _tune(words: list[str]) -> None:
     steps = take_count(words, "--trial-steps", otherwise=6)
     from offload_trainer.run.commands.recipes import refuse_taken, write_new
 
-    config = prepared(words)
     refuse_taken(path)
+    config = prepared(words)
     from offload_trainer.machine.rate_cache import keep_ratios
     from offload_trainer.run.commands.tune import ratios, steered_phase, tune
     from offload_trainer.run.planning import plan_run

@@ -61,21 +61,23 @@ def prepare_tokens(
     seq_len: int,
     cache: Path,
     say: Callable[[str], None],
+    fingerprint: str | None = None,
 ) -> Tokens:
     """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
 
     Text is tokenised into ``cache/NAME-KEY.bin``, unless that file exists. Each document, including the last, is
     followed by end-of-text if the tokenizer has one. Special tokens spelled out in the text become their ids, as in
     transformers. If several processes prepare the same text, one does the work and the others wait for it; where the
-    cache's filesystem has no locks, each does it.
+    cache's filesystem has no locks, each does it. `fingerprint` is the tokenizer's, where several texts share it.
 
     Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, and for a tokenizer or token
     files that do not fit the model or each other. Raises TrainerError if the drive is full or the text changed
     meanwhile.
     """
     sources = find_sources(section.path, say=say)
+    fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
-        files, fingerprint = [], tokenizer_fingerprint(tokenizer)
+        files = []
         for source in sources:
             file = TokenFile.open(source, dtype=section.token_dtype)
             _refuse_unfitting(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)
@@ -106,7 +108,7 @@ def prepare_tokens(
         rows = RowOptions(form, everything=section.train_on == "all", length=seq_len, packed=section.packing == "on")
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: document boundaries are not marked")
-    return _tokenised(section, sources, rows, tokenizer=tokenizer, cache=cache, say=say)
+    return _tokenised(section, sources, rows, tokenizer=tokenizer, fingerprint=fingerprint, cache=cache, say=say)
 
 
 def _tokenised(
@@ -115,11 +117,12 @@ def _tokenised(
     rows: RowOptions | None,
     *,
     tokenizer: PreTrainedTokenizerBase,
+    fingerprint: str,
     cache: Path,
     say: Callable[[str], None],
 ) -> TokenFile:
     """Return the cached token file of these sources, creating it if needed; `rows` is None for plain text."""
-    fingerprint, separator = tokenizer_fingerprint(tokenizer), end_of_text(tokenizer)
+    separator = end_of_text(tokenizer)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"

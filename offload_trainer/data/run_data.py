@@ -86,7 +86,7 @@ def _sum(tokens: Any) -> int:
 def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
     """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective."""
     from offload_trainer.data.prepare import prepare_tokens
-    from offload_trainer.data.tokenizer import end_of_text
+    from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint
     from offload_trainer.ranks import rank_zero_first
 
     tokenizer = _tokenizer(section, source, say=say)
@@ -98,6 +98,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         seq_len=seq_len,
         cache=cache,
         say=say,
+        fingerprint=tokenizer_fingerprint(tokenizer),
     )
     tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
     if section.validation_path:

@@ -430,7 +430,7 @@ def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any
     `name` is the checkpoint's name in those lines. The steps of a run by epochs are not compared: they follow from what
     it resumes from.
     """
-    by_epochs = now["train"].get("epochs", "auto") != "auto"
+    by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
         for section, keys in _STEERING.items()

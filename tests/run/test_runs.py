@@ -602,11 +602,11 @@ def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
         "import os, sys\n"
         "from offload_trainer import cli\n"
         "from offload_trainer.run import resume\n"
-        "aside, newest, check = sys.argv.pop(1), sys.argv.pop(1), resume._check\n"
+        "aside, newest, check = sys.argv.pop(1), sys.argv.pop(1), resume.verify\n"
         "def ends_meanwhile(*given):\n"
         "    check(*given)\n"
         "    if os.path.exists(aside): os.rename(aside, newest)\n"
-        "resume._check = ends_meanwhile\n"
+        "resume.verify = ends_meanwhile\n"
         "raise SystemExit(cli.main(sys.argv[1:]))"
     )
     words = [aside, newest, *args, "--output", output]

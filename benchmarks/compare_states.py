@@ -25,10 +25,10 @@ from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.run.train import train_run
-from offload_trainer.schedule import learning_rate
 from offload_trainer.settings import load_config
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.trainer import learning_rate
 
 FORMS = ("fp32", "bf16", "8bit", "bitsandbytes")
 LR = 1e-3  # rate for the constructed gradients; the largest update is in units of it

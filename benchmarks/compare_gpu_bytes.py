@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.model import presets
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.ulysses import share_rows
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -71,23 +72,27 @@ class Case:
     model: str
     rows: int
     length: int
-    checkpointing: bool
+    checkpointing: str  # "on", "a third" of the blocks, or "off"
     offloaded: bool = False
 
     @property
     def name(self) -> str:
-        kept = "off" if not self.checkpointing else "in host memory" if self.offloaded else "on"
+        words = [] if self.offloaded and self.checkpointing == "on" else [self.checkpointing]
+        kept = " ".join([*words, *(["in host memory"] if self.offloaded else [])])
         return f"{self.model}, {self.rows} x {self.length}, checkpointing {kept}"
 
 
 def cases(*, quick: bool) -> list[Case]:
     sizes = [(4, 1024)] if quick else [(rows, length) for length in (1024, 8192) for rows in (1, 4, 16)]
-    kinds = [(True, False), (True, True), (False, False)]  # inputs can be offloaded only with checkpointing
+    kinds = [("on", False), ("on", True), ("a third", False), ("a third", True), ("off", False)]
     return [Case(model, *size, *kind) for model in (*PRESETS, *SHAPES) for size in sizes for kind in kinds]
 
 
 def wish(case: Case, folder: Path) -> TrainConfig:
-    section: dict[str, Any] = {"name": case.model, "activation_checkpointing": "on" if case.checkpointing else "off"}
+    shape = SHAPES.get(case.model) or presets.PRESETS[case.model]
+    section: dict[str, Any] = {"name": case.model, "activation_checkpointing": case.checkpointing}
+    if case.checkpointing == "a third":
+        section["activation_checkpointing"] = max(1, (shape.get("num_hidden_layers") or shape["n_layer"]) // 3)
     if case.model in SHAPES:
         directory = folder / case.model
         directory.mkdir(exist_ok=True)
@@ -198,9 +203,9 @@ def _keep_inputs_elsewhere(module: Any) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.to("meta"), back):
             return checkpoint(function, *args, **kwargs)
 
-    module.model._set_gradient_checkpointing(
-        enable=True, gradient_checkpointing_func=partial(kept_elsewhere, use_reentrant=False)
-    )
+    for part in module.modules():
+        if hasattr(part, "_gradient_checkpointing_func"):
+            part._gradient_checkpointing_func = partial(kept_elsewhere, use_reentrant=False)
 
 
 def table(found: dict[Case, tuple[int, int]]) -> Iterator[str]:

@@ -36,6 +36,7 @@ from offload_trainer.optim.state_files import (
     state_files,
 )
 from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
+from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.ranks import all_gather_json, join_torch
@@ -93,6 +94,7 @@ class DeepSpeedEngine:
             # reuses the buffer of a weight before its recomputation has ended (seen in 0.19.8).
             reentrant=placement.params == "nvme",
             offload=bool(model.offload_activations) and not partition_activations,
+            checkpointed=checkpointed_blocks(model, source.shape),
         )
         if placement.stage < 3:
             module.to(_device())

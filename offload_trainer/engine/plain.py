@@ -30,6 +30,7 @@ from offload_trainer.optim.state_files import (
     state_files,
 )
 from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
+from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
@@ -46,7 +47,12 @@ class PlainEngine:
         self._dtype = DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
-        self._module = source.build(dtype=self._dtype, offload=bool(model.offload_activations), mlp_chunk=chunk)
+        self._module = source.build(
+            dtype=self._dtype,
+            offload=bool(model.offload_activations),
+            checkpointed=checkpointed_blocks(model, source.shape),
+            mlp_chunk=chunk,
+        )
         self._weights = dict(self._module.model.named_parameters())
         self._masters: dict[str, Any] = {
             weight.name: torch.zeros(weight.shape, device=self._device, requires_grad=True)

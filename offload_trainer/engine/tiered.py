@@ -84,7 +84,9 @@ class TieredEngine:
             self._node, self._together = parts.layout.node, work.sequence
             self.rank, self.world = self._node.rank // self._together, self._node.world // self._together
             context = parameters_without_memory()
-            self._module = source.build(dtype=self._dtype, context=context, mlp_chunk=work.mlp_chunk)
+            self._module = source.build(
+                dtype=self._dtype, context=context, checkpointed=work.checkpointed, mlp_chunk=work.mlp_chunk
+            )
             parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
             self._module.to(self._place)
             for name, value in source.buffers().items():

@@ -46,9 +46,9 @@ from offload_trainer.model.pretrained import (
     pretrained_weights,
 )
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
-from offload_trainer.model.shape import model_shape
+from offload_trainer.model.shape import block_names, model_shape
 from offload_trainer.model.tiled_mlp import tile
-from offload_trainer.plan.defaults import wants_checkpointing
+from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back
 
@@ -83,6 +83,7 @@ class ModelSource:
         context: AbstractContextManager[Any] | None = None,
         reentrant: bool = False,
         offload: bool = False,
+        checkpointed: int | None = None,
         mlp_chunk: int = 0,
     ) -> CausalLoss:
         """Build the module with unset parameters in `dtype` and with its buffers as transformers computes them.
@@ -92,6 +93,7 @@ class ModelSource:
             context: surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`).
             reentrant: use torch's reentrant variant of checkpointing.
             offload: transformers moves checkpointed inputs to host memory, on the compute stream.
+            checkpointed: number of the first blocks that are checkpointed; None: as the model's section says.
             mlp_chunk: number of tokens that pass through an MLP at a time; 0 for all.
 
         Frozen parameters and activation checkpointing are configured, and weights are tied.
@@ -108,7 +110,9 @@ class ModelSource:
         if hasattr(model.config, "rescale_every"):
             # outside training RWKV would divide its weights in place, to avoid fp16 overflow
             model.config.rescale_every = 0
-        if reentrant and wants_checkpointing(self.section, self.shape) and adds_router_loss(model):
+        if checkpointed is None:
+            checkpointed = checkpointed_blocks(self.section, self.shape)
+        if reentrant and checkpointed and adds_router_loss(model):
             raise UserError(
                 "the routers' loss (output_router_logits) gets no gradient through the reentrant checkpointing that "
                 "stock DeepSpeed needs for weights on NVMe: use --engine tiered"
@@ -116,9 +120,12 @@ class ModelSource:
         trainable = {weight.name: weight.trainable for weight in self.shape.weights}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable[name])
-        if wants_checkpointing(self.section, self.shape):
+        if checkpointed:
             # Without a GPU the inputs are in host memory already.
             checkpoint_blocks(model, reentrant=reentrant, offload=offload and torch.cuda.is_available())
+            if checkpointed < self.shape.layers:
+                for name in block_names(model)[checkpointed:]:
+                    model.get_submodule(name).gradient_checkpointing = False
             if reentrant:
                 # The reentrant variant produces no gradients if its input needs none, as with frozen embeddings.
                 model.enable_input_require_grads()

@@ -88,6 +88,7 @@ def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2) -> ModelShape:
         key_heads=config["n_head"],
         on_gpu=(counted := gpt2_activations(config, item_bytes=item_bytes)),
         on_cpu=counted,
+        can_checkpoint_some=True,
     )
 
 

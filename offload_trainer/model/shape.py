@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
@@ -46,9 +47,10 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
     idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
     if idle:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
-    if section.activation_checkpointing == "on" and not model.supports_gradient_checkpointing:
+    if section.activation_checkpointing not in ("auto", "off") and not model.supports_gradient_checkpointing:
         raise UserError(
-            f"model.activation_checkpointing=on: {type(model).__name__} has none in transformers; leave it auto"
+            f"model.activation_checkpointing={section.activation_checkpointing}: {type(model).__name__} has none in "
+            "transformers; leave it auto"
         )
     blocks = block_names(model)
     products = products_of(model)
@@ -100,6 +102,7 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
         on_gpu=counted.on_gpu if counted else None,
         on_cpu=counted.on_cpu if counted else None,
         can_checkpoint=model.supports_gradient_checkpointing,
+        can_checkpoint_some=_can_checkpoint_some(model, blocks, counted),
         whole_logits=whole,
         packed=packed,
         notes=_notes(model, section, whole_logits=whole),
@@ -111,6 +114,23 @@ def _count(text: Any, name: str) -> int:
     """Return a number from a configuration, or 0 if it is missing or differs between blocks."""
     found = 0 if getattr(text, "is_heterogeneous", False) else getattr(text, name, None)
     return found if isinstance(found, int) else 0
+
+
+def _can_checkpoint_some(model: PreTrainedModel, blocks: Sequence[str], counted: ModelMemory | None) -> bool:
+    """Return whether the first N blocks can be checkpointed for any N.
+
+    Each block must be a layer that checkpoints itself, and must run once, in the order of its number. The first block
+    must be trained: checkpointing makes its input require a gradient, which makes frozen blocks keep activations too,
+    and those are not counted.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not model.supports_gradient_checkpointing or layers != list(blocks) or counted is None:
+        return False
+    if not any(parameter.requires_grad for parameter in model.get_submodule(blocks[0]).parameters()):
+        return False
+    order = counted.order.forward if counted.order else ()
+    ran = [name for name in order if name in layers]
+    return ran == layers and len(counted.on_gpu.blocks) == len(layers)
 
 
 def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:

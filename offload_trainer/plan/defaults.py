@@ -14,10 +14,30 @@ CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more 
 LONGEST_ROW = 1024
 
 
-def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
-    """Return whether blocks are checkpointed; `auto` means from 1e8 parameters on, if the architecture supports it."""
-    large = shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
-    return section.activation_checkpointing == "on" or (section.activation_checkpointing == "auto" and large)
+def checkpointed_blocks(section: ModelSection, shape: ModelShape) -> int:
+    """Return how many blocks are checkpointed, unless the plan chooses for `auto`: the first N, all or none.
+
+    `auto` means all from 1e8 parameters on, if the architecture supports it.
+
+    Raises:
+        UserError: the model has fewer blocks, or cannot checkpoint only some of them.
+    """
+    wish, large = section.activation_checkpointing, shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
+    if not isinstance(wish, int):
+        return shape.layers if wish == "on" or (wish == "auto" and large) else 0
+    if wish > shape.layers:
+        raise UserError(f"model.activation_checkpointing={wish}: the model has {shape.layers} blocks; use on for all")
+    if wish < shape.layers and not shape.can_checkpoint_some:
+        raise UserError(
+            f"model.activation_checkpointing={wish}: this model checkpoints all of its blocks or none in transformers, "
+            "or what a single block keeps could not be counted; use on or off"
+        )
+    return wish
+
+
+def checkpointing_setting(checkpointed: int, shape: ModelShape) -> int | Literal["on", "off"]:
+    """Return the value of model.activation_checkpointing that checkpoints the first `checkpointed` blocks."""
+    return "off" if checkpointed == 0 else "on" if checkpointed == shape.layers else checkpointed
 
 
 def row_length(wish: int | Literal["auto"], shape: ModelShape) -> int:

@@ -202,6 +202,11 @@ def only_here(
         mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
     if kind_asked(model.offload_activations) == TierKind.DRIVES:
         mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
+    if engine == "deepspeed" and isinstance(model.activation_checkpointing, int):
+        mistakes.append(
+            f"model.activation_checkpointing={model.activation_checkpointing} belongs to --engine tiered, not to "
+            "deepspeed: use on or off"
+        )
     if engine == "deepspeed" and model.mlp_chunk not in ("auto", "off"):
         mistakes.append(f"model.mlp_chunk={model.mlp_chunk} belongs to --engine tiered, not to deepspeed: leave it out")
     if optim.moment_dtype not in moments:
@@ -213,7 +218,7 @@ def only_here(
     return mistakes
 
 
-def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointing: str) -> list[str]:
+def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointing: int | str) -> list[str]:
     """Return `parallel.*` settings that `engine` does not support, or that have no effect."""
     mistakes = []
     if parallel.tensor != 1 and engine != "deepspeed":

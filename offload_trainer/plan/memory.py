@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.collectives import kept_elements
-from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, estimated
+from offload_trainer.plan.shape import Activations, Growth, Part, estimated
 from offload_trainer.plan.tiered.layout import aligned
 from offload_trainer.plan.tiers import Item, TierKind, Tiers, tiers_of
 from offload_trainer.plan.workload import Workload
@@ -86,7 +86,7 @@ def activation_items(
         rows=rows,
         length=work.length,
         chunk=work.loss_chunk,
-        checkpointing=work.checkpointing,
+        checkpointed=len(of_rank.blocks) if work.checkpointed == shape.layers else work.checkpointed,
         inputs_here=not offloaded,
         keepers=work.keepers,
         gradients=gradients,
@@ -96,13 +96,15 @@ def activation_items(
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     items = list(kept)
     if offloaded:
-        inputs = -(-shape.layers * rows * work.length * shape.hidden * work.item_bytes // work.keepers)
+        inputs = -(-work.checkpointed * rows * work.length * shape.hidden * work.item_bytes // work.keepers)
         if not kept:
             items.append(tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing"))
         items.append(device("activations", peak.bytes * world, f"at their peak, {how}"))
     else:
-        name = "block inputs" if work.checkpointing else "saved activations"
+        others = shape.layers - work.checkpointed
+        name = "saved activations" if others else "block inputs"
         parts = f"; 1 / {work.keepers} of each on each rank" if work.keepers > 1 else ""
+        parts += f": the inputs of {work.checkpointed} blocks, all of {others}" if others and work.checkpointed else ""
         items.append(device(name, peak.kept * world, f"saved for the backward{parts}"))
         items.append(device("activations", peak.rest * world, f"all other activations, at their peak, {how}"))
     if tiers.has_gpu:
@@ -164,13 +166,9 @@ class BlockInputs:
         return range(self.count - self.buffers)
 
 
-def kept_inputs(shape: ModelShape, *, rows: int, seq_len: int, item_bytes: int) -> BlockInputs:
-    """Return the inputs of a micro-batch of `rows` x `seq_len` tokens, with `item_bytes` per element."""
-    return BlockInputs(shape.layers, aligned(item_bytes * rows * seq_len * shape.hidden))
-
-
 def inputs_of(work: Workload) -> BlockInputs:
-    return kept_inputs(work.shape, rows=work.micro_batch, seq_len=work.length, item_bytes=work.item_bytes)
+    """Return the inputs of a micro-batch's checkpointed blocks."""
+    return BlockInputs(work.checkpointed, aligned(work.item_bytes * work.micro_batch * work.length * work.shape.hidden))
 
 
 def input_items(work: Workload, *, tiers: Tiers) -> list[Item]:
@@ -211,7 +209,7 @@ def mapped_from(row: int) -> int:
 class Peak:
     """The moment with the most memory: what blocks keep, everything else, and a description."""
 
-    kept: int  # inputs (with checkpointing) or activations of the preceding blocks
+    kept: int  # inputs of the preceding blocks that are checkpointed, and activations of the others
     rest: int
     when: str
 
@@ -226,7 +224,7 @@ def peak_of(
     rows: int,
     length: int,
     chunk: int,
-    checkpointing: bool,
+    checkpointed: int,
     inputs_here: bool = True,
     keepers: int = 1,
     gradients: bool = True,
@@ -240,7 +238,7 @@ def peak_of(
         rows: rows of the micro-batch.
         length: tokens in a row.
         chunk: tokens of one chunk of the loss.
-        checkpointing: blocks are checkpointed.
+        checkpointed: number of the first blocks that are checkpointed.
         inputs_here: inputs of checkpointed blocks stay on the device.
         keepers: ranks that each block input is divided over.
         gradients: count weight gradients from their computation until the engine takes them.
@@ -258,22 +256,19 @@ def peak_of(
     parts = [counted.kinds[kind] for kind in counted.blocks]
     beside = now(counted.before) - hidden
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
-    if checkpointing:
-        shard = -(-hidden // keepers)  # only the current input is undivided
-        below = [
-            hidden + shard * (min(number + 1, len(parts)) if keepers > 1 else number) if inputs_here else hidden
-            for number in range(len(parts) + 1)
-        ]
-    else:
-        below = [hidden]
-        for part in parts:
-            below.append(below[-1] + now(part.kept))
+    shard = -(-hidden // keepers)  # only the current input is undivided
+    below = [
+        hidden + shard * (min(number + 1, len(parts)) if keepers > 1 else number) if inputs_here else hidden
+        for number in range(checkpointed + 1)
+    ]
+    for part in parts[checkpointed:]:
+        below.append(below[-1] + now(part.kept))
     peaks: list[Peak] = []
     forwards = {kind: most(counted.kinds[kind].forward) for kind in set(counted.blocks)}
     backwards = {kind: most(counted.kinds[kind].backward) for kind in set(counted.blocks)}
     for number, kind in enumerate(counted.blocks):
         forward, backward = forwards[kind], backwards[kind] + waiting
-        if checkpointing:  # the recomputed forward coexists with the gradient of the block's output
+        if number < checkpointed:  # the recomputed forward coexists with the gradient of the block's output
             backward = max(backward, forward + hidden + waiting)
         when = f"in the {'backward' if backward > forward else 'forward'} of block {number}"
         peaks.append(Peak(below[number], beside + max(forward, backward), when))

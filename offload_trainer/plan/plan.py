@@ -47,7 +47,8 @@ class Plan:
     uses_drives: bool
     cannot_save: str | None  # why this placement cannot save and resume exactly; None: it can
     tunable: tuple[tuple[str, ...], ...]  # groups of settings that may make the run faster
-    checkpointing: bool
+    checkpointed: int  # the first blocks, which are recomputed in the backward
+    layers: int
     seq_len: int
     mlp_chunk: int  # tokens that go through an MLP at a time; 0: all of a micro-batch
     micro_batch: int
@@ -109,7 +110,8 @@ class Plan:
                 "params": self.placement.params,
                 "optimizer": self.placement.optimizer,
                 "zero_stage": self.placement.stage if isinstance(self.sizes, ZeroSizes) else None,
-                "checkpointing": self.checkpointing,
+                "checkpointing": self.checkpointed > 0,
+                "checkpointed_blocks": self.checkpointed,
                 "seq_len": self.seq_len,
                 "mlp_chunk": self.mlp_chunk,
                 "micro_batch": self.micro_batch,
@@ -137,8 +139,7 @@ class Plan:
         """Return the plan as text."""
         lines = [
             f"plan: {self.title}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, "
-            f"micro-batches of {self.micro_batch} x {self.seq_len}; gradient checkpointing "
-            f"{'on' if self.checkpointing else 'off'}"
+            f"micro-batches of {self.micro_batch} x {self.seq_len}; gradient checkpointing {self._checkpointing}"
             + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else "")
         ]
         lines += self._describe_tiers()
@@ -154,6 +155,11 @@ class Plan:
         lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    @property
+    def _checkpointing(self) -> str:
+        some = f"of the first {self.checkpointed} of {self.layers} blocks"
+        return "off" if self.checkpointed == 0 else "on" if self.checkpointed == self.layers else some
 
     def _describe_tiers(self) -> list[str]:
         """Return a line for each tier, followed by one for each of its items, with all bytes in one column."""

@@ -8,15 +8,22 @@ that fits, or the first one that fits if the machine has not been benchmarked. T
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from offload_trainer.config import TieredSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
-from offload_trainer.plan.defaults import micro_batches, row_length, wants_checkpointing, with_dtype_of_card
+from offload_trainer.plan.defaults import (
+    checkpointed_blocks,
+    checkpointing_setting,
+    micro_batches,
+    row_length,
+    with_dtype_of_card,
+)
 from offload_trainer.plan.engines import (
     Candidate,
     Engine,
@@ -29,7 +36,7 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, r
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
+from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, OFF, WORTH, Tiered
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.tiered.state_formats import state_format
@@ -51,7 +58,7 @@ def resolve_and_plan(
     nodes: int = 1,
     saves: bool = True,
 ) -> tuple[TrainConfig, Plan]:
-    """Return the configuration with dtype, micro-batch size and MLP chunks resolved, and its plan.
+    """Return the configuration with dtype, micro-batch size, checkpointing and MLP chunks resolved, and its plan.
 
     Of the micro-batch sizes that divide `train.tokens_per_step`, take the fastest that fits, or the largest if the
     machine was not benchmarked.
@@ -70,8 +77,10 @@ def resolve_and_plan(
         tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves, layouts=layouts)))
     chosen = _choose([plan for _, plan in tried])
     settled = next(one for one, plan in tried if plan is chosen)
-    pieces = {"mlp_chunk": chosen.mlp_chunk or "off"}
-    return settled.model_copy(update={"model": settled.model.model_copy(update=pieces)}), chosen
+    found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
+    if chosen.checkpointed or not config.model.offload_activations:  # off would be refused with offload_activations
+        found["activation_checkpointing"] = checkpointing_setting(chosen.checkpointed, shape)
+    return settled.model_copy(update={"model": settled.model.model_copy(update=found)}), chosen
 
 
 def _best_division(
@@ -150,9 +159,11 @@ def make_plan(
             "itself, as a trial with a tiny one shows: leave it out"
         )
     chosen = _best(engine, work, machine)
+    if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered):
+        chosen = _best_checkpointing(engine, work, machine, default=chosen)
     for chunk in chunks_of(work) if config.model.mlp_chunk == "auto" else ():
         if not chosen.fits:
-            chosen = _best(engine, replace(work, mlp_chunk=chunk), machine)
+            chosen = _best(engine, replace(work, checkpointed=chosen.checkpointed, mlp_chunk=chunk), machine)
     if isinstance(engine, Tiered) and not chosen.fits:
         chosen = replace(chosen, too_large=_too_large(work, machine))
     notes = list(chosen.notes)
@@ -169,6 +180,55 @@ def _best(engine: Engine, work: Workload, machine: MachineProfile) -> Plan:
     return (
         _best_schedule(engine, work, machine) if isinstance(engine, Tiered) else _best_placement(engine, work, machine)
     )
+
+
+def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile, *, default: Plan) -> Plan:
+    """Return the plan with the number of checkpointed blocks that makes a step shortest; `default` has all or none.
+
+    A block that is not checkpointed is not recomputed, and what it keeps takes the place of optimizer state on the
+    device. Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state
+    moves to slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it
+    fits, else as few blocks as fit are checkpointed. If no number fits, all are.
+    """
+    shape, layers = work.shape, work.shape.layers
+    may_gain = default.fits and default.checkpointed and default.forecast.step is not None
+    may_fit = not default.fits and not default.checkpointed
+    if not shape.can_checkpoint or not shape.trainable or not (may_gain or may_fit):
+        return default  # if only adapters are trained, what they keep in each block is not counted
+    plans = {default.checkpointed: default}
+    least = 1 if work.offload_activations else 0  # only inputs of checkpointed blocks are offloaded
+
+    def seconds(count: int) -> float:
+        plan = plans[count]
+        if not plan.fits or (default.fits and _written(plan) > _written(default)):
+            return math.inf
+        return plan.forecast.step if plan.forecast.step is not None else 1.0 + count
+
+    def best_of(counts: Iterable[int]) -> int:
+        """Return the best number of all that were tried, after trying `counts`."""
+        for count in counts:
+            if count not in plans and least <= count <= layers:
+                plans[count] = _best(engine, replace(work, checkpointed=count), machine)
+        return min(plans, key=seconds)
+
+    width = max(1, layers // 4) if shape.can_checkpoint_some else layers
+    best = best_of((*range(0, layers, width), layers))
+    while shape.can_checkpoint_some and width > 1:
+        width //= 2
+        best = best_of((best - width, best + width))
+    if not plans[best].fits:
+        return plans[layers]
+    if default.fits and seconds(best) > (1 - WORTH) * seconds(default.checkpointed):
+        return default
+    step = default.forecast.step
+    told = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
+    note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {default.checkpointed} of {layers}: {told}"
+    return replace(plans[best], notes=(*plans[best].notes, note))
+
+
+def _written(plan: Plan) -> int:
+    """Return the bytes that a step writes to drives."""
+    return sum(moved.written for moved in plan.traffic if moved.place != DEVICE_COPIES)
 
 
 def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
@@ -299,7 +359,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         accumulate=train.gradient_accumulation_steps,
         seq_len=seq_len,
         world=world,
-        checkpointing=wants_checkpointing(model, shape),
+        checkpointed=checkpointed_blocks(model, shape),
         offload_activations=kind_asked(model.offload_activations) or False,
         loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         sums=optim.accumulate_dtype,
@@ -330,7 +390,8 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         uses_drives=one.uses_drives,
         cannot_save=one.cannot_save,
         tunable=tuple(one.tunable()),
-        checkpointing=work.checkpointing,
+        checkpointed=work.checkpointed,
+        layers=work.shape.layers,
         seq_len=work.seq_len,
         mlp_chunk=work.mlp_chunk,
         micro_batch=work.micro_batch,
@@ -372,8 +433,8 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         )
     if work.offload_activations and not work.checkpointing:
         notes.append(
-            f"model.offload_activations={work.offload_activations} has no effect: gradient checkpointing is "
-            "off for a model of this size (model.activation_checkpointing=on)"
+            f"model.offload_activations={work.offload_activations} has no effect: no block is checkpointed "
+            "(model.activation_checkpointing=on)"
         )
     if machine.gpu is None and work.inputs_away == TierKind.RAM:
         notes.append(
@@ -464,7 +525,10 @@ def any_placement_fits(
     engine = engine_of(config)
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts)
-    work = workload(config, layouts.work.shape, world=world, nodes=nodes, saves=saves)
+    shape = layouts.work.shape
+    work = workload(config, shape, world=world, nodes=nodes, saves=saves)
+    if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
+        work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
         beside = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]

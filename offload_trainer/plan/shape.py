@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import add, sub
 from typing import Literal
 
@@ -156,6 +156,7 @@ class ModelShape:
     needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `apart` names
     order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/weight_streaming.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
+    can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none
     whole_logits: bool = False  # the loss needs the logits of a whole micro-batch
     packed: bool = False  # a mask separates the documents of a row
     notes: tuple[str, ...] = ()  # sentences that the plan prints about the model
@@ -180,6 +181,14 @@ class ModelShape:
         """
         inside = [w for w in self.weights if w.block] or [w for w in self.weights if self.vocabulary not in w.shape]
         return int(_widths(inside))
+
+    def first_blocks(self, count: int) -> ModelShape:
+        """Return the shape without the blocks after the first `count`, to count what checkpointing these repeats."""
+        if count >= self.layers:
+            return self
+        later = set(list(dict.fromkeys(weight.unit for weight in self.weights if weight.block))[count:])
+        weights = tuple(weight for weight in self.weights if weight.unit not in later)
+        return replace(self, weights=weights, layers=count, attention=self.attention[:count])
 
     # -- floating-point operations of one token's matrix products. Attention is counted over the whole row, although
     # the mask hides half of it (Chowdhery et al. 2022, PaLM, appendix B).

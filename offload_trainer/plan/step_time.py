@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
@@ -279,12 +280,7 @@ def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     before them.
     """
     shape, seq_len = work.shape, work.seq_len
-    blocks = TokenWork(
-        products=shape.block_flops(seq_len=0),
-        attention=shape.block_flops(seq_len=seq_len) - shape.block_flops(seq_len=0),
-        values=shape.widths,
-        logits=0.0,
-    )
+    blocks, recomputed = _work_of_blocks(shape, seq_len), shape.first_blocks(work.checkpointed)
     head = TokenWork(products=shape.head_flops(), attention=0.0, values=0.0, logits=shape.vocabulary)
     forward, products = blocks + head, shape.backward_flops(seq_len=0)
     backward = TokenWork(
@@ -295,13 +291,24 @@ def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     )
     again = TokenWork(0.0, 0.0, 0.0, 0.0)
     if work.checkpointing:
-        again += blocks
+        again += _work_of_blocks(recomputed, seq_len)
     if work.mlp_chunk:
-        flops, widths = (count(checkpointing=work.checkpointing) for count in (shape.tiled_flops, shape.tiled_widths))
+        flops, widths = (
+            count(shape, checkpointing=False)
+            + count(recomputed, checkpointing=True)
+            - count(recomputed, checkpointing=False)
+            for count in (ModelShape.tiled_flops, ModelShape.tiled_widths)
+        )
         again += TokenWork(products=flops, attention=0.0, values=widths, logits=0.0)
     if work.micro_batch * work.length > work.loss_chunk:
         again += head
     return again, forward, backward
+
+
+def _work_of_blocks(shape: ModelShape, seq_len: int) -> TokenWork:
+    """Return the forward work of the blocks, which activation checkpointing repeats."""
+    products = shape.block_flops(seq_len=0)
+    return TokenWork(products, attention=shape.block_flops(seq_len=seq_len) - products, values=shape.widths, logits=0.0)
 
 
 def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str) -> float | None:

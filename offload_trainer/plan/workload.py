@@ -23,7 +23,7 @@ class Workload:
     accumulate: int  # micro-batches per step on each rank
     seq_len: int  # tokens in a row
     world: int  # ranks of all nodes
-    checkpointing: bool
+    checkpointed: int  # the first blocks, which keep only their inputs until their backward; the others keep everything
     offload_activations: TierKind | Literal[False]  # tier of checkpointed block inputs; False: device
     loss_chunk: int  # tokens whose logits are in memory at a time
     sums: Literal["fp32", "model"]  # dtype in which gradients of several micro-batches are accumulated
@@ -70,6 +70,11 @@ class Workload:
     def tokens(self) -> int:
         """Return the tokens of a step on all ranks."""
         return self.micro_batch * self.accumulate * self.data * self.seq_len
+
+    @property
+    def checkpointing(self) -> bool:
+        """Return whether any block is checkpointed."""
+        return self.checkpointed > 0
 
     @property
     def inputs_away(self) -> TierKind | Literal[False]:

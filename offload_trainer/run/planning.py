@@ -92,7 +92,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
-    kept = _with_resumed_choices(config, models, world=world)
+    kept = _with_resumed_choices(config, models, world=world, on_gpu=machine.gpu is not None)
     found = planned(kept, models, machine, world=world, nodes=nodes)
     if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
@@ -156,8 +156,8 @@ def planned(
 
 def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallbacks) -> Planned:
     """Return `found` with the longest row that fits in its plan, also with chunked MLPs if `config` allows them."""
-    plan, model = found.plan, found.config.model.model_copy(update={"mlp_chunk": config.model.mlp_chunk})
-    wish = found.config.model_copy(update={"model": model})
+    wished = {key: getattr(config.model, key) for key in ("mlp_chunk", "activation_checkpointing")}
+    plan, wish = found.plan, found.config.model_copy(update={"model": found.config.model.model_copy(update=wished)})
 
     def longest(source: Any) -> int:
         return longest_row(wish, source.shape, found.machine, world=plan.world, nodes=plan.nodes)
@@ -289,17 +289,19 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": told.places})})
 
 
-def _with_resumed_choices(config: TrainConfig, models: MemoryFallbacks, *, world: int) -> TrainConfig:
-    """Return the configuration with the micro-batch size, MLP chunk and fetch granularity of the run that it resumes.
+def _with_resumed_choices(config: TrainConfig, models: MemoryFallbacks, *, world: int, on_gpu: bool) -> TrainConfig:
+    """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
 
-    Other choices would change the results bit for bit. Returns `config` itself if none of them is left open, or if
-    there is no run to resume.
+    These are the micro-batch size, MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a
+    recomputed block has the bits of one that is not. Returns `config` itself if none of them is left open, or if there
+    is no run to resume.
     """
     from offload_trainer.run.resume_point import config_to_resume
 
     model, train, tiered, engine = config.model, config.train, config.tiered, config.placement.engine_name
     fetch_open = tiered.fetch_granularity == "auto" and engine == "tiered"
-    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open
+    recomputed_open = model.activation_checkpointing == "auto" and on_gpu
+    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open or recomputed_open
     if engine == "deepspeed" or not left_open:
         return config
     before = config_to_resume(config.save)
@@ -311,6 +313,10 @@ def _with_resumed_choices(config: TrainConfig, models: MemoryFallbacks, *, world
     chunk = before.get("model", {}).get("mlp_chunk")
     if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
         model = model.model_copy(update={"mlp_chunk": chunk})
+    recomputed = before.get("model", {}).get("activation_checkpointing")
+    usable = recomputed == "on" or (type(recomputed) is int and recomputed > 0)
+    if recomputed_open and (usable or (recomputed == "off" and not model.offload_activations)):
+        model = model.model_copy(update={"activation_checkpointing": recomputed})
     rows = max(1, world // config.parallel.sequence)
     for one in micro_batches(train, seq_len=row_length(config.data.seq_len, models.source.shape), world=rows):
         if one.micro_batch_size == before.get("train", {}).get("micro_batch_size"):

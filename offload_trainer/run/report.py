@@ -198,9 +198,10 @@ def _changes(planned: Planned) -> Iterator[tuple[str, str, tuple[str, dict[str, 
                 told = f"{share:.0%} of the optimizer state in RAM"
                 yield told, f"--ram-fraction {share:g}", ("placement", {"ram_fraction": share})
     yield from _changes_of_rows(planned)
-    other, does = ("off", "stores all activations") if plan.checkpointing else ("on", "recomputes activations")
-    told = f"gradient checkpointing {other}, which {does}"
-    yield told, f"model.activation_checkpointing={other}", ("model", {"activation_checkpointing": other})
+    for other, does in (("off", "stores all activations"), ("on", "recomputes activations")):
+        if other != config.model.activation_checkpointing:
+            told = f"gradient checkpointing {other}, which {does}"
+            yield told, f"model.activation_checkpointing={other}", ("model", {"activation_checkpointing": other})
     if not isinstance(sizes, TierSizes):
         return
     for states in ("bf16", "8bit") if config.optim.moment_dtype == "fp32" else ():

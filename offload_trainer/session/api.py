@@ -65,7 +65,8 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
         config, plan = _planned(config, source.shape, machine_here(config.placement.nvme), say=say)
         with ExitStack() as stack:
             parts = _opened(config, source.shape, plan, stack, say=say)
-            model = source.build(dtype=parts.layout.dtype, context=parameters_without_memory()).model
+            work, without = workload(config, source.shape), parameters_without_memory()
+            model = source.build(dtype=parts.layout.dtype, context=without, checkpointed=work.checkpointed).model
             parameters = _with_memory(model, parts)
             for key, value in source.buffers().items():
                 set_buffer(model, key, value.to(parts.device.place))
@@ -74,7 +75,6 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
             weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
             saves = Saves(_record(config, plan, source.shape, folder, random=source.random), causal_lm=True)
             offloaded = _offloaded(model, parameters, weights, parts, config, stack)
-            work = workload(config, source.shape)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
             return Session(model, offloaded, plan=plan, saves=saves, opened=stack.pop_all())

@@ -31,7 +31,7 @@ class SessionKeys(TypedDict, total=False):
     overrides: Mapping[str, bool | int | float | str]
     dtype: Literal["bf16", "fp32"]
     attention: Literal["auto", "sdpa", "eager"]
-    activation_checkpointing: Literal["auto", "on", "off"]
+    activation_checkpointing: int | Literal["auto", "on", "off"]
     offload_activations: bool | Literal["cpu", "nvme"]
     freeze: Sequence[str]
     trust_remote_code: bool

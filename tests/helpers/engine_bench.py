@@ -54,6 +54,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3", "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 5,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 64,
     },
+    "llama": {
+        "model_type": "llama", "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    },
     "mixtral": {
         "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,

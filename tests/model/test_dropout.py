@@ -32,16 +32,21 @@ from offload_trainer.data.tokenfile import TokenFile
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 NOISY = {
     "gpt2": DROPOUT,
+    "llama": {"attention_dropout": 0.2},
     "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
 }
 ON_THE_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 WAYS = {
     "plain, recomputed": ["--engine", "plain", "model.activation_checkpointing=on"],
+    "plain, one block recomputed": ["--engine", "plain", "model.activation_checkpointing=1"],
     "plain, recomputed reentrantly": [*("--engine", "plain", "model.activation_checkpointing=on", REENTRANT)],
     "plain, loss in chunks": ["--engine", "plain", "model.loss_chunk=7"],
     "tiered": ["--params", "gpu"],
     "tiered, on the drive": ON_THE_DRIVE,
     "tiered, on the drive, recomputed": [*ON_THE_DRIVE, "model.activation_checkpointing=on"],
+    "tiered, two blocks recomputed": ["--params", "gpu", "model.activation_checkpointing=2"],
+    "tiered, on the drive, one block recomputed": [*ON_THE_DRIVE, "model.activation_checkpointing=1"],
+    "tiered, on the drive, two blocks recomputed": [*ON_THE_DRIVE, "model.activation_checkpointing=2"],
     "tiered, on the drive, recomputed reentrantly": [*(*ON_THE_DRIVE, "model.activation_checkpointing=on", REENTRANT)],
     "tiered, half in RAM": ["--optimizer", "nvme", "--ram-fraction", "0.5"],
 }

@@ -18,7 +18,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model import meta_trace
 from offload_trainer.model.loader import ModelSource, resolve_model
-from offload_trainer.plan.defaults import wants_checkpointing
+from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.planner import make_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -141,7 +141,7 @@ def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> Non
     """`auto` enables checkpointing from 100 M parameters, if transformers supports it."""
     shape = source_of("JetMoe", tmp_path, vocab_size=4_000_000, tie_word_embeddings=True).shape
     assert shape.parameters > 100_000_000
-    assert not wants_checkpointing(ModelSection(), shape)
+    assert not checkpointed_blocks(ModelSection(), shape)
     assert any(note.startswith("gradient checkpointing: off whatever its size") for note in shape.notes)
 
 

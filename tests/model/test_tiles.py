@@ -217,6 +217,7 @@ def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HOMES = {
     "in RAM": ["--params", "cpu", "tiered.weight_buffers=2", "model.activation_checkpointing=off"],
+    "in RAM, one block recomputed": ["--params", "cpu", "tiered.weight_buffers=2", "model.activation_checkpointing=1"],
     "drive": [
         "--params",
         "nvme",
@@ -242,7 +243,9 @@ def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_
         bits = masters(plain)
     assert torch.allclose(torch.tensor(tiled), torch.tensor(expected), rtol=1e-4, atol=1e-5)
     assert all(float((bits[one] - weights[one]).abs().mean()) < 1e-4 for one in weights)
-    for home, more in HOMES.items():
+    # Activations of grouped experts are not counted in fp32, so all blocks or none are checkpointed.
+    homes = {home: more for home, more in HOMES.items() if name != "mixtral" or "one block" not in home}
+    for home, more in homes.items():
         (tmp_path / home).mkdir()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())

@@ -65,8 +65,10 @@ def drives(folder: Path, count: int) -> list[Path]:
         ["model.offload_activations=cpu"],
         ["model.offload_activations=nvme"],
         ["model.offload_activations=nvme", "--params", "nvme", "tiered.weight_buffers=2", "tiered.checksums=true"],
+        ["model.offload_activations=nvme", "model.activation_checkpointing=6"],
+        ["model.offload_activations=cpu", "--params", "nvme", "model.activation_checkpointing=1"],
     ],
-    ids=["memory", "drives", "weights on drives too"],
+    ids=["memory", "drives", "weights on drives too", "six blocks", "one block, weights on drives"],
 )
 def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: int, folder: Path) -> None:
     """Nine blocks with dropout train identically with immediate copies, late copies out of order, and GPU stream
@@ -278,7 +280,7 @@ def test_a_plan_says_where_nothing_is_kept(folder: Path) -> None:
     config = load_config(["--model", str(model_of(folder, tied=True)), "--scratch", "model.offload_activations=cpu"])
     shape = resolve_model(config.model, seed=0).shape
     plan = make_plan(config, shape, probe_machine(drives=(), output=str(folder)))
-    assert any(note.startswith("model.offload_activations=cpu has no effect: gradient") for note in plan.notes)
+    assert any(note.startswith("model.offload_activations=cpu has no effect: no block") for note in plan.notes)
 
 
 def test_a_plan_says_where_host_memory_is_no_other_home() -> None:

@@ -24,6 +24,12 @@ KINDS = {
     "tied": ("gpt2", True, []),
     "untied": ("gpt2", False, []),
     "untied, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on"]),
+    "untied, two blocks checkpointed": ("qwen3", False, ["model.activation_checkpointing=2"]),
+    "untied, by the module, two blocks checkpointed": (
+        "qwen3",
+        False,
+        ["model.activation_checkpointing=2", "tiered.fetch_granularity=module"],
+    ),
     "untied, by the module": (
         "qwen3",
         False,

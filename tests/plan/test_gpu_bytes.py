@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,13 @@ ESTIMATED = {
     "blocks of two kinds that are found by their number": {"Mllama"},
     "the defaults do not run": {"DeepseekV2", "Xmod"},
 }
-KEPT = {"on": (True, False), "in host memory": (True, True), "off": (False, False)}
+KEPT = {
+    "on": ("on", False),
+    "in host memory": ("on", True),
+    "a third": ("a third", False),
+    "a third in host memory": ("a third", True),
+    "off": ("off", False),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,6 +91,7 @@ def test_planned_bytes_are_those_that_torch_tracks(
     [
         ("gpt2", "off", 200),
         ("llama, untied", "on", 96),
+        ("llama, untied", "a third", 96),
         ("mixtral, experts", "on", 300),
         ("deepseek, latent attention", "off", 300),
     ],
@@ -134,7 +142,7 @@ def test_planned_bytes_follow_eager_attention_and_whole_logits(
 ) -> None:
     """ProphetNet computes whole logits whatever model.loss_chunk says; Gemma 2 keeps the attention matrices."""
     monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, UNUSUAL[name])
-    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, False, False), tmp_path)
+    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, "off"), tmp_path)
     config = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
     source = resolve_model(config.model, seed=0)
     tracked = compare_gpu_bytes.tracked(config, source)
@@ -267,16 +275,21 @@ def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
     counted = Activations(Growth(token=2), (block,), (0, 0), Growth(token=2), small, head, (Growth(fixed=500),))
 
     def peak(rows: int, **kinds: Any) -> int:
-        return peak_of(counted, **{"rows": rows, "length": 10, "chunk": 10**6, "checkpointing": False} | kinds).bytes
+        return peak_of(counted, **{"rows": rows, "length": 10, "chunk": 10**6, "checkpointed": 0} | kinds).bytes
 
     assert peak(1) == 2 * 10 + 10 * 10 + 1000 + 15 * 10  # the last block's backward, with what the first block keeps
     assert peak(100) == (2 + 20 + 40) * 1000  # the loss
     # chunks: the last one, with what the others keep
     assert peak(100, chunk=100) == (2 + 20) * 1000 + 2 * 900 + 300 + 40 * 100
     assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # small chunks: the last block's backward needs more
-    assert peak(1, checkpointing=True) == 2 * 2 * 10 + 1000 + 15 * 10
-    assert peak(1, checkpointing=True, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
-    assert peak(1, checkpointing=True, keepers=4) == (1 + 2 / 4) * 2 * 10 + 1000 + 15 * 10
+    assert peak(1, checkpointed=2) == 2 * 2 * 10 + 1000 + 15 * 10
+    assert peak(1, checkpointed=2, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
+    assert peak(1, checkpointed=2, keepers=4) == (1 + 2 / 4) * 2 * 10 + 1000 + 15 * 10
+    # One of three blocks: its input and the second block's activations are kept below the last block, and everything at
+    # the loss.
+    three = replace(counted, blocks=(0, 0, 0))
+    some = [peak_of(three, rows=rows, length=10, chunk=10**6, checkpointed=1).bytes for rows in (1, 100)]
+    assert some == [(2 + 2 + 10) * 10 + 1000 + 15 * 10, (2 + 2 + 2 * 10 + 40) * 1000]
     assert peak(1, gradients=False) == (2 + 20 + 40) * 10
     assert peak(1, waiting=5000) == 5000 + 20 + 100 + 1000 + 150  # a tied head's gradient, kept until the embedding's
 

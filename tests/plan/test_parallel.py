@@ -142,7 +142,7 @@ def test_tensor_parallel_by_hand() -> None:
     assert column_products(SHAPE) == 2
     assert (forward.phase, forward.bytes) == ("forward", pytest.approx(5 * 24 * 2 * each))
     assert (backward.phase, backward.bytes) == ("backward", pytest.approx(5 * 24 * 2 * each))
-    _, again = tensor_collectives(replace(step, checkpointing=True))
+    _, again = tensor_collectives(replace(step, checkpointed=24))
     assert again.bytes == pytest.approx(5 * 24 * 3 * each)
     matrices = 24 * 12 * 1024**2
     rest = SHAPE.parameters - matrices
@@ -152,9 +152,11 @@ def test_tensor_parallel_by_hand() -> None:
 def test_sequence_parallel_by_hand() -> None:
     step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
     step = replace(step, sequence=4)
-    forward, _ = all_to_alls(step)
+    forward, backward = all_to_alls(step)
     each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # bytes of queries, and equally of keys, values and results: 16 heads of 64
-    assert forward.bytes == pytest.approx(4 * 24 * 4 * each)
+    assert forward.bytes == backward.bytes == pytest.approx(4 * 24 * 4 * each)
+    _, again = all_to_alls(replace(step, checkpointed=7))
+    assert again.bytes == pytest.approx(4 * (24 + 7) * 4 * each)
     shared, _ = all_to_alls(replace(step, shape=replace(SHAPE, heads=16, key_heads=4)))
     assert shared.bytes == pytest.approx(4 * 24 * (2 + 2 / 4) * each)
 

@@ -79,6 +79,11 @@ def test_compute_counts_the_recomputation() -> None:
         seconds = make_plan(wish(*words), shape, timed()).forecast.seconds
         more = sum(forward[part] for part in again) / sum(forward.values())
         assert seconds["backward"] == pytest.approx((2 + more) * seconds["forward"])
+    seconds = make_plan(
+        wish("model.activation_checkpointing=5", "model.loss_chunk=4096"), shape, timed()
+    ).forecast.seconds
+    more = 5 / 12 * forward["blocks"] / sum(forward.values())
+    assert seconds["backward"] == pytest.approx((2 + more) * seconds["forward"])
 
 
 def test_what_is_no_product_takes_its_own_time() -> None:

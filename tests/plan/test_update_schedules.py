@@ -159,7 +159,7 @@ def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_t
 
 
 def test_fewer_bytes_are_taken_where_nothing_fits_without() -> None:
-    words = ("--ram-fraction", "1", "--params", "gpu")
+    words = ("--ram-fraction", "1", "--params", "gpu", "model.activation_checkpointing=on")
     whole, short = planned(*words, "tiered.master_format=fp32"), planned(*words, "tiered.master_format=split")
     between = (whole.tiers["ram"]["need"] + short.tiers["ram"]["need"]) // 2
     for on in (machine(ram=between), replace(timed(), ram_bytes=between)):
@@ -172,9 +172,10 @@ def test_fewer_bytes_are_taken_where_nothing_fits_without() -> None:
 @pytest.mark.parametrize("way", _ALL)
 def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
     """A plan with that many tokens, by accumulation, confirms it."""
-    found = next(one for one in planned(*DRIVES).ways if one.words == way)
+    always = [*DRIVES, "model.activation_checkpointing=on"]
+    found = next(one for one in planned(*always).ways if one.words == way)
     assert found.tokens
-    words = [*DRIVES, way, *(["tiered.master_format=fp32"] if way != REMAINDER else [])]
+    words = [*always, way, *(["tiered.master_format=fp32"] if way != REMAINDER else [])]
     many = planned(*words, "--accumulate", str(round(found.tokens / 128))).forecast
     assert many.step
     assert ((many.seconds["update"] or 0.0) - many.hidden) / many.step == pytest.approx(0.1, rel=0.03)

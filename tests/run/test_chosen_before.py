@@ -15,10 +15,11 @@ from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 
 ROOMY = HELPERS / "run_with_fake_ram.py"
+STORED = "model.activation_checkpointing=off"  # auto would checkpoint blocks before it divides MLPs
 ALWAYS = ["model.overrides.n_inner=8192", "--engine", "tiered", "--save-every", "2", "train.eval_every=0"]
-PIECES = [*TINY, *ALWAYS, "--micro-batch", "16", "--steps", "4"]
+PIECES = [*TINY, *ALWAYS, STORED, "--micro-batch", "16", "--steps", "4"]
 ROWS = TINY.index("--micro-batch")
-TOKENS = [*TINY[:ROWS], *TINY[ROWS + 2 :], *ALWAYS, "model.mlp_chunk=off", "train.tokens_per_step=512"]
+TOKENS = [*TINY[:ROWS], *TINY[ROWS + 2 :], *ALWAYS, STORED, "model.mlp_chunk=off", "train.tokens_per_step=512"]
 
 
 def run(ram: int, *words: object, output: Path) -> Run:

@@ -101,8 +101,9 @@ def all_to_alls(work: Workload) -> Iterator[Collective]:
         return
     each = (work.sequence - 1) / work.sequence * work.item_bytes * work.micro_batch * work.length
     each *= _attention_elements(work.shape) * (2 + 2 * _sent_keys(work.shape, work.sequence)) / 4
-    for phase, count in (("forward", 4), ("backward", 4 + 4 * int(work.checkpointing))):
-        times = work.accumulate * work.shape.layers * count
+    layers = work.shape.layers
+    for phase, blocks in (("forward", layers), ("backward", layers + work.checkpointed)):
+        times = 4 * work.accumulate * blocks
         yield Collective(phase, times * each, times, work.sequence, work.tensor, "all-to-all")
 
 

@@ -284,7 +284,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
 
 def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> Counter[tuple[int, str]]:
     """Return how often a rank fetches each unit in each phase of a step, by (unit, phase)."""
-    forward, backward = orders(units, work.shape, again=work.checkpointing)
+    forward, backward = orders(units, work.shape, again=work.checkpointed)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
     needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.accumulate)
     passes = len(forward) + len(backward)

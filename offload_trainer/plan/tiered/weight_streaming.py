@@ -305,19 +305,22 @@ def with_order(shape: ModelShape, shown: Order) -> ModelShape:
     return replace(shape, order=None if shown == _registered(units_of(shape)) else shown)
 
 
-def orders(units: Sequence[Unit], shape: ModelShape, *, again: bool) -> tuple[list[int], list[int]]:
+def orders(units: Sequence[Unit], shape: ModelShape, *, again: int) -> tuple[list[int], list[int]]:
     """Return unit indices in the order of use by a forward and by a backward.
 
-    `again`: the backward recomputes each block. This includes frozen blocks with nothing trained before them, because
-    transformers makes the first checkpointed block's input require a gradient (`activation_checkpointing_enable`).
+    `again`: the number of the first blocks that the backward recomputes. If there are any, frozen blocks with nothing
+    trained before them have a backward too, because transformers makes the first checkpointed block's input require a
+    gradient (`activation_checkpointing_enable`).
     """
     order, forward = _order(units, shape), _inside(units, shape)
     backward = {name: inside[::-1] for name, inside in forward.items()}
     names = list(order.backward)
     if again:
-        backward |= _shown(units, shape, {each.block: each.backward for each in shape.needs})
-        blocks = {unit.within for unit in units if unit.within} - set(names)
-        names += [name for name in order.forward[::-1] if name in blocks]
+        blocks = list(dict.fromkeys(unit.within for unit in units if unit.within))
+        recomputed = set(blocks if again == shape.layers else blocks[:again])
+        backward |= _shown(units, shape, {one.block: one.backward for one in shape.needs if one.block in recomputed})
+        frozen = set(blocks) - set(names)
+        names += [name for name in order.forward[::-1] if name in frozen]
     return (
         [unit for name in order.forward for unit in forward[name]],
         [unit for name in names for unit in backward[name]],

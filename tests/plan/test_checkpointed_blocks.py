@@ -1,0 +1,124 @@
+"""Tests of how many blocks a plan checkpoints: as few as make a step shortest, or as fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_plans import GB, SHAPES, machine, wish
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.plan.engines import combination_mistakes
+from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan, workload
+from offload_trainer.plan.tiered.spec import Layouts
+from offload_trainer.run import resume_point
+from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices
+
+SHAPE = SHAPES["gpt2-10b"]
+BATCH = ("--micro-batch", "4", "--accumulate", "8")
+
+
+def with_count(count: int | str, machine: MachineProfile) -> Plan:
+    words = (*BATCH, f"model.activation_checkpointing={count}")
+    return make_plan(wish(*words), SHAPE, machine)
+
+
+def step(plan: Plan) -> float:
+    assert plan.forecast.step is not None
+    return plan.forecast.step
+
+
+def test_auto_takes_the_number_that_makes_a_step_shortest() -> None:
+    """On 40 GB, fewer recomputed blocks gain until their activations leave too little room for the weights."""
+    here = read_machine("a100-40gb")
+    config, plan = resolve_and_plan(wish(*BATCH), SHAPE, here)
+    assert plan.fits
+    assert 0 < plan.checkpointed < 50
+    assert config.model.activation_checkpointing == plan.checkpointed
+    everyone = {count: with_count(count, here) for count in range(51)}
+    best = min(step(one) for one in everyone.values() if one.fits)
+    assert step(plan) <= 1.02 * best
+    assert step(plan) < 0.95 * step(with_count("on", here))
+    again = make_plan(config, SHAPE, here)  # a settled configuration has the same plan
+    assert (again.items, again.forecast) == (plan.items, plan.forecast)
+    told = f"gradient checkpointing of the first {plan.checkpointed} of 50 blocks"
+    assert told in plan.describe()
+    assert plan.to_json()["chosen"]["checkpointed_blocks"] == plan.checkpointed
+
+
+def test_each_block_that_keeps_everything_takes_its_bytes_from_the_state_on_the_device() -> None:
+    here = read_machine("h200")
+    plans = {count: with_count(count, here) for count in (50, 40, 30)}
+    shares = [plan.sizes.gpu_fraction for plan in plans.values() if plan.sizes]  # type: ignore[union-attr]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > shares[-1] + 0.03
+    seconds = [plan.forecast.seconds["backward"] or 0.0 for plan in plans.values()]
+    assert seconds == sorted(seconds, reverse=True)
+    for plan in plans.values():
+        assert plan.tiers["gpu"]["have"] >= plan.tiers["gpu"]["need"] > 0.99 * plan.tiers["gpu"]["have"]
+
+
+def test_without_rates_auto_checkpoints_all_blocks_of_large_models_and_none_of_small_ones() -> None:
+    untimed = replace(read_machine("h200"), rates=Rates())
+    for name, setting in (("gpt2-10b", "on"), ("gpt2", "on"), ("gpt2-mini", "off")):
+        config, _ = resolve_and_plan(wish(*BATCH), SHAPES[name], untimed)
+        assert config.model.activation_checkpointing == setting
+
+
+def test_a_small_model_that_does_not_fit_checkpoints_as_few_blocks_as_fit() -> None:
+    """Checkpointing changes no result, so it comes before MLPs in chunks."""
+    shape, words = SHAPES["gpt2-mini"], ("--micro-batch", "64")
+    needs = [
+        make_plan(wish(*words, f"model.activation_checkpointing={count}"), shape, machine()).tiers["ram"]["need"]
+        for count in range(shape.layers + 1)
+    ]
+    assert needs == sorted(needs, reverse=True)
+    for count in (1, shape.layers // 2, shape.layers - 1):
+        assert needs[count - 1] > needs[count] + 10**6
+        here = machine(ram=needs[count] + 10**6)
+        plan = make_plan(wish(*words), shape, here)
+        assert (plan.fits, plan.checkpointed, plan.mlp_chunk) == (True, count, 0)
+        assert any_placement_fits(wish(*words), Layouts(workload(wish(*words), shape)), here, world=1, nodes=1)
+
+
+def test_offloaded_inputs_are_those_of_the_checkpointed_blocks() -> None:
+    words = ("model.offload_activations=cpu", "model.activation_checkpointing=20")
+    plan = make_plan(wish(*BATCH, *words), SHAPE, machine(gpu=300 * GB, ram=300 * GB))
+    kept = next(item.bytes for item in plan.items if (item.tier, item.name) == ("ram", "block inputs"))
+    assert kept == 20 * 2 * 4 * 1024 * SHAPE.hidden
+    copied = sum(moved.written for moved in plan.traffic if moved.phase == "forward" and moved.place == "device")
+    assert copied == 8 * kept
+
+
+def test_numbers_that_a_model_or_an_engine_does_not_have_are_refused() -> None:
+    for shape, count, why in (
+        (SHAPE, 51, "the model has 50 blocks; use on for all"),
+        (replace(SHAPE, can_checkpoint_some=False), 20, "checkpoints all of its blocks or none"),
+    ):
+        with pytest.raises(UserError, match=why):
+            make_plan(wish(f"model.activation_checkpointing={count}"), shape, machine())
+    assert wish("model.activation_checkpointing=0").model.activation_checkpointing == "off"
+    stock = TrainConfig.model_validate({"placement": {"engine": "deepspeed"}, "model": {"activation_checkpointing": 3}})
+    assert any("model.activation_checkpointing=3 belongs to" in mistake for mistake in combination_mistakes(stock))
+
+
+def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the bits do not depend on it, so the plan chooses anew."""
+    config = wish(*BATCH, "model.mlp_chunk=off", "tiered.fetch_granularity=block", "--output", str(tmp_path))
+    models = MemoryFallbacks(lambda: None, preset=SHAPE)
+    models.source = models._preset
+
+    def resumed(before: int | str, *, on_gpu: bool, more: str = "false") -> int | str:
+        settings = {"model": {"activation_checkpointing": before}}
+        monkeypatch.setattr(resume_point, "config_to_resume", lambda _: settings)
+        asked = config.model_copy(update={"model": wish(f"model.offload_activations={more}").model})
+        return _with_resumed_choices(asked, models, world=1, on_gpu=on_gpu).model.activation_checkpointing
+
+    for number in (45, "on", "off"):
+        assert resumed(number, on_gpu=True) == number
+        assert resumed(number, on_gpu=False) == "auto"
+    assert resumed("off", on_gpu=True, more="cpu") == "auto"  # nothing could be offloaded

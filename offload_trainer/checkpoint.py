@@ -365,7 +365,8 @@ def find_checkpoint(path: Path) -> Path:
     if not found:
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             raise UserError(f"{path} cannot be read: permission denied")
-        raise UserError(f"{path}: neither a checkpoint ({MANIFEST}) nor a run directory that holds one")
+        what = f"neither a checkpoint ({MANIFEST}) nor a run directory that holds one"
+        raise UserError(f"{path}: {what if is_there(path) else 'no such directory'}; `offload-train runs` lists runs")
     return found[-1]
 
 

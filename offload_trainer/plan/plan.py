@@ -147,9 +147,10 @@ class Plan:
         if self.longest_row == 0:
             lines.append("  rows of any length: not even the shortest fit, in any placement")
         elif self.longest_row is not None:
+            longer = "; rows longer than this plan's may need another placement"
             lines.append(
-                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch; the "
-                "longest may need another placement"
+                f"  rows of up to {self.longest_row} tokens fit (--seq-len), {self.micro_batch} in a micro-batch"
+                + (longer if self.longest_row > self.seq_len else "")
             )
         lines += self._describe_seconds()
         lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]

@@ -15,9 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig, with_current_names
 from offload_trainer.errors import UserError
+from offload_trainer.help_text import switches_of
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.session.kwargs import KEYS, session_words
-from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
+from offload_trainer.settings import FLAGS, FLAGS_OF_COMMANDS, all_keys, dump_config, load_config
 from offload_trainer.storage.cache_files import cache_directory
 
 
@@ -475,3 +476,10 @@ def test_a_recorded_configuration_of_an_earlier_version_is_read_with_the_current
     assert with_current_names({"tiered": {"overlap": "full", "masters": "remainder"}}) == {
         "tiered": {"overlap": "backward", "master_format": "split"}
     }
+
+
+def test_a_flag_of_one_command_names_that_command() -> None:
+    (told,) = mistakes("--machine", "v100-32gb")
+    assert told == "--machine: only `offload-train plan` takes this flag"
+    flags = {command: set(switches_of(command)) - {"--json"} for command in ("plan", "bench", "tune")}
+    assert {(flag, command) for command, its in flags.items() for flag in its} == set(FLAGS_OF_COMMANDS.items())

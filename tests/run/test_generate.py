@@ -187,7 +187,7 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         (["chat", "a", "--temperature", "nan"], "--temperature nan: it should be a number"),
         (["chat", "a", "--seed", "-3"], "--seed -3: it should be a whole number"),
         (["sample", "a", "--prompt"], "--prompt needs a value"),
-        (["sample", "nowhere"], "nowhere: neither a checkpoint"),
+        (["sample", "nowhere"], "nowhere: no such directory"),
         (["runs", "a", "b"], "runs needs at most one DIR; got a, b"),
         (["runs", "nowhere"], "nowhere: no such directory"),
     ],

@@ -466,7 +466,7 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
         (["a", "b.gguf", "--max-shard-size", "1GB"], "DEST is one GGUF file"),
         (["a", "b", "--max-shard-size", "much"], "such as 500MB"),
         (["a", "b", "--fast"], "unknown flag; known: --dtype"),
-        (["/nowhere", "b"], "neither a checkpoint"),
+        (["/nowhere", "b"], "/nowhere: no such directory; `offload-train runs` lists runs"),
     ],
 )
 def test_exports_that_are_refused(words: list[str], told: str) -> None:
@@ -547,7 +547,7 @@ def test_a_token_file_must_say_whose_ids_it_holds(tmp_path: Path) -> None:
         (["--data", "/nowhere.txt"], "/nowhere.txt"),
         (["--seq-len", "5000"], "context is 256 tokens"),
         (["--model", "gpt2-10b", "--micro-batch", "4000"], "this does not fit: ram needs"),
-        (["--resume", "/nowhere"], "neither a checkpoint"),
+        (["--resume", "/nowhere"], "/nowhere: no such directory"),
         (["--tokenizer", "/nowhere/tok"], "/nowhere/tok"),
         (["model.overrides.n_embd=100"], ""),
     ],

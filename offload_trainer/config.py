@@ -379,6 +379,14 @@ class TieredSection(_Section):
         "them from RAM; all_gather: each copies its shard, and they exchange the shards; auto: the faster one by "
         "the plan's forecast",
     )
+    micro_batch_order: Literal["auto", "depth_first", "breadth_first"] = Field(
+        "auto",
+        description="order in which the micro-batches of a step pass through the model. depth_first: one after the "
+        "other; breadth_first: all of them through a block before the next block, so that weights stored elsewhere are "
+        "fetched once a pass instead of once a micro-batch, while the block inputs of all micro-batches are kept; "
+        "auto: breadth_first if it is possible, fits, and saves 5 % of a step by the plan's forecast. No result "
+        "depends on it",
+    )
     overlap: Literal["auto", "off", "forward", "backward"] = Field(
         "auto",
         description="what the optimizer update overlaps with. forward: it runs while the next forward computes; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.build_tiered import Say, open_parts
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
+from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
@@ -75,6 +76,7 @@ class TieredEngine:
             device: the device to use, for tests; by default the GPU if there is one, else the CPU.
         """
         self._optim = optim
+        work = replace(work, breadth_first=sizes.breadth_first)
         self._dtype = DTYPES[work.dtype]
         self._scale = LossScale.of(optim, dtype=work.dtype)
         with ExitStack() as stack:
@@ -104,6 +106,9 @@ class TieredEngine:
             if tier := work.inputs_away:
                 self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)
             self._attention = self._share_rows() if self._together > 1 else None
+            self._breadth_first: BreadthFirst | None = None
+            if sizes.breadth_first:
+                self._breadth_first = BreadthFirst(self._module, saving=self._in_thread)
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
@@ -150,6 +155,11 @@ class TieredEngine:
         """Run forward and backward of a step's micro-batches, one after the other; return their weighted losses."""
         counts = self._of_all([batch.counted for batch in batches])
         weights = weights_in_step(counts)[self._node.rank :: self._node.world]
+        if self._breadth_first is not None:
+            given = [batch.arguments(self._place, training=True) for batch in batches]
+            factors = [scale * weight / len(counts) for weight in weights]
+            means = self._accumulate_breadth_first(self._breadth_first, given, factors, clock=clock)
+            return [loss * weight for loss, weight in zip(means, weights, strict=True)]
         losses = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             with self._phase(clock, "forward"), self.offloaded.forward(then=True):
@@ -158,6 +168,39 @@ class TieredEngine:
             with self._phase(clock, "backward"), self.offloaded.backward(last=number == len(batches)):
                 (loss * (scale * weight / len(counts))).backward()
         return losses
+
+    def _accumulate_breadth_first(
+        self, model: BreadthFirst, batches: Sequence[tuple[Any, ...]], factors: Sequence[float], *, clock: PhaseClock
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of a step's micro-batches block by block; return their losses.
+
+        The loss is computed in the phase `backward`, since each micro-batch's logits must be gone before the next.
+        """
+        losses = []
+
+        def turn(number: int) -> None:
+            self.offloaded.turn_to(number, last=number + 1 == len(batches))
+
+        with model.step(batches):
+            with self._phase(clock, "forward"), self.offloaded.forward(then=True):
+                model.forward()
+            with self._phase(clock, "backward"), self.offloaded.backward(last=True):
+                for number, factor in enumerate(factors):
+                    turn(number)
+                    loss = model.loss(number)
+                    losses.append(loss.detach())
+                    (loss * factor).backward()
+                    del loss
+                model.backward(turn)
+        return losses
+
+    @contextmanager
+    def _in_thread(self) -> Iterator[None]:
+        """Prepare a thread that runs part of a forward."""
+        if self._place.type == "cuda":
+            torch.cuda.set_device(self._place)
+        with self.offloaded.saving():
+            yield
 
     @contextmanager
     def _phase(self, clock: PhaseClock, name: str) -> Iterator[None]:

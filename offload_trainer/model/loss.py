@@ -122,9 +122,12 @@ class CausalLoss(nn.Module):
     ) -> torch.Tensor:
         if seed is not None:
             torch.manual_seed(seed)  # a recomputation restores the generators' state of the first computation
+        return self.of(self.run(inputs, positions), targets, count)
+
+    def of(self, output: Any, targets: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """Return the mean loss of what `run` returned."""
         flat = targets.flatten()
         count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
-        output = self.run(inputs, positions)
         if self.whole:
             loss = cross_entropy(output.logits.flatten(0, 1).float(), flat) / count
             return loss + output.loss if self._adds else loss

@@ -340,6 +340,15 @@ class OffloadedModel:
             yield
         self.stream.end_backward()
 
+    def turn_to(self, micro_batch: int, *, last: bool) -> None:
+        """Announce whose gradients arrive next, in a backward of several micro-batches that take turns."""
+        self.last = last
+        self._unsharded().turn_to(micro_batch)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return a context in which autograd saves offloaded weights as references, for threads of a forward."""
+        return self.stream.saving() if self.stream else nullcontext()
+
     def _begin_backward(self) -> None:
         """Wait for the previous update, because the backward overwrites the gradient sums that it reads."""
         self.synchronize()

@@ -71,7 +71,7 @@ def activation_items(
         tiers: the machine's tiers.
         kept: items for the blocks' inputs, if the engine offloads them.
         gradients: count weight gradients from their computation until the engine takes them.
-        waiting: bytes of a tied head's gradient; see `peak_of`.
+        waiting: bytes of a tied head's gradient in one micro-batch; see `peak_of`.
     """
     shape, rows, world, device = work.shape, work.micro_batch, work.here, tiers.device.item
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
@@ -92,6 +92,7 @@ def activation_items(
         gradients=gradients,
         waiting=waiting,
         piece=work.mlp_chunk,
+        micro_batches=work.side_by_side,
     )
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     items = list(kept)
@@ -167,8 +168,9 @@ class BlockInputs:
 
 
 def inputs_of(work: Workload) -> BlockInputs:
-    """Return the inputs of a micro-batch's checkpointed blocks."""
-    return BlockInputs(work.checkpointed, aligned(work.item_bytes * work.micro_batch * work.length * work.shape.hidden))
+    """Return the inputs of checkpointed blocks that are kept at a time: one micro-batch's, or breadth-first all."""
+    size = work.item_bytes * work.micro_batch * work.length * work.shape.hidden
+    return BlockInputs(work.side_by_side * work.checkpointed, aligned(size))
 
 
 def input_items(work: Workload, *, tiers: Tiers) -> list[Item]:
@@ -230,8 +232,12 @@ def peak_of(
     gradients: bool = True,
     waiting: int = 0,
     piece: int = 0,
+    micro_batches: int = 1,
 ) -> Peak:
     """Return the peak of a micro-batch on the device, in bytes and without weights.
+
+    Breadth-first, each of the `micro_batches` has its masks and block inputs there. While one is in a block, each of
+    the others also has the block's output or that output's gradient; its input too, in a forward that has offloaded it.
 
     Args:
         counted: the model's moments.
@@ -242,8 +248,9 @@ def peak_of(
         inputs_here: inputs of checkpointed blocks stay on the device.
         keepers: ranks that each block input is divided over.
         gradients: count weight gradients from their computation until the engine takes them.
-        waiting: bytes of a tied head's gradient, which waits for the embedding's.
+        waiting: bytes of a tied head's gradient of one micro-batch, which waits for the embedding's.
         piece: tokens of a piece, if `counted` describes blocks that run on pieces.
+        micro_batches: number of micro-batches that pass through each block before the next.
     """
 
     def most(moments: Iterable[Growth]) -> int:
@@ -254,11 +261,14 @@ def peak_of(
 
     hidden = now(counted.hidden)
     parts = [counted.kinds[kind] for kind in counted.blocks]
-    beside = now(counted.before) - hidden
+    beside = micro_batches * (now(counted.before) - hidden)
+    others = (micro_batches - 1) * hidden
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
     shard = -(-hidden // keepers)  # only the current input is undivided
     below = [
-        hidden + shard * (min(number + 1, len(parts)) if keepers > 1 else number) if inputs_here else hidden
+        micro_batches * (hidden + shard * (min(number + 1, len(parts)) if keepers > 1 else number))
+        if inputs_here
+        else hidden
         for number in range(checkpointed + 1)
     ]
     for part in parts[checkpointed:]:
@@ -267,18 +277,20 @@ def peak_of(
     forwards = {kind: most(counted.kinds[kind].forward) for kind in set(counted.blocks)}
     backwards = {kind: most(counted.kinds[kind].backward) for kind in set(counted.blocks)}
     for number, kind in enumerate(counted.blocks):
-        forward, backward = forwards[kind], backwards[kind] + waiting
+        forward, backward = forwards[kind], backwards[kind] + micro_batches * waiting + others
         if number < checkpointed:  # the recomputed forward coexists with the gradient of the block's output
-            backward = max(backward, forward + hidden + waiting)
+            backward = max(backward, forward + hidden + micro_batches * waiting + others)
+        forward += others if inputs_here else 2 * others
         when = f"in the {'backward' if backward > forward else 'forward'} of block {number}"
         peaks.append(Peak(below[number], beside + max(forward, backward), when))
-    top = below[-1]
+    top = below[-1] + (0 if inputs_here else 2 * others)
     norm = counted.norm
-    rest = max(most(norm.forward), most(norm.backward) + waiting)
+    rest = max(most(norm.forward), most(norm.backward) + micro_batches * waiting)
     peaks.append(Peak(top, beside + rest, "in the final norm"))
-    head = _head(counted, rows=rows, length=length, chunk=chunk, gradients=gradients)
+    head = _head(counted, rows=rows, length=length, chunk=chunk, gradients=gradients) + (micro_batches - 1) * waiting
     peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
-    peaks.append(Peak(0, most(counted.embedding) + waiting, "in the embedding's backward"))
+    last = most(counted.embedding) + micro_batches * waiting + others
+    peaks.append(Peak(0, last, "in the embedding's backward"))
     return max(peaks, key=lambda peak: peak.bytes)
 
 

@@ -159,7 +159,8 @@ def make_plan(
             "itself, as a trial with a tiny one shows: leave it out"
         )
     chosen = _best(engine, work, machine)
-    if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered):
+    asks_for_all = config.tiered.micro_batch_order == "breadth_first" and work.accumulate > 1
+    if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and not asks_for_all:
         chosen = _best_checkpointing(engine, work, machine, default=chosen)
     for chunk in chunks_of(work) if config.model.mlp_chunk == "auto" else ():
         if not chosen.fits:
@@ -377,7 +378,8 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
     items, traffic = one.items(), one.traffic()
-    found = forecast(work, machine, traffic, one.bounds(), engine=engine, stretch=one.stretch(), on_top=one.on_top())
+    bounds, stretch, on_top = one.bounds(), one.stretch(), one.on_top()
+    found = forecast(one.work, machine, traffic, bounds, engine=engine, stretch=stretch, on_top=on_top)
     sizes, found = one.settled(found)
     items += reserve_items(machine, here=work.here)
     items += saved_items(work, output=machine.output.directory)

@@ -159,6 +159,7 @@ class ModelShape:
     can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none
     whole_logits: bool = False  # the loss needs the logits of a whole micro-batch
     packed: bool = False  # a mask separates the documents of a row
+    no_chain: str = ""  # why micro-batches cannot pass through the blocks one block at a time; "": they can
     notes: tuple[str, ...] = ()  # sentences that the plan prints about the model
 
     @property

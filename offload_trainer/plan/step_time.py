@@ -275,6 +275,8 @@ def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float
 def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     """Return the work of the backward's recomputation, of the forward, and of the backward itself.
 
+    Breadth-first, the forward of the head is in the backward.
+
     The recomputation covers checkpointed blocks, the head if the loss has several chunks, and MLPs that run in pieces.
     MLPs in pieces at the end of a checkpointed block recompute only once, because the block's own recomputation stops
     before them.
@@ -282,14 +284,16 @@ def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     shape, seq_len = work.shape, work.seq_len
     blocks, recomputed = _work_of_blocks(shape, seq_len), shape.first_blocks(work.checkpointed)
     head = TokenWork(products=shape.head_flops(), attention=0.0, values=0.0, logits=shape.vocabulary)
-    forward, products = blocks + head, shape.backward_flops(seq_len=0)
+    whole, products = blocks + head, shape.backward_flops(seq_len=0)
     backward = TokenWork(
         products=products,
         attention=shape.backward_flops(seq_len=seq_len) - products,
-        values=shape.widths * min(1.0, products / max(1.0, 2 * forward.products)),  # frozen layers need less
+        values=shape.widths * min(1.0, products / max(1.0, 2 * whole.products)),  # frozen layers need less
         logits=shape.vocabulary,
     )
-    again = TokenWork(0.0, 0.0, 0.0, 0.0)
+    forward, again = whole, TokenWork(0.0, 0.0, 0.0, 0.0)
+    if work.breadth_first:  # the loss is computed in the backward
+        forward, again = blocks, head
     if work.checkpointing:
         again += _work_of_blocks(recomputed, seq_len)
     if work.mlp_chunk:

@@ -35,6 +35,7 @@ class Workload:
     sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
     partition: bool = False  # tensor-parallel ranks divide the checkpointed block inputs
+    breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
 
     @property
     def item_bytes(self) -> int:
@@ -45,6 +46,16 @@ class Workload:
     def gradient_bytes(self) -> int:
         """Return the bytes of one element of the step's gradient sums."""
         return 4 if self.added > 1 and self.sums == "fp32" else self.item_bytes
+
+    @property
+    def side_by_side(self) -> int:
+        """Return the number of micro-batches that are between their forward and their backward at a time."""
+        return self.accumulate if self.breadth_first else 1
+
+    @property
+    def passes(self) -> int:
+        """Return the number of forwards through the model's weights in a step on each rank."""
+        return self.accumulate // self.side_by_side
 
     @property
     def here(self) -> int:

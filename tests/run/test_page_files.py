@@ -107,6 +107,21 @@ def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path
     assert left(run.output) == alone
 
 
+def test_a_killed_run_of_micro_batches_side_by_side_has_the_bits_of_one_after_the_other(
+    place: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    dropout = [f"model.overrides.{key}_pdrop=0.2" for key in ("resid", "embd", "attn")]
+    words = [*ALL, *dropout, "--params", "nvme", "--accumulate", 3, "model.activation_checkpointing=on"]
+    order = "tiered.micro_batch_order={}_first".format
+    other = tmp_path_factory.mktemp("drive")
+    expected = left(call("--nvme", other, *words, order("depth"), output=tmp_path / "alone").output)
+    killed("record", 3, "--nvme", place, *words, order("breadth"), output=tmp_path / "run")
+    run = call("--nvme", place, *words, order("breadth"), output=tmp_path / "run")
+    assert gone_on(run) == 3
+    assert "micro-batches breadth-first" in run.text
+    assert left(run.output) == expected
+
+
 def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A run with fetches by module resumes so, although whole blocks would fit, since its pages have that layout."""
     words = ["--nvme", place, *ALL, "--params", "nvme"]

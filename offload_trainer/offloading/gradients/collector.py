@@ -70,23 +70,26 @@ class GradientIntake:
         for name, (unit, _) in self.place.items():
             self.names[unit.index].append(name)
         self.arrived: set[str] = set()  # weights with a gradient in this step
-        self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # number of uses so far, and their sum
+        self.micro_batch = 0  # number of the micro-batch whose gradients arrive
+        # By micro-batch and weight: number of uses so far, and their sum.
+        self._partial: dict[tuple[int, str], tuple[int, torch.Tensor]] = {}
 
     def add(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return a weight's gradient (1-D), the sum over its uses in the micro-batch; None if a use is missing yet."""
         flat, uses = gradient.detach().reshape(-1), self.place[name][1].weight.uses
         if uses == 1:
             return flat
-        seen, before = self._partial.pop(name, (0, None))
+        key = self.micro_batch, name
+        seen, before = self._partial.pop(key, (0, None))
         flat = flat if before is None else before.add_(flat)
         if seen + 1 == uses:
             return flat
-        self._partial[name] = seen + 1, flat
+        self._partial[key] = seen + 1, flat
         return None
 
     def rest(self) -> list[tuple[str, torch.Tensor]]:
         """Return and drop the partial sums of weights of which the micro-batch did not reach all uses."""
-        rest = [(name, flat) for name, (_, flat) in self._partial.items()]
+        rest = [(name, flat) for (_, name), (_, flat) in sorted(self._partial.items(), key=lambda one: one[0][0])]
         self._partial.clear()
         return rest
 
@@ -149,6 +152,10 @@ class Gradients:
         return self._intake.arrived
 
     # -- during backward ----------------------------------------------------------------------------------------------
+
+    def turn_to(self, micro_batch: int) -> None:
+        """Announce the micro-batch whose gradients arrive next; without this, one ends before the next begins."""
+        self._intake.micro_batch = micro_batch
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
         """Add a gradient of this micro-batch from one use of a weight, asynchronously.

@@ -155,6 +155,9 @@ class Tiered:
                 "leave it out"
             )
         found += self._not_in_pieces(work)
+        order = section.micro_batch_order
+        if order == "breadth_first" and work.accumulate > 1 and (why := why_not_breadth_first(work)):
+            found.append(f"tiered.micro_batch_order=breadth_first: {why}; leave it out")
         if section.fetch_granularity == "module" and not is_divided(work.shape):
             found.append(
                 "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
@@ -204,10 +207,11 @@ class Tiered:
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
         layouts = self.layouts if self.layouts is not None else Layouts(work)
         found: list[TieredCandidate] = []
-        for placement, gradients in self._homes(work, machine):
-            sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
+        ways = [(*homes, step) for homes in self._homes(work, machine) for step in self._orders(work, machine, *homes)]
+        for placement, gradients, step in ways:
+            sizes = tier_sizes(step, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
             asked = (self.section.weight_transfer, self.section.overlap == "auto")
-            one = TieredCandidate(work, machine, placement, sizes, layouts, *asked)
+            one = TieredCandidate(step, machine, placement, sizes, layouts, *asked, self.section.micro_batch_order)
             if placement.optimizer != TierKind.GPU:
                 one = self._with_shares(one)
             if one.sizes.gpu_fraction == 1:
@@ -216,6 +220,20 @@ class Tiered:
             if one not in found:  # "everything on the GPU" occurs twice if it fits
                 found.append(one)
         return found
+
+    def _orders(self, work: Workload, machine: MachineProfile, placement: Placement, _: TierKind) -> list[Workload]:
+        """Return the step with its micro-batches depth-first, breadth-first or both, the preferred order first."""
+        order, breadth_first = self.section.micro_batch_order, replace(work, breadth_first=True)
+        if order == "depth_first" or work.accumulate == 1 or why_not_breadth_first(work):
+            return [work]
+        if order == "breadth_first":
+            return [breadth_first]
+        if placement.params == TierKind.GPU:
+            return [work]
+        # Breadth-first needs more memory, so it must gain enough; where nothing was timed it is the better guess.
+        drives = placement.params == TierKind.DRIVES
+        copies = [drive.rates for drive in machine.drives] if drives else [machine.rates.to_device]
+        return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
         tried: dict[TierSizes, TieredCandidate] = {}
@@ -258,6 +276,20 @@ class Tiered:
         return [one for one in found if place.nvme or drives not in (one[0].params, one[1])]
 
 
+def why_not_breadth_first(work: Workload) -> str:
+    """Return why the micro-batches of a step cannot pass through the model block by block, or "" if they can."""
+    shape = work.shape
+    reasons = {
+        "in a session, other code runs the micro-batches": work.checkpoints is None,
+        f"{work.world} ranks: it is for one rank": work.world > 1,
+        "not all blocks are checkpointed (model.activation_checkpointing=on)": work.checkpointed < shape.layers,
+        "weights are fetched by parts of a block (tiered.fetch_granularity=module)": is_divided(shape),
+        "the model's head and body run together, on whole micro-batches": shape.whole_logits,
+        shape.no_chain: bool(shape.no_chain),
+    }
+    return next((reason for reason, here in reasons.items() if here), "")
+
+
 @dataclass(frozen=True)
 class TieredCandidate:
     """One placement of the tiered engine with its sizes, and the memory, traffic and time that follow from them."""
@@ -269,6 +301,7 @@ class TieredCandidate:
     layouts: Layouts = field(compare=False, repr=False)
     weight_transfer: WeightTransfer = "auto"  # tiered.weight_transfer
     may_overlap: bool = False  # the update may overlap the next forward if that gains enough
+    order: str = "auto"  # tiered.micro_batch_order
 
     title, cannot_save = "tiered engine", None
 
@@ -290,7 +323,8 @@ class TieredCandidate:
             on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
         state = shares_in_words({TierKind.GPU: on_gpu, "RAM": in_ram, TierKind.DRIVES: round(1 - on_gpu - in_ram, 9)})
         inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
-        return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}")
+        order = ", micro-batches breadth-first" if self.work.breadth_first else ""
+        return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}{order}")
 
     @property
     def uses_drives(self) -> bool:
@@ -395,7 +429,7 @@ class TieredCandidate:
 
     def behind(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
-        micro, gpu = self.work.accumulate, self.machine.gpu is not None
+        micro, gpu = self.work.passes, self.machine.gpu is not None
         hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
         return replace(found, behind=True, hidden=hidden)
 
@@ -404,7 +438,7 @@ class TieredCandidate:
 
         `hidden` is the seconds hidden by an update that overlaps only the next forward.
         """
-        micro, gpu = self.work.accumulate, self.machine.gpu is not None
+        micro, gpu = self.work.passes, self.machine.gpu is not None
         pages = self._laid_out.pages
         share, last = share_on_drives(pages), share_that_is_last(self.units, pages)
         ahead = ahead_of(found, self.units, on_drives=share, last=last, micro_batches=micro, gpu=gpu)
@@ -438,6 +472,7 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
                 )
+        notes += self._note_of_order()
         notes += self._note_of_parts()
         if self.work.sequence > 1:
             notes.append(
@@ -452,6 +487,19 @@ class TieredCandidate:
             if parts:
                 notes.append(f"in the {phase}, ranks additionally wait {', '.join(parts)}")
         return notes
+
+    def _note_of_order(self) -> list[str]:
+        """Return the plan's note about the order of micro-batches, where it decides how often weights are fetched."""
+        count, key = self.work.accumulate, "tiered.micro_batch_order"
+        if self.work.breadth_first:
+            return [
+                f"{key}=breadth_first: the {count} micro-batches of a step pass through each block together, and its "
+                "weights are fetched once a pass"
+            ]
+        why, in_session = why_not_breadth_first(self.work), self.work.checkpoints is None
+        if self.placement.params == TierKind.GPU or count == 1 or self.order != "auto" or in_session or not why:
+            return []
+        return [f"{key}=depth_first: weights are fetched for each of the {count} micro-batches, since {why}"]
 
     def _note_of_parts(self) -> list[str]:
         """Return the plan's note about divided blocks, if there are any."""

@@ -31,6 +31,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     NCCL_BYTES,
     TransferBytes,
     as_gradients_come,
+    breadth_first,
     fetches,
     orders,
     slot_sizes,
@@ -228,7 +229,7 @@ def tiered_traffic(
     _move_units(move, work, units, homes, sizes)
     if work.inputs_away:
         inputs = inputs_of(work)
-        size = work.accumulate * inputs.size
+        size = work.passes * inputs.size
         move(DEVICE, "forward", written=inputs.count * size)
         move(DEVICE, "backward", read=inputs.count * size)
         for number, home in enumerate(inputs.homes(len(tiers.drives))):
@@ -274,7 +275,9 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
         move(DEVICE, phase, read=times * into)
     collected = {unit.index for unit in units if on_drive(homes.gradients[unit.index])}
     gradients = as_gradients_come(units, work.shape)
-    for unit, visits in _visits(units, collected, gradients, times=micro).items():
+    if work.breadth_first:
+        _, gradients = breadth_first([], gradients, units, times=micro)
+    for unit, visits in _visits(units, collected, gradients, times=work.passes).items():
         size = g * sizes.trained_here(units[unit])
         move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
     outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
@@ -285,8 +288,10 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
 def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> Counter[tuple[int, str]]:
     """Return how often a rank fetches each unit in each phase of a step, by (unit, phase)."""
     forward, backward = orders(units, work.shape, again=work.checkpointed)
+    if work.breadth_first:
+        forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
-    needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.accumulate)
+    needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
     passes = len(forward) + len(backward)
     return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
 

@@ -64,6 +64,7 @@ class TierSizes:
     ranks: int = 1  # ranks that divide the update
     nodes: int = 1  # nodes, each with the same number of ranks
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
+    breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
 
     @property
     def here(self) -> int:
@@ -123,6 +124,7 @@ def tier_sizes(
         remainders=tiered.master_format == "split",
         ranks=work.world,
         nodes=work.nodes,
+        breadth_first=work.breadth_first,
         by_parts=placement.params == TierKind.RAM and uses_all_gather(tiered.weight_transfer, machine, ranks=work.here),
     )
 

@@ -327,15 +327,35 @@ def orders(units: Sequence[Unit], shape: ModelShape, *, again: int) -> tuple[lis
     )
 
 
+def breadth_first(
+    forward: Sequence[int], backward: Sequence[int], units: Sequence[Unit], *, times: int
+) -> tuple[list[int], list[int]]:
+    """Return the order of use if `times` micro-batches pass through each block before the next.
+
+    Each of them uses the modules before the blocks, and then the first block, before the next one begins. The modules
+    behind the blocks belong to the backward: each micro-batch computes its loss and its gradient before the next does.
+    """
+
+    def cut(order: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        blocks = [place for place, unit in enumerate(order) if units[unit].within] or [len(order) - 1]
+        first, end = blocks[0], blocks[-1] + 1
+        return list(order[:first]), list(order[first:end]), list(order[end:])
+
+    before, inside, behind = cut(forward)
+    behind_back, inside_back, before_back = cut(backward)
+    return (
+        (before + inside[:1]) * times + inside[1:],
+        (behind + behind_back) * times + inside_back[:-1] + (inside_back[-1:] + before_back) * times,
+    )
+
+
 def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
     """Return unit indices in the order in which a backward completes their gradients.
 
-    A unit that runs several times occurs once, except for a tied head, which occurs for each use.
+    A unit that runs several times, such as a tied embedding, completes them where it runs first.
     """
-    names, inside = _order(units, shape).forward, _inside(units, shape)
-    tied, first = set(_tied(units)), dict(zip(names[::-1], range(len(names) - 1, -1, -1), strict=True))
-    once = [name for place, name in enumerate(names) if name in tied or place == first[name]]
-    return [unit for name in once for unit in inside[name]][::-1]
+    inside = _inside(units, shape)
+    return [unit for name in dict.fromkeys(_order(units, shape).forward) for unit in inside[name]][::-1]
 
 
 def _order(units: Sequence[Unit], shape: ModelShape) -> Order:

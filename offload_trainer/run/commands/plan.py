@@ -33,6 +33,7 @@ from offload_trainer.run.planning import (
     machine_here,
     planned,
     refuse_nothing_trained,
+    with_block_order,
     with_longest_row,
 )
 from offload_trainer.settings import values_given
@@ -189,7 +190,7 @@ def _models(config: TrainConfig) -> MemoryFallbacks:
         packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
         found = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
         refuse_nothing_trained(found.shape)
-        return found
+        return with_block_order(config, found)
 
     return MemoryFallbacks(source, preset=_preset(config))
 

@@ -1,0 +1,247 @@
+"""Tests of micro-batches that pass through a model block by block: the bits are plain torch's, weights are fetched
+once a pass, and what cannot run so is named.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from sample_plans import GB, SHAPES, machine, wish
+from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.init_weights import meta_model
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.probes.block_order import why_no_chain
+from offload_trainer.offloading.activation_offload import Activations
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.run.planning import with_block_order
+from offload_trainer.settings import load_config
+from offload_trainer.telemetry.meters import read_io
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+MICRO = 4
+BREADTH = ["tiered.micro_batch_order=breadth_first", "model.activation_checkpointing=on", "--accumulate", str(MICRO)]
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "gpt2, tied, with dropout": ("gpt2", True, DROPOUT),
+    "llama, untied": ("llama", False, {}),
+    "qwen3, tied": ("qwen3", True, {}),
+    "mixtral, with its routers' loss": ("mixtral", False, {"output_router_logits": True}),
+    "phimoe, with noise": ("phimoe", False, {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3}),
+}
+HOMES = {
+    "in RAM": ["--params", "cpu", "tiered.weight_buffers=1"],
+    "all on the drive": ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme"],
+    "inputs too": ["--params", "nvme", "model.offload_activations=nvme", "tiered.weight_buffers=2"],
+    "updated during the backward": ["--params", "nvme", "--optimizer", "nvme", "tiered.overlap=backward"],
+    "sums in 16 bits": ["--params", "nvme", "optim.accumulate_dtype=model"],
+    "the loss in chunks": ["--params", "nvme", "model.loss_chunk=7"],
+}
+
+
+@cache
+def plain(model: Path, *words: str) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    with engine(model, *REFERENCE, "--accumulate", str(MICRO), *words) as reference:
+        return train(reference, batches(5 * MICRO), accumulate=MICRO), masters(reference)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_bits_are_those_of_one_micro_batch_after_the_other(kind: str, home: str, folder: Path, drive: Path) -> None:
+    name, tied, changes = MODELS[kind]
+    model = model_directory(folder / kind, name, tied=tied, **changes)
+    same = [word for word in HOMES[home] if word.startswith(("optim.", "model.loss"))]
+    expected, weights = plain(model, *same)
+    with engine(model, *BREADTH, *HOMES[home], drives=[drive]) as ours:
+        assert ours._breadth_first is not None
+        assert train(ours, batches(5 * MICRO), accumulate=MICRO) == expected
+        assert_same(masters(ours), weights)
+
+
+@pytest.mark.parametrize("forgotten", ["the generators", "the micro-batch of a tied gradient", "the order"])
+def test_bits_show_what_is_forgotten(
+    forgotten: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload_trainer.model import breadth_first
+    from offload_trainer.offloading.model import OffloadedModel
+
+    model = model_directory(folder / "gpt2, tied, with dropout", "gpt2", **DROPOUT)
+    expected, _ = plain(model)
+    if forgotten == "the generators":
+        monkeypatch.setattr(breadth_first, "set_generators", lambda state: None)
+    elif forgotten == "the order":
+        monkeypatch.setattr(breadth_first, "enumerate", lambda ones: reversed(list(enumerate(ones))), raising=False)
+    else:
+        turn_to = OffloadedModel.turn_to
+        monkeypatch.setattr(OffloadedModel, "turn_to", lambda ours, number, last: turn_to(ours, 0, last=last))
+    with engine(model, *BREADTH, "--params", "nvme", drives=[drive]) as ours:
+        assert train(ours, batches(5 * MICRO), accumulate=MICRO) != expected
+
+
+def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Path) -> None:
+    """The kernel's count of a step equals the plan, and blocks are read as often as for a single micro-batch."""
+    model = model_directory(folder / "qwen3", "qwen3", tied=False)
+    read = {}
+    for micro in (1, MICRO):
+        words = ["--params", "nvme", "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
+        words += [*BREADTH, "--accumulate", str(micro), "tiered.overlap=off"]
+        with engine(model, *words, drives=[drive]) as ours:
+            train(ours, batches(2 * micro), accumulate=micro)
+            settle(ours)
+            before = read_io()
+            train(ours, batches(micro), accumulate=micro)
+            settle(ours)
+            moved = read_io() - before
+        config = load_config(["--model", str(model), "--scratch", "--nvme", str(drive), *words])
+        plan = make_plan(config, shape_of(model), probe_machine(drives=config.placement.nvme, output=str(folder)))
+        away = [one for one in plan.traffic if one.place != "device"]
+        assert moved.read_bytes == sum(one.read for one in away)
+        assert moved.written_bytes == sum(one.written for one in away)
+        inputs = next(item.bytes for item in plan.items if item.name == "block inputs" and item.tier != "ram")
+        assert inputs == micro * 5 * 8192
+        read[micro] = moved.read_bytes - (inputs - 4 * 8192)
+    assert read[MICRO] == read[1]
+
+
+def settle(ours: Any) -> None:
+    ours.synchronize()
+    for slot in ours.offloaded.stream._slots:
+        if slot.arrival is not None:
+            slot.arrival.wait()
+    for buffer in ours.offloaded.activations._ring:
+        buffer.free.wait()
+
+
+def shape_of(model: Path) -> ModelShape:
+    return resolve_model(ModelSection(name=str(model), random_init=True), seed=0).shape
+
+
+def test_inputs_come_back_in_the_reverse_order(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each would be read from the drive only when it is needed."""
+    asked: list[int] = []
+    unpack = Activations.unpack
+
+    def watched(ours: Activations, kept: Any) -> torch.Tensor:
+        if hasattr(kept, "number"):
+            asked.append(kept.number)
+        return unpack(ours, kept)
+
+    monkeypatch.setattr(Activations, "unpack", watched)
+    model = model_directory(folder / "qwen3", "qwen3", tied=False)
+    with engine(model, *BREADTH, *HOMES["inputs too"], drives=[drive]) as ours:
+        train(ours, batches(MICRO), accumulate=MICRO)
+    assert asked == list(reversed(range(5 * MICRO)))
+
+
+def test_an_error_ends_all_threads(folder: Path, drive: Path) -> None:
+    model = model_directory(folder / "qwen3", "qwen3", tied=False)
+    with engine(model, *BREADTH, "--params", "nvme", drives=[drive]) as ours:
+        train(ours, batches(MICRO), accumulate=MICRO)
+        block = ours._module.model.model.layers[2].mlp
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no memory")
+
+        hook = block.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            train(ours, batches(MICRO), accumulate=MICRO)
+        assert not [thread for thread in threading.enumerate() if thread.name == "micro-batch"]
+        hook.remove()
+
+
+# -- what is chosen, and what cannot run so ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gpt2", {}, ""),
+        ("mixtral", {"output_router_logits": True}, ""),
+        ("opt", {}, "OPTForCausalLM skips blocks at random (layerdrop)"),
+        ("opt", {"layerdrop": 0.0}, ""),
+    ],
+)
+def test_a_trial_says_which_models_are_chains(name: str, changes: dict[str, Any], reason: str, folder: Path) -> None:
+    config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-{len(changes)}", name, **changes))
+    assert why_no_chain(meta_model(config, trust_remote_code=False), trust_remote_code=False) == reason
+
+
+def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here each block gets the embeddings too, so the embedding's gradient would come in parts."""
+    config = AutoConfig.from_pretrained(model_directory(folder / "qwen3", "qwen3"))
+    model = meta_model(config, trust_remote_code=False)
+    assert why_no_chain(model, trust_remote_code=False) == ""
+    forward, first = Qwen3RMSNorm.forward, list[torch.Tensor]()
+
+    def norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return forward(module, hidden + first[0] if hidden.shape == first[0].shape else hidden)
+
+    def embed(module: Any, ids: torch.Tensor) -> torch.Tensor:
+        first[:] = [torch.nn.functional.embedding(ids, module.weight)]
+        return first[0]
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", norm)
+    monkeypatch.setattr(torch.nn.Embedding, "forward", embed)
+    assert why_no_chain(model, trust_remote_code=False) != ""
+
+
+def test_auto_takes_it_where_weights_are_read_for_each_micro_batch() -> None:
+    def orders(*words: str, shape: ModelShape = SHAPES["gpt2-xl"]) -> tuple[bool, list[str]]:
+        plan = make_plan(wish(*words), shape, machine(gpu=32 * GB))
+        return plan.sizes.breadth_first, [note for note in plan.notes if "micro_batch_order" in note]
+
+    assert orders("--params", "nvme", "--accumulate", "8")[0]
+    assert orders("--params", "nvme") == (False, [])
+    assert orders("--params", "gpu", "--accumulate", "8") == (False, [])
+    assert orders("--params", "nvme", "--accumulate", "8", "tiered.micro_batch_order=depth_first") == (False, [])
+    breadth, notes = orders("--params", "nvme", "--accumulate", "8", "model.activation_checkpointing=off")
+    assert (breadth, len(notes)) == (False, 1)
+    assert "not all blocks are checkpointed" in notes[0]
+    with pytest.raises(UserError, match="breadth_first: not all blocks are checkpointed"):
+        orders("--accumulate", "8", "model.activation_checkpointing=off", "tiered.micro_batch_order=breadth_first")
+
+
+def test_a_model_that_is_no_chain_keeps_its_order_and_the_plan_names_it(folder: Path, drive: Path) -> None:
+    model = model_directory(folder / "opt", "opt")
+    words = ["--model", str(model), "--scratch", "--nvme", str(drive), "--params", "nvme", "--accumulate", "4"]
+    config = load_config([*words, "model.activation_checkpointing=on"])
+    source = with_block_order(config, resolve_model(config.model, seed=0))
+    plan = make_plan(config, source.shape, probe_machine(drives=(str(drive),), output=str(folder)))
+    assert not plan.sizes.breadth_first
+    assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
+
+
+def test_memory_grows_by_inputs_masks_and_gradients_of_all_micro_batches() -> None:
+    """gpt2-xl on a GPU with 8 x 1 x 1024 tokens: inputs of all micro-batches there, or in RAM."""
+    each, found = 2 * 1024 * 1600, {}
+    for order in ("depth_first", "breadth_first"):
+        for home in ("false", "cpu"):
+            words = ["--params", "cpu", "--accumulate", "8", "--micro-batch", "1", f"tiered.micro_batch_order={order}"]
+            plan = make_plan(wish(*words, f"model.offload_activations={home}"), SHAPES["gpt2-xl"], machine(gpu=32 * GB))
+            found[order, home] = {item.tier: item.bytes for item in plan.items if item.name == "block inputs"}
+    assert found["depth_first", "false"] == {"gpu": 49 * each}
+    assert found["breadth_first", "false"] == {"gpu": 8 * 49 * each}
+    assert found["depth_first", "cpu"] == {"gpu": 2 * each, "ram": 48 * each}
+    assert found["breadth_first", "cpu"] == {"gpu": 2 * each, "ram": 8 * 48 * each}
+
+
+def test_blocks_that_are_skipped_at_random_stop_the_run(folder: Path, drive: Path) -> None:
+    """The trial refuses them; a model whose configuration does not tell is noticed when micro-batches differ."""
+    model = model_directory(folder / "opt", "opt")
+    other = pytest.raises(TrainerError, match="pass through different blocks")
+    with engine(model, *BREADTH, "--params", "nvme", drives=[drive]) as ours, other:
+        train(ours, batches(4 * MICRO), accumulate=MICRO)

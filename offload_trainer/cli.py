@@ -184,7 +184,7 @@ def _bench(words: list[str]) -> None:
 
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(
-            config.placement.nvme,
+            config.placement,
             output=config.save.output,
             dtype=config.model.dtype,
             page=config.tiered.page_size,

@@ -158,7 +158,7 @@ def tiered(model: Path, drive: Path, words: Sequence[str]) -> Iterator[tuple[Tie
     drive.mkdir(exist_ok=True)
     config = load_config(["--model", str(model), "--nvme", str(drive), "--engine", "tiered", *WORDS, *OPTIM, *words])
     source = as_wished(resolve_model(config.model, seed=0), config)
-    plan = make_plan(config, source.shape, probe_machine(drives=config.placement.nvme, output=str(drive)))
+    plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(drive)))
     lease = DriveLease(drive)
     work, drives = workload(config, source.shape), [lease.path]
     engine = TieredEngine(source, work, config.optim, placement=plan.placement, sizes=plan.sizes, drives=drives)  # type: ignore[arg-type]

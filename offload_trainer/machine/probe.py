@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import OPTIONAL, is_installed
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -29,11 +30,11 @@ class UnusableGpu(UserError):
     """Raised when torch reports a GPU but cannot use it."""
 
 
-def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> MachineProfile:
+def probe_machine(place: PlacementSection, *, output: str = ".") -> MachineProfile:
     """Return the machine's profile: free bytes of the GPU, RAM (within the cgroup's limit), each drive and `output`.
 
-    `output` need not exist. Raises UserError for a drive's directory that is missing or not writable, and UnusableGpu
-    for a GPU that does not work.
+    The drives are those of `place`. `output` need not exist. Raises UserError for a drive's directory that is missing
+    or not writable, and UnusableGpu for a GPU that does not work.
     """
     cpu = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -41,7 +42,7 @@ def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> Machine
         **_gpu(),
         ram_bytes=available_ram_bytes(),
         cores=len(os.sched_getaffinity(0)),
-        drives=tuple(_drive(directory) for directory in drives),
+        drives=tuple(_drive(directory) for directory in place.nvme),
         output=_output(output),
         cpu=next((value.strip() for key, _, value in cpu if key.strip() == "model name"), "unknown"),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,

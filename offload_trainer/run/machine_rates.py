@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
@@ -24,7 +25,7 @@ _LARGEST_MATRIX = 8192  # limit on each side of the timed products at a start
 
 
 def bench_here(
-    drives: tuple[str, ...],
+    place: PlacementSection,
     *,
     output: str,
     dtype: str,
@@ -33,10 +34,10 @@ def bench_here(
     drive_bytes: int | None,
     say: Callable[[str], None],
 ) -> MachineProfile:
-    """Measure this machine and each of `drives`, store the rates for later plans, and return the profile.
+    """Measure this machine and each of its drives, store the rates for later plans, and return the profile.
 
     Args:
-        drives: a directory on each drive to measure.
+        place: names a directory on each drive to measure.
         output: the run directory of later plans.
         dtype: dtype of the matrix products.
         page: parameters updated at a time.
@@ -58,7 +59,7 @@ def bench_here(
     from offload_trainer.storage.tensorfile import DTYPES
 
     refuse_unwritable()
-    machine = probe_machine(drives=drives, output=output)
+    machine = probe_machine(place, output=output)
     count = _ranks_to_time(ranks, gpus=torch.cuda.device_count() if machine.gpu is not None else None)
     if machine.gpu is None:
         use_fp32_products(DTYPES[dtype])  # measure what a run would compute with

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -77,7 +77,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     from offload_trainer.model.loader import resolve_model
 
     config = _with_resumed_copies(config, nodes=nodes)
-    machine = again.machine if again else machine_here(config.placement.nvme, output=config.save.output)
+    machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     source = (
         again.source
         if again
@@ -100,7 +100,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     return with_longest_row(found, config, models) if longest else found
 
 
-def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:
+def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfile:
     """Return the profile of this machine with its cached rates.
 
     Bytes that a run with this `output` will remove count as free: prunable checkpoints, and page files of dead runs.
@@ -112,7 +112,7 @@ def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfil
     from offload_trainer.storage.atomic_io import bytes_below
     from offload_trainer.storage.scratch_dir import PAGES, dead_runs
 
-    machine = with_cached_rates(probe_machine(drives=drives, output=output))
+    machine = with_cached_rates(probe_machine(place, output=output))
     goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
     listed = Path(machine.output.directory) / PAGES
     for drive in machine.drives:

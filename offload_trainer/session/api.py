@@ -62,7 +62,7 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
     with translate_errors():
         config = load_config(words)
         source = resolve_model(config.model, seed=config.train.seed)
-        config, plan = _planned(config, source.shape, machine_here(config.placement.nvme), say=say)
+        config, plan = _planned(config, source.shape, machine_here(config.placement), say=say)
         with ExitStack() as stack:
             parts = _opened(config, source.shape, plan, stack, say=say)
             work, without = workload(config, source.shape), parameters_without_memory()
@@ -103,7 +103,7 @@ def offload(
     with translate_errors():
         config = load_config(words)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
-        config, plan = _planned(config, shape, machine_here(config.placement.nvme), say=say, moves=here)
+        config, plan = _planned(config, shape, machine_here(config.placement), say=say, moves=here)
         with ExitStack() as stack:
             parts = _opened(config, shape, plan, stack, say=say)
             folder = _folder(stack)

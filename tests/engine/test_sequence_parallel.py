@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sample_plans import GB, SHAPES, machine
 from uneven_targets import masked
 
-from offload_trainer.config import ModelSection
+from offload_trainer.config import ModelSection, PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
@@ -55,7 +55,7 @@ def whole_rows(model: Path) -> list[tuple[float, float | None]]:
 
 def plan_of(shape: ModelShape, *words: str, ranks: int, gpu: int = 0) -> Plan:
     config = load_config(["--engine", "tiered", *words])
-    here = machine(gpu=gpu, ram=64 * GB) if gpu else probe_machine()
+    here = machine(gpu=gpu, ram=64 * GB) if gpu else probe_machine(PlacementSection())
     return make_plan(config, shape, here, world=ranks)
 
 
@@ -169,7 +169,7 @@ def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
 
 def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
     config = load_config(["train.tokens_per_step=8192", "parallel.sequence=2"])
-    settled, plan = resolve_and_plan(config, SHAPE, probe_machine(), world=4)
+    settled, plan = resolve_and_plan(config, SHAPE, probe_machine(PlacementSection()), world=4)
     assert settled.train.micro_batch_size * settled.train.gradient_accumulation_steps == 8192 // 1024 // 2
     assert plan.tokens_per_step == 8192
 

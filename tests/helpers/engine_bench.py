@@ -138,7 +138,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
     if config.placement.engine == "plain":
         yield PlainEngine(source, config.model, config.optim)
         return
-    machine = probe_machine(drives=config.placement.nvme, output=str(model))
+    machine = probe_machine(config.placement, output=str(model))
     rank, world = ranks.place_here()
     nodes = ranks.nodes()
     first = next(its.start for its in nodes if rank in its)

@@ -30,7 +30,7 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     config = load_config(["--model", str(folder / "model"), "--engine", "deepspeed", "--nvme", str(folder), *words])
     source = resolve_model(config.model, seed=0)
     _, world = start_processes()
-    machine = probe_machine(drives=config.placement.nvme, output=str(folder))
+    machine = probe_machine(config.placement, output=str(folder))
     plan = make_plan(config, source.shape, machine, world=world)
     told = deepspeed_config(
         workload(config, source.shape, world=world),

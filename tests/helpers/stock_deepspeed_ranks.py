@@ -28,6 +28,7 @@ from run_stock_deepspeed import build
 from safetensors.torch import save_file
 from uneven_targets import EPS, LR, masked
 
+from offload_trainer.config import PlacementSection
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.deepspeed import DeepSpeedEngine
 from offload_trainer.machine.probe import probe_machine
@@ -61,7 +62,7 @@ def planned_bytes(folder: Path, *words: str, ranks: int) -> int:
     told = ["--accumulate", str(ACCUMULATE), "--micro-batch", "2", "--seq-len", "24", "--save-every", "0", *words]
     config = load_config(["--model", str(folder / "model"), "--engine", "deepspeed", *told])
     shape = resolve_model(config.model, seed=0).shape
-    plan = make_plan(config, shape, probe_machine(), world=ranks)
+    plan = make_plan(config, shape, probe_machine(PlacementSection()), world=ranks)
     return sum(one.written for one in plan.links if one.place == "gpus")
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offload_trainer.config import ModelSection
+from offload_trainer.config import ModelSection, PlacementSection
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.machine import rate_cache
@@ -183,7 +183,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "2")
-        here = probe_machine(drives=(), output=str(folder))
+        here = probe_machine(PlacementSection(), output=str(folder))
         rate_cache.keep_rates(replace(here, rates=Rates(matmul={"bf16": Rate(PEAK, "measured", "for a test")})))
         start = time.perf_counter()
         run = call(ROOT / "configs/demo.yaml", *words, output=folder / "run")

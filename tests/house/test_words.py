@@ -10,6 +10,7 @@ import pytest
 from sample_plans import SHAPES, machine, wish
 
 from offload_trainer import cli
+from offload_trainer.config import PlacementSection
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export.model_card import model_card
@@ -183,13 +184,13 @@ def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, m
     here = tmp_path / "offload-trainer"
     here.touch()
     with pytest.raises(UserError, match="is a link or a file of yours"):
-        probe_machine(drives=[str(tmp_path)], output=str(tmp_path / "out"))
+        probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path / "out"))
     here.unlink()
     here.mkdir()
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != here and real(path, mode))
     with pytest.raises(UserError, match="offload-trainer: not writable for this user"):
-        probe_machine(drives=[str(tmp_path)], output=str(tmp_path / "out"))
+        probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path / "out"))
 
 
 def test_names_that_are_no_utf8_are_refused() -> None:

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
 import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.offloading.pages.store import UnitStore
@@ -686,11 +687,11 @@ def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> 
 
 def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer buffers are used if memory is short, as in a run of the command, and the numbers stay the same."""
-    here = api.machine_here(())
+    here = api.machine_here(PlacementSection())
     monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
 
     def trained(ram: int, **keys: Any) -> tuple[Plan, list[float]]:
-        monkeypatch.setattr(api, "machine_here", lambda drives: replace(here, ram_bytes=ram))
+        monkeypatch.setattr(api, "machine_here", lambda place: replace(here, ram_bytes=ram))
         torch.manual_seed(0)
         model, losses = Tower(), list[float]()
         with ot.offload(model, params="cpu", say=lambda line: None, **keys) as session:

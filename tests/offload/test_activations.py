@@ -17,6 +17,7 @@ from late_cuda_streams import queued
 from late_transfers import LateDevice, LateTransfers
 from sample_plans import GB, SHAPES, machine, wish
 
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
@@ -161,7 +162,7 @@ def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str,
         in_memory = sum(buffer.memory.numel() for buffer in buffers)
     config = load_config(["--model", str(model), "--scratch", *_named(folder, count), *words])
     shape = resolve_model(config.model, seed=0).shape
-    plan = make_plan(config, shape, probe_machine(drives=config.placement.nvme, output=str(folder)))
+    plan = make_plan(config, shape, probe_machine(config.placement, output=str(folder)))
     return {"read": moved.read_bytes, "written": moved.written_bytes, "inputs": held[0], "memory": in_memory} | {
         "plan": plan
     }
@@ -279,7 +280,7 @@ def test_what_cannot_be_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_plan_says_where_nothing_is_kept(folder: Path) -> None:
     config = load_config(["--model", str(model_of(folder, tied=True)), "--scratch", "model.offload_activations=cpu"])
     shape = resolve_model(config.model, seed=0).shape
-    plan = make_plan(config, shape, probe_machine(drives=(), output=str(folder)))
+    plan = make_plan(config, shape, probe_machine(PlacementSection(), output=str(folder)))
     assert any(note.startswith("model.offload_activations=cpu has no effect: no block") for note in plan.notes)
 
 

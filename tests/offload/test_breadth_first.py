@@ -105,7 +105,7 @@ def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Pat
             settle(ours)
             moved = read_io() - before
         config = load_config(["--model", str(model), "--scratch", "--nvme", str(drive), *words])
-        plan = make_plan(config, shape_of(model), probe_machine(drives=config.placement.nvme, output=str(folder)))
+        plan = make_plan(config, shape_of(model), probe_machine(config.placement, output=str(folder)))
         away = [one for one in plan.traffic if one.place != "device"]
         assert moved.read_bytes == sum(one.read for one in away)
         assert moved.written_bytes == sum(one.written for one in away)
@@ -220,7 +220,7 @@ def test_a_model_that_is_no_chain_keeps_its_order_and_the_plan_names_it(folder: 
     words = ["--model", str(model), "--scratch", "--nvme", str(drive), "--params", "nvme", "--accumulate", "4"]
     config = load_config([*words, "model.activation_checkpointing=on"])
     source = with_block_order(config, resolve_model(config.model, seed=0))
-    plan = make_plan(config, source.shape, probe_machine(drives=(str(drive),), output=str(folder)))
+    plan = make_plan(config, source.shape, probe_machine(PlacementSection(nvme=(str(drive),)), output=str(folder)))
     assert not plan.sizes.breadth_first
     assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
 

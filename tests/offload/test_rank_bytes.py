@@ -47,7 +47,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
 
     config = load_config(["--model", str(model), "--scratch", "--engine", "tiered", "--nvme", str(drive), *words])
     shape = resolve_model(config.model, seed=0).shape
-    machine, work = probe_machine(drives=(str(drive),)), workload(config, shape, world=world, nodes=nodes)
+    machine, work = probe_machine(config.placement), workload(config, shape, world=world, nodes=nodes)
     plan = make_plan(config, shape, machine, world=world, nodes=nodes)
     sizes, units = plan.sizes, units_of(shape)
     assert isinstance(sizes, TierSizes)

@@ -105,7 +105,7 @@ def test_twice_the_disk_is_planned_and_taken(model: Path, drive: Path) -> None:
 
         named = ["--model", str(model), "--scratch", "tiered.page_size=8192", "--nvme", str(drive), *words]
         config = load_config(named)
-        machine = probe_machine(drives=config.placement.nvme, output=str(model))
+        machine = probe_machine(config.placement, output=str(model))
         plan = make_plan(config, resolve_model(config.model, seed=0).shape, machine)
         return {item.name: item.bytes for item in plan.items if item.tier == str(drive)}
 

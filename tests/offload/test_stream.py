@@ -12,6 +12,7 @@ import pytest
 from engine_bench import REENTRANT, batches, engine, model_directory, train
 
 import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.config import PlacementSection
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
@@ -102,7 +103,7 @@ def third_step(
     events = watch.events[begins[1] : begins[2]]
     config = load_config(["--model", str(model), "--scratch", *(word for word in words if word != REENTRANT)])
     source = as_wished(resolve_model(config.model, seed=0), config)
-    plan = make_plan(config, source.shape, probe_machine(drives=(), output=str(folder)))
+    plan = make_plan(config, source.shape, probe_machine(PlacementSection(), output=str(folder)))
     planned = sum(moved.read for moved in plan.traffic if moved.place == "device" and moved.phase != "update")
     return events, sum(fetched[unit] for kind, unit in events if kind == "start"), planned
 

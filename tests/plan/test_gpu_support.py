@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offload_trainer.cli import main
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
@@ -140,7 +141,7 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     """A GPU is found although WSL2 has no /dev/nvidiactl and ROCm has no NVIDIA device at all."""
     faked(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    machine = probe.probe_machine(output=str(tmp_path))
+    machine = probe.probe_machine(PlacementSection(), output=str(tmp_path))
     assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", (30 << 30) + 500_000_000, (7, 0))
     assert machine.built_for == ("sm_75", "sm_80", "sm_90")
     assert machine.no_state_on_gpu == "no NVRTC"
@@ -160,7 +161,7 @@ def test_free_bytes_are_those_before_the_context_that_asking_makes(
     free = 30 << 30
     for used in (400 * 10**6, 700 * 10**6):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda used=used: (free, free + used))
-        machine = replace(probe.probe_machine(output=str(tmp_path)), built_for=None)
+        machine = replace(probe.probe_machine(PlacementSection(), output=str(tmp_path)), built_for=None)
         assert machine.gpu_bytes == min(free + used, free + CUDA_CONTEXT)
         items = {item.name: item.bytes for item in make_plan(config, shape, machine).items if item.tier == "gpu"}
         assert items["CUDA context"] == CUDA_CONTEXT
@@ -252,7 +253,7 @@ def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypa
 
 def test_a_card_of_amd_is_not_judged_by_nvidias_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     faked(monkeypatch, hip="7.1")
-    machine = probe.probe_machine(output=str(tmp_path))
+    machine = probe.probe_machine(PlacementSection(), output=str(tmp_path))
     assert (machine.gpu, machine.capability, machine.built_for) == ("a card", None, None)
     assert not card_mistakes(machine, dtype="bf16")
     assert "built for ROCm" in machine.no_state_on_gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import link_rates, rate_cache
 from offload_trainer.machine.probe import probe_machine
@@ -30,7 +31,7 @@ def test_two_ranks_time_what_is_between_them_and_it_is_found_again(
         assert one is not None
         assert one.origin == "measured"
         assert "2 ranks" in one.source
-    here = probe_machine(output=str(tmp_path))
+    here = probe_machine(PlacementSection(), output=str(tmp_path))
     rate_cache.keep_rates(replace(here, links=found))
     monkeypatch.setenv("OMP_NUM_THREADS", "17")
     assert rate_cache.with_cached_rates(here).links == found

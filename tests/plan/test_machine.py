@@ -14,6 +14,7 @@ import pytest
 from update_ranges import form
 
 from offload_trainer.cli import main
+from offload_trainer.config import PlacementSection
 from offload_trainer.engine.timed_updates import available_updates, kernel_update, make_buffers
 from offload_trainer.errors import UserError
 from offload_trainer.machine import bench, rate_cache
@@ -55,7 +56,7 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
     monkeypatch.setattr(bench, "_repeat", _a_few)
     kernel, _ = choose_kernel("torch")
     return bench.bench_machine(
-        probe_machine(drives=(str(drive),), output=str(tmp_path)),
+        probe_machine(PlacementSection(nvme=(str(drive),)), output=str(tmp_path)),
         transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
         updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
         dtypes=["fp32"],
@@ -111,7 +112,7 @@ def test_rates_are_found_again_on_the_same_machine_only(
     timed: MachineProfile, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    bare = probe_machine(drives=(str(drive),), output=str(tmp_path))
+    bare = probe_machine(PlacementSection(nvme=(str(drive),)), output=str(tmp_path))
     assert rate_cache.with_cached_rates(bare).rates == Rates()
     rate_cache.keep_rates(timed)
     known = rate_cache.with_cached_rates(bare)
@@ -126,7 +127,7 @@ def test_threads_that_were_not_timed_are_named(
     timed: MachineProfile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A user's program sets no thread count and has all cores; torchrun's ranks have one thread each."""
-    machine = replace(probe_machine(output=str(tmp_path)), cores=6)
+    machine = replace(probe_machine(PlacementSection(), output=str(tmp_path)), cores=6)
     monkeypatch.setattr(rate_cache.os, "cpu_count", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     rate_cache.keep_rates(replace(machine, rates=timed.rates))
@@ -300,7 +301,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     monkeypatch.setattr(process_setup, "end_without_launcher", lambda say: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(process_setup.numa, "nodes", list)
-    machine = probe_machine(output=str(tmp_path))
+    machine = probe_machine(PlacementSection(), output=str(tmp_path))
 
     def prepared(*more: str, **environment: str) -> int:
         of_rank = (

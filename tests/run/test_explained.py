@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.machine import bench, probe, rate_cache
-from offload_trainer.run.commands import bench as run_bench
+from offload_trainer.run import machine_rates
 from offload_trainer.run.directory import Log, _ends_told
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import replacing, workplace_of
@@ -86,7 +87,7 @@ def test_a_filesystem_is_looked_at_before_what_fills_it_is_removed(
 def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(UserError, match="is mounted read-only; name another directory"):
-        probe.probe_machine(drives=(), output="out")
+        probe.probe_machine(PlacementSection(), output="out")
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +110,5 @@ def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.Mon
     monkeypatch.setattr(rate_cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
     said: list[str] = []
     facts = {"output": ".", "dtype": "bf16", "page": 4096, "ranks": 1, "drive_bytes": None}
-    assert run_bench.bench_here((), **facts, say=said.append) == "measured"  # type: ignore[arg-type]
+    assert machine_rates.bench_here(PlacementSection(), **facts, say=said.append) == "measured"  # type: ignore[arg-type]
     assert said[-1] == "note: these rates could not be saved for later plans: No space left on device"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from dead_run_files import NOBODY, ROOT, WHAT, dead_lease, died
 
+from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.owned_dirs import (
@@ -227,7 +228,7 @@ def test_a_bench_says_what_it_removes(tmp_path: Path) -> None:
 
     (tmp_path / "offload-trainer").mkdir()
     left = dead_lease(tmp_path / "offload-trainer")
-    machine = probe_machine(drives=(str(tmp_path),), output=str(tmp_path))
+    machine = probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path))
     said: list[str] = []
     budget = Budget(drive_bytes=1 << 20, drive_seconds=0.01, try_seconds=0.01, update_elements=1000)
     bench_machine(

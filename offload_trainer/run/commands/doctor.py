@@ -61,7 +61,7 @@ def examine(
         checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
     checks += _stale_locks()
     try:
-        machine = probe_machine(drives=place.nvme, output=output)
+        machine = probe_machine(place, output=output)
     except UnusableGpu as error:
         return [*checks, Check("GPU", "failure", str(error), "repair or hide the GPU, then run this again")]
     except UserError as error:

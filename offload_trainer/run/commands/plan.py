@@ -74,7 +74,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
         raise UserError(f"--nodes {nodes}: with --parallel, one whole number from 1 to {_MOST_NODES}")
     if machine is None:
-        here, gpus = machine_here(config.placement.nvme, output=config.save.output), config.placement.gpus
+        here, gpus = machine_here(config.placement, output=config.save.output), config.placement.gpus
     else:
         here = machine
         gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus

@@ -296,6 +296,11 @@ class PlacementSection(_Section):
         """The engine's name, with `auto` resolved."""
         return "tiered" if self.engine == "auto" else self.engine
 
+    @property
+    def shares(self) -> dict[str, float | Auto]:
+        """Return the shares of the optimizer state that the configuration names, by flag; the rest is on drives."""
+        return {"--gpu-fraction": self.gpu_fraction, "--ram-fraction": self.ram_fraction}
+
 
 class SaveSection(_Section):
     """Run directory, checkpoints, resuming and experiment trackers."""

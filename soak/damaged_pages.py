@@ -127,8 +127,8 @@ class Trial:
     def held(self, leases: list[Path]) -> Step:
         """Return the content of these page files, without verifying checksums."""
         from offload_trainer.offloading.pages.manifest import StoreManifest, read_newest
-        from offload_trainer.offloading.pages.store import offsets, size_of_home
         from offload_trainer.plan.tiered.state_formats import state_format
+        from offload_trainer.plan.tiers import offsets, size_of_home
 
         content = json.loads((leases[0] / "store.json").read_text())
         told = parsed_as(StoreManifest, content | {"drives": [str(lease) for lease in leases]})

@@ -36,6 +36,7 @@ from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile,
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.tiered.layout import pages_of, units_of
 from offload_trainer.plan.tiered.state_formats import state_format
+from offload_trainer.plan.tiers import RAM
 from offload_trainer.settings import load_config
 
 _TINY = [
@@ -153,7 +154,7 @@ def _store(folder: Path) -> Kind:
     model.mkdir()
     save_model_config(source, model, dtype=torch.bfloat16, end_of_text=0)
     units = units_of(source.shape)
-    pages = pages_of(units, page=8192, ram_fraction=0.0, speeds=[1.0])
+    pages = pages_of(units, page=8192, shares=[(RAM, 0.0)], speeds=[1.0])
     form = state_format("adamw", "fp32")
     size = sum(form.page_bytes(page) for page in pages)
     (lease / "state").write_bytes(torch.full((size // 4,), 0.5).numpy().tobytes())

@@ -22,9 +22,9 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.device import Device, ReturnCopy
-from offload_trainer.offloading.pages.store import offsets
 from offload_trainer.offloading.recompute_hooks import keep_inputs
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
+from offload_trainer.plan.tiers import offsets
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
 

@@ -17,7 +17,7 @@ from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.page_copies import PageCopies
-from offload_trainer.offloading.pages.store import PageStore, UnitStore, size_of_home
+from offload_trainer.offloading.pages.store import PageStore, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
@@ -27,7 +27,7 @@ from offload_trainer.optim.native_adam import Sum, zlib_sum
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import DEVICE, RAM
+from offload_trainer.plan.tiers import DEVICE, RAM, size_of_home
 from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transfers
 
 

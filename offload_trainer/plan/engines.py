@@ -191,11 +191,10 @@ def only_here(
     place: PlacementSection, model: ModelSection, optim: OptimSection, *, engine: str, moments: tuple[str, ...]
 ) -> list[str]:
     """Return settings that only the tiered engine supports and `engine` would ignore; `moments` are its formats."""
-    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
     mistakes = [
         f"{flag} {share:g} with the {engine} engine: it stores all of the optimizer state in one place; only --engine "
         "tiered divides it"
-        for flag, share in shares.items()
+        for flag, share in place.shares.items()
         if share != "auto"
     ]
     if place.gradients != "auto":

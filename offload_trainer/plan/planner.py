@@ -453,8 +453,7 @@ def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> d
     A directory that shares its filesystem with others has what the others leave.
     """
     tiers, drives = tiers_of(machine, here=work.here), _directories(work, machine)
-    have = {tier.name: tier.capacity for tier in (tiers.gpu, tiers.ram)}
-    have |= {directory: drive.free_bytes for directory, drive in drives.items()}
+    have = tiers.capacities | {directory: drive.free_bytes for directory, drive in drives.items()}
     need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
     for directory, drive in drives.items():
         if drive.device is not None:

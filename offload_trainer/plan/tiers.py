@@ -64,6 +64,11 @@ class Tier:
     capacity: int  # bytes
     drive: DriveFacts | None = None  # filesystem, disk and rates, if it is a drive
 
+    @property
+    def title(self) -> str:
+        """Return the name for display in a placement."""
+        return "RAM" if self.name == RAM_NAME else self.name
+
     def item(self, name: str, size: int, why: str) -> Item:
         """Return an entry of the plan for `size` bytes on this tier."""
         return Item(self.name, name, size, why)
@@ -83,19 +88,31 @@ class Tiers:
         """Return the tier that computes."""
         return self.gpu if self.has_gpu else self.ram
 
-    def __getitem__(self, home: int) -> Tier:
-        """Return the tier of a page or a unit: `DEVICE`, `RAM`, or a drive by its number."""
-        return self.drives[home] if on_drive(home) else self.ram if home == RAM else self.device
+    @property
+    def by_home(self) -> dict[int, Tier]:
+        """Return the tier of each home that a page or a unit can have on this machine."""
+        return {DEVICE: self.device, RAM: self.ram, **dict(enumerate(self.drives))}
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Return the bytes of each tier that is no drive, by its name; drives may share a filesystem."""
+        return {tier.name: tier.capacity for tier in (self.gpu, self.ram)}
 
 
 # Homes of pages and units. Drives are 0, 1, ...; ELSEWHERE means that another node has the page. Manifests of page
 # files store these numbers.
-RAM, DEVICE, ELSEWHERE = -1, -2, -3
+RAM, DEVICE, ELSEWHERE = NOT_DRIVES = (-1, -2, -3)
+WHERE = {DEVICE: "on the GPU", RAM: "in RAM"}  # homes that a share of the optimizer state may have, in words
 
 
 def on_drive(home: int) -> bool:
     """Return whether a page or a unit with this home is on one of the drives."""
     return home >= 0
+
+
+def in_memory(home: int) -> bool:
+    """Return whether the CPU reads and writes a page or a unit with this home in place."""
+    return home == RAM
 
 
 def tiers_of(machine: MachineProfile, *, here: int = 1) -> Tiers:
@@ -111,3 +128,18 @@ def tiers_of(machine: MachineProfile, *, here: int = 1) -> Tiers:
 def sum_of(items: Sequence[Item], tier: Tier) -> int:
     """Return the bytes that the items have on a tier."""
     return sum(item.bytes for item in items if item.tier == tier.name)
+
+
+def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:
+    """Return the byte offset of each item in its tier, where items of one tier follow each other."""
+    ends = dict.fromkeys(homes, 0)
+    starts = []
+    for size, home in zip(sizes, homes, strict=True):
+        starts.append(ends[home])
+        ends[home] += size
+    return starts
+
+
+def size_of_home(sizes: Sequence[int], homes: Sequence[int], home: int) -> int:
+    """Return the total bytes of the items in one tier."""
+    return sum(size for size, its in zip(sizes, homes, strict=True) if its == home)

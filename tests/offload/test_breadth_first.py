@@ -16,7 +16,7 @@ from sample_plans import GB, SHAPES, machine, wish
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from offload_trainer.config import ModelSection
+from offload_trainer.config import ModelSection, PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.init_weights import meta_model

@@ -15,6 +15,7 @@ from offload_trainer.plan.parallel.comm_cost import GPUS, MEETS, NETWORK, NORMS,
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, range_of_rank, units_of
+from offload_trainer.plan.tiers import RAM
 
 CLUSTERS = ("4xrtx4090-10gbe", "4xa100-80gb-100gbe", "8xa100-80gb", "8xh100-80gb")
 
@@ -47,7 +48,7 @@ def test_bytes_on_the_network_are_those_that_leave_and_enter_a_node() -> None:
     shape, world = SHAPES["gpt2-mini"], nodes * gpus
     config = wish("--engine", "tiered", "--params", "cpu", "--accumulate", str(micro), "--dtype", "bf16")
     units, work = units_of(shape), workload(config, shape, world=world, nodes=nodes)
-    pages = pages_of(units, page=1 << 20, ram_fraction=1.0, speeds=[], ranks=world)
+    pages = pages_of(units, page=1 << 20, shares=[(RAM, 1.0)], speeds=[], ranks=world)
     homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[], ranks=world)
     every_weight = sum(place.weight.trainable for unit in units for place in unit.places)
     for node in range(nodes):

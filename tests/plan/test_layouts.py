@@ -30,6 +30,7 @@ from offload_trainer.plan.tiered.norm_shards import given, piece_width
 from offload_trainer.plan.tiered.norm_shards import norm_parts as parts_of
 from offload_trainer.plan.tiered.update_staging import route_of, routes_of
 from offload_trainer.plan.tiered.weight_streaming import fetches
+from offload_trainer.plan.tiers import DEVICE, RAM
 
 
 def uneven() -> ModelShape:
@@ -52,7 +53,7 @@ def test_each_rank_divides_its_stretches_as_if_it_were_alone(
     ranks: int, ram: float, speeds: list[float], ahead: bool
 ) -> None:
     units = units_of(uneven())
-    how = {"page": 9 * ALIGN, "ram_fraction": ram, "speeds": speeds, "ahead": ahead}
+    how = {"page": 9 * ALIGN, "shares": [(RAM, ram)], "speeds": speeds, "ahead": ahead}
     found: list[Page] = []
     for rank in range(ranks):
         stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
@@ -65,7 +66,7 @@ def test_each_rank_divides_its_stretches_as_if_it_were_alone(
 def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
     """Groups count all pages by rank, placements and size, and each page has the route of the first in its group."""
     units = units_of(uneven())
-    shares = {"gpu_fraction": 0.0 if ranks > 1 else 0.2, "ram_fraction": 0.4, "speeds": [2.0, 1.0]}
+    shares = {"shares": [(DEVICE, 0.0 if ranks > 1 else 0.2), (RAM, 0.4)], "speeds": [2.0, 1.0]}
     pages = pages_of(units, page=9 * ALIGN, ranks=ranks, **shares)
     homes = homes_of(units, pages, params="nvme", gradients="nvme", speeds=[2.0, 1.0], ranks=ranks)
     homes = on_node(homes, range(max(1, ranks // 2)))

@@ -178,7 +178,7 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
     part.
     """
     units = units_of(SHAPES["gpt2"])
-    pages = pages_of(units, page=100_000, ram_fraction=0.5, speeds=[1.0], ranks=ranks)
+    pages = pages_of(units, page=100_000, shares=[(RAM, 0.5)], speeds=[1.0], ranks=ranks)
     homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[1.0], ranks=ranks)
     ends = dict.fromkeys(range(len(units)), 0)
     held: Counter[tuple[int, int]] = Counter()
@@ -272,7 +272,7 @@ def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
     shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
     cases = product([*shares, (0.7, 0.3)], ([1.0], [1.0, 2.0, 0.5]), (False, True))
     for (gpu, ram), speeds, ahead in cases:
-        pages = pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=ram, speeds=speeds, ahead=ahead)
+        pages = pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, ram)], speeds=speeds, ahead=ahead)
         ends = dict.fromkeys(range(len(units)), 0)
         for page in pages:
             assert page.start == ends[page.unit]
@@ -283,7 +283,7 @@ def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
         on_gpu, in_ram = (sum(page.elements for page in pages if page.home == home) for home in (DEVICE, RAM))
         assert 0 <= on_gpu - gpu * total < ALIGN
         assert abs(in_ram - ram * total) < ALIGN
-        assert pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=1 - gpu, speeds=[])  # no rest remains
+        assert pages_of(units, page=100_000, shares=[(DEVICE, gpu), (RAM, 1 - gpu)], speeds=[])  # no rest remains
         for drive, speed in enumerate(speeds):
             held = sum(page.elements for page in pages if page.home == drive)
             assert held == pytest.approx((total - on_gpu - in_ram) * speed / sum(speeds), abs=250_000)

@@ -32,11 +32,10 @@ from pydantic import Field, Strict, with_config
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.page_copies import PageCopies, copies_of_bits
-from offload_trainer.offloading.pages.store import size_of_home
 from offload_trainer.optim.state_files import EngineState, MomentsName, RuleName
 from offload_trainer.plan.tiered.layout import Page, Unit
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
-from offload_trainer.plan.tiers import on_drive
+from offload_trainer.plan.tiers import on_drive, size_of_home
 from offload_trainer.safe_files import EXACT, Count, Flag, Line, Steps, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.ab_record import Record, read_record, torn_slot
 from offload_trainer.storage.atomic_io import sync_directory, write_text

@@ -22,7 +22,7 @@ from offload_trainer.offloading.pages.page_copies import DamagedPage, PageCopies
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, offsets, on_drive, size_of_home
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, followed
@@ -112,7 +112,7 @@ class PageStore:
             size_of_home(self._sizes, homes, home) for home in range(len(files))
         ]  # bytes from copy 0 to 1
         self.copies = copies
-        self._memory = node.memory(size_of_home(self._sizes, homes, RAM))
+        self._memory = node.memory_of(self._sizes, homes)
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # other streams may write there only after it has been set to zero
@@ -132,9 +132,8 @@ class PageStore:
 
     def in_memory(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page in RAM (uint8), or None for another tier."""
-        if self.pages[number].home != RAM:
-            return None
-        return self._memory[self._offsets[number] :][: self._sizes[number]]
+        memory = self._memory.get(self.pages[number].home)
+        return None if memory is None else memory[self._offsets[number] :][: self._sizes[number]]
 
     def on_device(self, number: int) -> torch.Tensor | None:
         """Return the bytes of a page on the device (uint8), or None. They are updated on the side stream."""
@@ -143,9 +142,10 @@ class PageStore:
         return self._on_device[self._offsets[number] :][: self._sizes[number]]
 
     def buffers(self, count: int) -> list[torch.Tensor]:
-        """Return at most `count` host buffers (uint8), each large enough for any page of this node outside RAM."""
-        away = [size for size, page in zip(self._sizes, self.pages, strict=True) if page.home not in (RAM, ELSEWHERE)]
+        """Return at most `count` host buffers (uint8), each large enough for any page on the device or on drives."""
         copied = any(page.home == DEVICE for page in self.pages)
+        pages = zip(self._sizes, self.pages, strict=True)
+        away = [size for size, page in pages if on_drive(page.home) or page.home == DEVICE]
         pinned = self._device.is_cuda and copied
         return [host_buffer(max(away), pinned=pinned) for _ in range(min(count, len(away)))]
 
@@ -314,15 +314,16 @@ class UnitStore:
         self.elements = tuple(size // dtype.itemsize for size in sizes)
         self._files, self._transfers = files, transfers
         self._offsets = offsets(sizes, homes)
-        self._memory = node.memory(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
+        self._memory = node.memory_of(sizes, homes, pinned=pinned)
         self._cache = WriteBackCache(transfers)
 
     def host(self, unit: int) -> torch.Tensor | None:
         """Return the unit's elements if they are in RAM, else None."""
-        if self.homes[unit] != RAM:
+        memory = self._memory.get(self.homes[unit])
+        if memory is None:
             return None
         first = self._offsets[unit] // self.dtype.itemsize
-        return self._memory[first : first + self.elements[unit]]
+        return memory.view(self.dtype)[first : first + self.elements[unit]]
 
     def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
         """Fill `buffer` (the store's dtype) from the drive; `start` and the size are aligned."""
@@ -370,18 +371,3 @@ class UnitStore:
 
     def flush(self) -> None:
         self._cache.flush()
-
-
-def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:
-    """Return the byte offset of each item in its tier, where items of one tier follow each other."""
-    ends = dict.fromkeys(homes, 0)
-    starts = []
-    for size, home in zip(sizes, homes, strict=True):
-        starts.append(ends[home])
-        ends[home] += size
-    return starts
-
-
-def size_of_home(sizes: Sequence[int], homes: Sequence[int], home: int) -> int:
-    """Return the total bytes of the items in one tier."""
-    return sum(size for size, its in zip(sizes, homes, strict=True) if its == home)

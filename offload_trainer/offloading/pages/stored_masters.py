@@ -22,10 +22,9 @@ from offload_trainer.offloading.pages.manifest import (
     refuse_outside,
 )
 from offload_trainer.offloading.pages.page_copies import DamagedPage
-from offload_trainer.offloading.pages.store import offsets, size_of_home
 from offload_trainer.optim.native_adam import zlib_sum
 from offload_trainer.plan.tiered.layout import Page
-from offload_trainer.plan.tiers import on_drive
+from offload_trainer.plan.tiers import offsets, on_drive, size_of_home
 from offload_trainer.safe_files import open_file
 from offload_trainer.units import format_count
 

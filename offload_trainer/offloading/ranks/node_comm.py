@@ -21,6 +21,7 @@ import torch
 
 from offload_trainer import ranks
 from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching, exchange_of
+from offload_trainer.plan.tiers import in_memory, size_of_home
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
 
 T = TypeVar("T")
@@ -79,6 +80,11 @@ class Node:
         finally:
             os.close(descriptor)
         return memory
+
+    def memory_of(self, sizes: Sequence[int], homes: Sequence[int], *, pinned: bool = False) -> dict[int, torch.Tensor]:
+        """Return `memory` for the items of these sizes that `homes` places in memory, by home."""
+        tiers = sorted(filter(in_memory, set(homes)))
+        return {home: self.memory(size_of_home(sizes, homes, home), pinned=pinned) for home in tiers}
 
     def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
         """Return `size` shared bytes for each rank of the node, by rank. All ranks of the node can read them.

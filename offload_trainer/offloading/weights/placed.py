@@ -16,7 +16,7 @@ from offload_trainer.offloading.device import Device, DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
-from offload_trainer.plan.tiers import DEVICE, RAM
+from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
 
@@ -162,7 +162,7 @@ class PlacedWeights:
 
     def put_page(self, unit: int, start: int, masters: torch.Tensor) -> None:
         """Round a page's masters (fp32, on the CPU) to its weights; in a file no bytes outside the page are written."""
-        if self.homes[unit] in (DEVICE, RAM):
+        if not on_drive(self.homes[unit]):
             self.put(unit, start, masters)
             return
         buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)

@@ -34,6 +34,7 @@ from offload_trainer.plan.step_time import Bound, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, TierMap, Unit, range_of_rank
 from offload_trainer.plan.tiered.norm_shards import given
 from offload_trainer.plan.tiered.weight_streaming import TransferBytes
+from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
@@ -103,7 +104,7 @@ def exchange_of(
         links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
     sums = work.gradient_bytes * own * (2 * work.added - 1)
     turns = [unit for unit in units if unit.trained]
-    meets = micro * len(turns) + sum(homes.gradients[unit.index] >= 0 for unit in turns) + MEETS
+    meets = micro * len(turns) + sum(on_drive(homes.gradients[unit.index]) for unit in turns) + MEETS
     moving = tuple(one for one in links if one.read or one.written)
     return CommCost(moving, sums=sums, meets=meets, agreements=len(turns))
 

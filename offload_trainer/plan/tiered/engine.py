@@ -42,7 +42,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     bounds_by_parts,
     describe_weight_transfer,
 )
-from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, sum_of, tiers_of
+from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -82,8 +82,7 @@ class Tiered:
     def _not_with_shares(self) -> list[str]:
         """Return the mistake if --gpu-fraction and --ram-fraction do not add up or contradict --optimizer."""
         place = self.place
-        shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
-        given = {flag: share for flag, share in shares.items() if share != "auto"}
+        given = {flag: share for flag, share in place.shares.items() if share != "auto"}
         words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
         left = round(1 - sum(given.values()), 9)
         if left < 0:
@@ -241,11 +240,8 @@ class Tiered:
         def sized(sizes: TierSizes) -> TieredCandidate:
             return tried.setdefault(sizes, replace(one, sizes=sizes))
 
-        tiers = tiers_of(one.machine)
-
-        def needs(sizes: TierSizes) -> Mapping[TierKind, int]:
-            items = sized(sizes).items()
-            return {TierKind.GPU: sum_of(items, tiers.gpu), TierKind.RAM: sum_of(items, tiers.ram)}
+        def needs(sizes: TierSizes, tier: Tier) -> int:
+            return sum_of(sized(sizes).items(), tier)
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
         return sized(shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
@@ -261,7 +257,7 @@ class Tiered:
             params = [asked]
         elif machine.gpu is not None:
             params = [gpu, ram, drives]
-        open_shares = (place.optimizer, place.gpu_fraction, place.ram_fraction) == ("auto",) * 3
+        open_shares = {place.optimizer, *place.shares.values()} == {"auto"}
         found: list[tuple[Placement, TierKind]] = []
         if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == gpu and open_shares:
             found.append((Placement(gpu, gpu), gpu))
@@ -316,12 +312,14 @@ class TieredCandidate:
     @property
     def homes(self) -> str:
         """Return the placement of weights and optimizer state in words; without a GPU the device's memory is RAM."""
-        sizes, on_gpu, in_ram = self.sizes, self.sizes.gpu_fraction, self.sizes.ram_fraction
-        shown = sizes.gradients != TierKind.RAM and on_gpu < 1
+        sizes, tiers = self.sizes, tiers_of(self.machine)
+        shown = sizes.gradients != TierKind.RAM and sizes.gpu_fraction < 1
         gradients = f", gradients {sizes.gradients}" if shown else ""
-        if self.machine.gpu is None:
-            on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
-        state = shares_in_words({TierKind.GPU: on_gpu, "RAM": in_ram, TierKind.DRIVES: round(1 - on_gpu - in_ram, 9)})
+        shares = dict[str, float]()
+        for home, share in sizes.shares.items():
+            title = tiers.by_home[home].title
+            shares[title] = shares.get(title, 0.0) + share
+        state = shares_in_words(shares | {TierKind.DRIVES: sizes.on_drives})
         inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
         order = ", micro-batches breadth-first" if self.work.breadth_first else ""
         return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}{order}")
@@ -329,8 +327,8 @@ class TieredCandidate:
     @property
     def uses_drives(self) -> bool:
         """Return whether anything is placed on a drive."""
-        stored = round(1 - self.sizes.gpu_fraction - self.sizes.ram_fraction, 9) > 0
-        return stored or TierKind.DRIVES in (self.placement.params, self.sizes.gradients, self.work.inputs_away)
+        others = (self.placement.params, self.sizes.gradients, self.work.inputs_away)
+        return self.sizes.on_drives > 0 or TierKind.DRIVES in others
 
     def items(self) -> list[Item]:
         """Return the bytes at the peak by tier, without checkpoints."""
@@ -548,9 +546,8 @@ class TieredCandidate:
                 ("tiered.page_buffers=4", "tiered.page_buffers=10"),
             ]
             can_split = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
-            on_drives = sizes.gpu_fraction + sizes.ram_fraction < 1
             # With weights on drives, split masters do not reduce the traffic, since the old weights are read as well.
-            if can_split and on_drives and self.placement.params != TierKind.DRIVES:
+            if can_split and sizes.on_drives > 0 and self.placement.params != TierKind.DRIVES:
                 groups.append((REMAINDER,))
         if self.placement.params != TierKind.GPU:
             groups.append(("tiered.weight_buffers=2", "tiered.weight_buffers=4"))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from offload_trainer.plan.memory import activation_items, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, TierMap, Unit, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -37,7 +37,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     slot_sizes,
     transfer_bytes,
 )
-from offload_trainer.plan.tiers import Item, TierKind, Tiers, on_drive
+from offload_trainer.plan.tiers import WHERE, Item, TierKind, Tiers, in_memory, on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -72,7 +72,8 @@ def tiered_items(
             why = "NCCL's buffers for broadcasting updated weights to the other ranks' devices; assumed"
             items.append(device("broadcasts", here * NCCL_BYTES, why))
     pages = [one.page for one in homes.page_groups]
-    stored = max((sizes.format.page_bytes(page) for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
+    outside = [page for page in pages if on_drive(page.home) or page.home == DEVICE]
+    stored = max(map(sizes.format.page_bytes, outside), default=0)
     if stored and work.checkpoints != 0:
         size = here * SAVE_BUFFERS * stored
         items.append(ram("save buffers", size, f"{SAVE_BUFFERS} pages being written to a checkpoint"))
@@ -99,17 +100,14 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
     why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
     share = "of the optimizer state"
     items = []
-    for home in (DEVICE, RAM, *range(len(tiers.drives))):
+    for home, tier in tiers.by_home.items():
         held = sum(one.count * sizes.format.page_bytes(one.page) for one in homes.page_groups if one.page.home == home)
-        if home == RAM:
-            items.append(tiers[home].item("state in RAM", held, f"{sizes.ram_fraction:.0%} {share}; {why}"))
-        elif home == DEVICE:
-            items.append(tiers[home].item("state on the GPU", held, f"{sizes.gpu_fraction:.0%} {share}; {why}"))
-        else:
-            items.append(tiers[home].item("state", held, why))
-            if sizes.places > 1:
-                second = "of the previous step (tiered.state_copies=2)"
-                items.append(tiers[home].item("state, second copy", held, second))
+        if home in sizes.shares:
+            items.append(tier.item(f"state {WHERE[home]}", held, f"{sizes.shares[home]:.0%} {share}; {why}"))
+            continue
+        items.append(tier.item("state", held, why))
+        if sizes.places > 1:
+            items.append(tier.item("state, second copy", held, "of the previous step (tiered.state_copies=2)"))
     routes = [
         (route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one)
         for one in homes.page_groups
@@ -157,7 +155,7 @@ def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes,
     items = [device("small weights", resident, "always on the device")]
     for home, size in stored_at.items():
         if home != DEVICE:
-            items.append(tiers[home].item("weights", size, f"{e * size / used[home]:.3g} B a parameter"))
+            items.append(tiers.by_home[home].item("weights", size, f"{e * size / used[home]:.3g} B a parameter"))
     blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     of_block = "part" if any(unit.is_part for unit in away) else "block"
     counts = ((len(blocks), of_block), (len(others), "other module"))
@@ -185,11 +183,11 @@ def _gradient_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: Tiers, g: int
 ) -> list[Item]:
     placed = zip(units, homes, strict=True)  # files have all elements; untouched memory takes no physical pages
-    held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
+    held = _held([g * (sizes.trained_here(unit) if in_memory(home) else unit.trained) for unit, home in placed], homes)
     items = []
     for home, size in held.items():
         why = f"{g} B for each of {format_count(size // g)} trainable parameters, until the update"
-        items.append(tiers[home].item("gradients", size, why))
+        items.append(tiers.by_home[home].item("gradients", size, why))
     away = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
     if away:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
         blocks = [unit.trained for unit in away if unit.block]
@@ -236,7 +234,7 @@ def tiered_traffic(
             if sizes.activations == TierKind.DRIVES:  # each rank has its own inputs
                 move(home, "forward", written=work.here * size)
                 move(home, "backward", read=work.here * size if number in inputs.read_back else 0)
-    names = {DEVICE: DEVICE_COPIES} | {number: tier.name for number, tier in enumerate(tiers.drives)}
+    names = {home: tier.name for home, tier in tiers.by_home.items() if tier.drive} | {DEVICE: DEVICE_COPIES}
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
 
 
@@ -269,7 +267,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
     """Count weights fetched to the device, and gradients copied from it."""
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
-        size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and homes.weights[unit] == RAM
+        size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
         into = transfer_bytes(size, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
         move(homes.weights[unit], phase, read=times * size)
         move(DEVICE, phase, read=times * into)
@@ -302,7 +300,7 @@ def gathered_weights(
     """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
     found: dict[str, TransferBytes] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
-        if homes.weights[unit] == RAM:
+        if in_memory(homes.weights[unit]):
             size = units[unit].stored_bytes(work.item_bytes)
             one = transfer_bytes(size, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
             found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one

@@ -12,7 +12,7 @@ one range of every unit. The planner counts with these functions, and the engine
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
@@ -20,7 +20,7 @@ from typing import Annotated
 from pydantic import Field, Strict, with_config
 
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, RAM, TierKind
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind
 from offload_trainer.safe_files import EXACT, Count
 
 ALIGN = 4096  # elements
@@ -86,7 +86,7 @@ class Page:
     unit: Count
     start: Count
     elements: Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
-    home: Annotated[int, Strict(), Field(ge=ELSEWHERE, lt=1000)]
+    home: Annotated[int, Strict(), Field(ge=min(NOT_DRIVES), lt=1000)]
 
 
 def units_of(shape: ModelShape) -> tuple[Unit, ...]:
@@ -154,17 +154,17 @@ def pages_of(
     units: Sequence[Unit],
     *,
     page: int,
-    ram_fraction: float,
+    shares: Sequence[tuple[int, float]],
     speeds: Sequence[float],
-    gpu_fraction: float = 0.0,
     ranks: int = 1,
     ahead: bool = False,
 ) -> tuple[Page, ...]:
-    """Cut each rank's ranges into pages, assign them to tiers by the given shares, and return them in element order.
+    """Cut each rank's ranges into pages, assign them to tiers, and return them in element order.
 
-    With `ahead`, pages on drives are updated during the backward. RAM then takes the pages whose gradients are computed
-    last. Ranks with ranges of equal length get the same pages relative to the start of each range, so the assignment is
-    computed once for them.
+    `shares` are pairs of a home and its share of the state; `speeds` divides the rest over the drives. With `ahead`,
+    pages on drives are updated during the backward. RAM then takes the pages whose gradients are computed last. Ranks
+    with ranges of equal length get the same pages relative to the start of each range, so the assignment is computed
+    once for them.
     """
     last = next((unit.index for unit in units if unit.block), 0) if ahead else 0
     page_groups: dict[tuple[int, ...], tuple[Page, ...]] = {}
@@ -175,9 +175,8 @@ def pages_of(
         if lengths not in page_groups:
             page_groups[lengths] = _pages_of_rank(
                 [piece for unit, length in zip(units, lengths, strict=True) for piece in _cut(unit, length, page=page)],
-                ram_fraction=ram_fraction,
+                shares=dict(shares),
                 speeds=speeds,
-                gpu_fraction=gpu_fraction,
                 last=last,
             )
         begins = {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
@@ -190,22 +189,24 @@ def pages_of(
 
 
 def _pages_of_rank(
-    bare: list[Page], *, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float, last: int
+    bare: list[Page], *, shares: Mapping[int, float], speeds: Sequence[float], last: int
 ) -> tuple[Page, ...]:
-    """Assign a tier to each page: shares of all elements go to the device and to RAM, the rest to the drives.
+    """Assign a tier to each page: `shares` of all elements go to the tiers that they name, the rest to the drives.
 
     The device holds the first units. All of them are whole except the last one, so that their gradients can stay there
     and the next forward finds its first weights updated in place. RAM holds the first `last` units until its share is
-    used up. After that RAM and the drives alternate, so that updating pages in RAM hides the drives' transfers. Both
+    used up. After that RAM and the drives alternate, so that updating pages in RAM hides the drives' transfers. All
     shares are exact to ALIGN elements, rounded up; a page is cut where a share ends. `speeds` has one number per drive.
-    It may be empty if the two shares sum to 1.
+    It may be empty if the shares sum to 1.
     """
-    total = sum(piece.elements for piece in bare)
-    on_device = min(total, aligned(int(-(-total * gpu_fraction // 1))))
-    left = total - on_device
-    divided = round(1 - gpu_fraction - ram_fraction, 9) > 0
-    in_ram = min(left, aligned(int(-(-total * ram_fraction // 1)))) if divided else left
-    pages, bare = _first(bare, on_device, home=DEVICE)
+    left = total = sum(piece.elements for piece in bare)
+    wished = {home: aligned(int(-(-total * share // 1))) for home, share in shares.items()}
+    pages: list[Page] = []
+    for home in [home for home in wished if home != RAM]:
+        taken, bare = _first(bare, min(left, wished[home]), home=home)
+        pages += taken
+        left -= sum(piece.elements for piece in taken)
+    in_ram = min(left, wished.get(RAM, 0)) if round(1 - sum(shares.values()), 9) > 0 else left
     assert in_ram == left or speeds, "state outside memory needs a drive"
     whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
     inside, bare = _first(bare, whole, home=RAM)

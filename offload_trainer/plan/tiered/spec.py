@@ -5,7 +5,7 @@ The engine allocates with these functions, and the planner counts with them. Pur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Literal
@@ -14,7 +14,6 @@ from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import gpu_reserve
 from offload_trainer.plan.tiered.layout import (
-    RAM,
     Page,
     TierMap,
     Unit,
@@ -26,7 +25,7 @@ from offload_trainer.plan.tiered.layout import (
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
-from offload_trainer.plan.tiers import Placement, TierKind, on_drive
+from offload_trainer.plan.tiers import DEVICE, RAM, Placement, Tier, TierKind, in_memory, on_drive, tiers_of
 from offload_trainer.plan.workload import Workload
 
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
@@ -74,6 +73,16 @@ class TierSizes:
     def trained_here(self, unit: Unit) -> int:
         """Return the elements of a unit that the first node's ranks update; nodes differ by at most ALIGN."""
         return range_of_rank(unit, self.here - 1, ranks=self.ranks)[1]
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """Return the shares of the optimizer state by home; the rest is on drives."""
+        return {DEVICE: self.gpu_fraction, RAM: self.ram_fraction}
+
+    @property
+    def on_drives(self) -> float:
+        """Return the share of the optimizer state on drives."""
+        return round(1 - sum(self.shares.values()), 9)
 
     @property
     def format(self) -> StateFormat:
@@ -151,8 +160,7 @@ class Layouts:
         """Return the tiers of pages, weights and gradients on node `node`; every node has all weights."""
         pages = self.pages(
             page=sizes.page,
-            gpu_fraction=sizes.gpu_fraction,
-            ram_fraction=sizes.ram_fraction,
+            shares=tuple(sizes.shares.items()),
             speeds=sizes.speeds,
             ranks=sizes.ranks,
             ahead=sizes.ahead,
@@ -179,7 +187,7 @@ def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: in
     `several`: there are several micro-batches. The first gradient of a weight is copied directly into a sum in RAM with
     the same dtype, and needs no staging.
     """
-    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (several and home == RAM)]
+    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (several and in_memory(home))]
     size = item_bytes * sum(unit.trained for unit in through)
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
 
@@ -188,20 +196,29 @@ def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: in
 
 _LARGE = 64 * 10**9  # bytes of RAM
 _GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
-Needs = Callable[[TierSizes], Mapping[TierKind, int]]  # returns the bytes needed on the GPU and in RAM
+Needs = Callable[[TierSizes], int]  # returns the bytes needed on one tier
 
 
 def shares_that_fit(
-    wish: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, needs: Needs
+    wish: PlacementSection,
+    sizes: TierSizes,
+    machine: MachineProfile,
+    *,
+    trained: int,
+    needs: Callable[[TierSizes, Tier], int],
 ) -> TierSizes:
-    """Return `sizes` with the shares of `auto` computed; `trained` is the number of elements that have state."""
+    """Return `sizes` with the shares of `auto` computed.
+
+    `trained` is the number of elements that have state. `needs` returns the bytes that sizes need on a tier.
+    """
     if wish.optimizer != "auto":
         return sizes
+    tiers = tiers_of(machine)
     if wish.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
         room = machine.gpu_bytes - gpu_reserve(machine)
-        sizes = _fill_gpu(wish, sizes, room, trained=trained, needs=needs)
+        sizes = _fill_gpu(wish, sizes, room, trained=trained, needs=lambda sizes: needs(sizes, tiers.gpu))
     if wish.ram_fraction == "auto" and wish.nvme:
-        sizes = _fill_ram(sizes, machine.ram_bytes, trained=trained, needs=needs)
+        sizes = _fill_ram(sizes, machine.ram_bytes, trained=trained, needs=lambda sizes: needs(sizes, tiers.ram))
     return sizes
 
 
@@ -217,17 +234,18 @@ def left_free(ram: int) -> int:
 def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
     """Return the sizes with the largest GPU share that needs at most `have` bytes.
 
-    The share is a multiple of 1/1000, or all that the RAM share leaves.
+    The share is a multiple of 1/1000, or all that the other tiers' shares leave.
     """
     in_ram = 0.0 if wish.ram_fraction == "auto" else wish.ram_fraction
-    share, each = round(1 - in_ram, 9), trained * sizes.format.bytes_each
 
     def shared(share: float) -> TierSizes:
-        left = round(1 - share, 9) if wish.ram_fraction == "auto" else in_ram
-        return replace(sizes, gpu_fraction=share, ram_fraction=left)
+        one = replace(sizes, gpu_fraction=share, ram_fraction=in_ram)
+        return replace(one, ram_fraction=one.on_drives) if wish.ram_fraction == "auto" else one
 
+    share = replace(sizes, gpu_fraction=0.0, ram_fraction=in_ram).on_drives
+    each = trained * sizes.format.bytes_each
     while share > 0:
-        over = needs(shared(share))[TierKind.GPU] - have
+        over = needs(shared(share)) - have
         if over <= 0:
             return shared(share)
         # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
@@ -237,10 +255,10 @@ def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: i
 
 def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
     """Return `sizes` if its RAM share fits, otherwise with the largest multiple of 1/1000 that leaves a margin."""
-    if needs(sizes)[TierKind.RAM] <= have:
+    if needs(sizes) <= have:
         return sizes
     # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
-    spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))[TierKind.RAM]
+    spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))
     share = max(0, spare) / (sizes.format.bytes_each * trained)
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
 

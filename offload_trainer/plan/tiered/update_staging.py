@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, Page, TierMap
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, Page, TierMap
 from offload_trainer.plan.tiered.state_formats import StateFormat
-from offload_trainer.plan.tiers import on_drive
+from offload_trainer.plan.tiers import in_memory, on_drive
 
 Part = Literal["state", "gradient", "weights"]
 
@@ -72,11 +72,11 @@ def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
         if on_drive(weights):
             host.add("weights")
         return Route(number, page, frozenset(host), frozenset(device))
-    if page.home != RAM:
+    if not in_memory(page.home):
         host.add("state")
-    if gradient != RAM:
+    if not in_memory(gradient):
         host.add("gradient")
-    if weights != RAM and (is_gpu or weights != DEVICE):
+    if not in_memory(weights) and (is_gpu or weights != DEVICE):
         host.add("weights")
     return Route(number, page, frozenset(host), frozenset())
 

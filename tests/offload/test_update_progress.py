@@ -10,9 +10,13 @@ import pytest
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.plan.tiered.layout import Page
+from offload_trainer.plan.tiers import RAM
 
 UNITS = [0, 1, 2]
-PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1, 0, 8)]]  # pages of each rank
+PAGES = [  # pages of each rank
+    [Page(0, 0, 8, RAM), Page(0, 8, 8, RAM), Page(2, 0, 8, RAM)],
+    [Page(0, 16, 8, RAM), Page(1, 0, 8, RAM)],
+]
 
 
 @pytest.fixture

@@ -176,7 +176,10 @@ def _without_most_shares(faster: list[Advice]) -> list[Advice]:
 
 
 def _tried(planned: Planned) -> Iterator[Advice]:
-    """Yield each possible change with its plan; skip changes that conflict with the configuration."""
+    """Yield each possible change with its plan; skip changes that conflict with the configuration.
+
+    The run's other choices stay, such as the number of blocks that it checkpoints.
+    """
     now, shape, machine = planned.plan, planned.source.shape, planned.machine
     for told, words, (section, update) in _changes(planned):
         changed = getattr(planned.config, section).model_copy(update=update)

@@ -383,8 +383,7 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
 
     Raises UserError that names the file, the mismatch and the previous checkpoint, if there is one.
     """
-    fix = _fix(checkpoint)
-    return checked_manifest(checkpoint, moments=moments, fix=fix)
+    return checked_manifest(checkpoint, moments=moments, fix=_fix(checkpoint))
 
 
 def _fix(checkpoint: Path) -> str:
@@ -396,8 +395,7 @@ def _fix(checkpoint: Path) -> str:
 
 def _read(checkpoint: Path, name: str, kind: type[Kind]) -> Kind:
     """Return a JSON file of a checkpoint as `kind`. Raises UserError if it cannot be read."""
-    fix = _fix(checkpoint)
-    return read_back(checkpoint / name, kind, fix=fix)
+    return read_back(checkpoint / name, kind, fix=_fix(checkpoint))
 
 
 def read_state(checkpoint: Path) -> TrainState:

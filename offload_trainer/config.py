@@ -144,8 +144,7 @@ class DataSection(_Section):
     )
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05,
-        description="share of the tokens, taken from the end, that is held out for validation if validation_path is "
-        "empty",
+        description="share of the tokens, taken from the end, kept for validation if validation_path is empty",
     )
     token_dtype: Literal["auto", "uint16", "uint32"] = Field(
         "auto",

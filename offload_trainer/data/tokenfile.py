@@ -222,7 +222,7 @@ class TokenFile:
 class _Sidecar:
     dtype: Literal["uint16", "uint32"]
     tokens: Annotated[Count, Field(gt=0)]
-    text_bytes: Count | None = None  # for other programs: UTF-8 bytes of the text, without end-of-text
+    text_bytes: Count | None = None  # UTF-8 bytes of the text, without end-of-text; other programs may read it
     tokenizer: Line | None = None
     vocabulary: Annotated[Count, Field(gt=0)] | None = None
     end_of_text: Count | None = None

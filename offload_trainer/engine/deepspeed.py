@@ -35,8 +35,8 @@ from offload_trainer.optim.state_files import (
     read_tensors,
     state_files,
 )
-from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
 from offload_trainer.plan.defaults import checkpointed_blocks
+from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.ranks import all_gather_json, join_torch

@@ -32,8 +32,8 @@ from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.update.step_params import MispredictionWatch
 from offload_trainer.optim.rules import Hyper, hypers_of
 from offload_trainer.optim.state_files import EngineState
-from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
 from offload_trainer.plan.memory import inputs_of
+from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Placement, TierKind
 from offload_trainer.plan.workload import Workload
@@ -152,7 +152,7 @@ class TieredEngine:
         )
 
     def _accumulate(self, batches: Sequence[Batch], *, scale: float, clock: PhaseClock) -> list[torch.Tensor]:
-        """Run forward and backward of a step's micro-batches, one after the other; return their weighted losses."""
+        """Run forward and backward of a step's micro-batches; return their weighted losses."""
         counts = self._of_all([batch.counted for batch in batches])
         weights = weights_in_step(counts)[self._node.rank :: self._node.world]
         if self._breadth_first is not None:

@@ -115,36 +115,35 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
             say(f"bench: {name} kernel left out: {error}")
             continue
         for moments in MOMENT_FORMATS if not found else ["fp32"]:
-            format = state_format("adamw", moments)
-            found.append((update_key(name, moments), partial(_with_buffers, kernel, format=format)))
+            found.append(_update(kernel, name, moments))
     if is_built("cpu_adam"):
         load_cpu_adam()
         found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0], gradient=False)))
     if torch.cuda.is_available():
-        place = torch.device("cuda", torch.cuda.current_device())
-        there, words = choose_cuda_kernel(place, choose_kernel("auto")[0])
+        there, words = choose_cuda_kernel(_gpu(), choose_kernel("auto")[0])
         if there is None:
             say(f"bench: {words}")
         else:
-            for moments in MOMENT_FORMATS:
-                format = state_format("adamw", moments)
-                found.append((update_key("cuda", moments), partial(_with_buffers, there, format=format, cuda=True)))
+            found += [_update(there, "cuda", moments) for moments in MOMENT_FORMATS]
     return found
 
 
 def updates_of_run(kernel: str, moments: str) -> list[tuple[str, Callable[[int, int], Step]]]:
     """Return the updates that a run with `optim.kernel` and `optim.moment_dtype` uses, as in `available_updates`."""
     chosen, _ = choose_kernel(kernel)
-    name = "torch" if isinstance(chosen, TorchKernel) else "native"
+    found = [_update(chosen, "torch" if isinstance(chosen, TorchKernel) else "native", moments)]
+    there = choose_cuda_kernel(_gpu(), chosen)[0] if torch.cuda.is_available() else None
+    return found if there is None else [*found, _update(there, "cuda", moments)]
+
+
+def _gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _update(kernel: Kernel, name: str, moments: str) -> tuple[str, Callable[[int, int], Step]]:
+    """Return the name and the factory of an update with `kernel`, which is that of the GPU if its name is "cuda"."""
     format = state_format("adamw", moments)
-    found: list[tuple[str, Callable[[int, int], Step]]] = [
-        (update_key(name, moments), partial(_with_buffers, chosen, format=format))
-    ]
-    if torch.cuda.is_available():
-        there, _ = choose_cuda_kernel(torch.device("cuda", torch.cuda.current_device()), chosen)
-        if there is not None:
-            found.append((update_key("cuda", moments), partial(_with_buffers, there, format=format, cuda=True)))
-    return found
+    return update_key(name, moments), partial(_with_buffers, kernel, format=format, cuda=name == "cuda")
 
 
 def _with_buffers(kernel: Kernel, elements: int, page: int, *, format: StateFormat, cuda: bool = False) -> Step:

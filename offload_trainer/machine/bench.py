@@ -3,7 +3,7 @@
     probe -> bench_machine -> the same profile with rates        leaves no files
 
 `bench` measures for a minute or two. A run that starts without rates measures for a few seconds, on the shapes of its
-own model (`run/start_timing.py`).
+own model (`run/machine_rates.py`).
 
 Drives are timed through the run's own transfers, bypassing the page cache, on random bytes, since some drives store
 zeros without writing them. The reported rate covers the whole transfer; the effect of a cache in the drive shrinks as
@@ -50,7 +50,7 @@ class LayerSizes:
     """The sizes of the layer whose computation is timed."""
 
     matrix: tuple[int, int, int]  # (tokens, inputs, outputs) of a linear layer
-    tokens: int  # of a row, for attention
+    tokens: int  # length of a row, which attention depends on
     width: int  # hidden size
 
 
@@ -67,7 +67,7 @@ class Budget:
     try_seconds: float = 2.0  # per transfer method that is tried
     product_seconds: float = 2.0  # per dtype
     layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss
-    memory_elements: int = 64 << 20  # of each of three fp32 arrays
+    memory_elements: int = 64 << 20  # length of each of three fp32 arrays
     update_seconds: float = 1.5  # per kernel
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
@@ -91,10 +91,9 @@ def bench_machine(
     say: Callable[[str], None],
     layer: LayerSizes | None = None,
 ) -> MachineProfile:
-    """Return `machine` with the rates that it lacks.
+    """Return `machine` with the rates that it lacks; those that it has are not measured again.
 
-    Rates of computation and copies are measured together, unless `machine` has products of all `dtypes`; those of each
-    drive unless it has some. `layer` are the sizes of the timed layer, by default `ON_CPU` or `ON_GPU`.
+    `layer` are the sizes of the timed layer, by default `ON_CPU` or `ON_GPU`.
 
     `transfers` maps the settings that select a transfer method to a factory; the fastest is kept for each drive.
     `updates` are pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in
@@ -102,9 +101,7 @@ def bench_machine(
 
     Raises TrainerError if a drive fails or has too little room.
     """
-    rates = machine.rates
-    if not all(dtype in rates.matmul for dtype in dtypes):
-        rates = _compute_rates(machine, updates=updates, dtypes=dtypes, budget=budget, say=say, layer=layer)
+    rates = _compute_rates(machine, updates=updates, dtypes=dtypes, budget=budget, say=say, layer=layer)
     drives = []
     for drive in machine.drives:
         if drive.rates is None:
@@ -123,22 +120,22 @@ def _compute_rates(
     say: Callable[[str], None],
     layer: LayerSizes | None,
 ) -> Rates:
-    gpu = machine.gpu is not None
+    before, gpu = machine.rates, machine.gpu is not None
     layer = layer or (ON_GPU if gpu else ON_CPU)
+    lacking = [dtype for dtype in dtypes if dtype not in before.matmul]
     say("bench: products")
-    matmul = {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in dtypes}
+    matmul = {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}
     say("bench: layers and the loss")
     layers: dict[str, Rate] = {}
-    for dtype in dtypes:
+    for dtype in lacking:
         layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=budget.layer_seconds)
     say("bench: memory")
-    memory = _triad(budget.memory_elements)
+    memory = before.memory or _triad(budget.memory_elements)
     say("bench: AdamW")
-    update = {name: _update(make, budget) for name, make in updates}
-    copies = _copies(budget.copy_seconds) if gpu else Rates()
-    before = machine.rates
+    update = {name: _update(make, budget) for name, make in updates if name not in before.update}
+    copied = _copies(budget.copy_seconds) if gpu and before.to_device is None else before
     return replace(
-        copies,
+        copied,
         matmul=before.matmul | matmul,
         layers=before.layers | layers,
         memory=memory,

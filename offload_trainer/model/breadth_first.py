@@ -6,7 +6,7 @@
 Weights are then needed once a pass, not once a micro-batch. The forward takes the micro-batches in reverse, so that the
 backward needs the inputs in the reverse order of the forward.
 
-transformers' own forward runs for each micro-batch, in a thread of its own that pauses inside each checkpointed block.
+transformers' own forward runs for each micro-batch, in a separate thread that pauses inside each checkpointed block.
 Masks, positions and everything else between the blocks are therefore transformers' code. Only one thread runs at a
 time, and the blocks themselves are computed by the calling thread, because torch would start a team of threads for each
 thread that computes. torch's generators are swapped at each change, so each micro-batch draws what it would draw alone.
@@ -181,9 +181,9 @@ class _MicroBatch:
 
     body: Callable[[], Any]
     batch: tuple[Any, ...]
-    cuts: list[list[_Cut]] = field(default_factory=list)  # those behind each block
+    cuts: list[list[_Cut]] = field(default_factory=list)  # the cuts behind each block, by its number
     module: nn.Module | None = None  # the block that it has passed through last
-    answer: Any = None  # that block's output
+    answer: Any = None  # output of `module`, which the thread waits for
     ended: bool = False
     _output: Any = None
     _thread: Thread | None = None

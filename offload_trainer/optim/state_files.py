@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, with_config
 
+from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.moments import StoredMoment, zero_code
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
@@ -31,7 +32,6 @@ from offload_trainer.plan.tiered.state_formats import (
     EXP_AVG_SQ,
     MOMENT_FORMATS,
     MOMENTS,
-    RULES,
     StateFormat,
     UpdateRule,
     is_signed,
@@ -44,7 +44,6 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
-RuleName = Annotated[str, Field(pattern=f"^({'|'.join(RULES)})$")]
 MomentsName = Annotated[str, Field(pattern=f"^({'|'.join(MOMENT_FORMATS)})$")]
 _Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
 

@@ -117,6 +117,12 @@ class Weight:
         return len(self.shape) == 1 and not self.name.endswith("bias")
 
 
+def decay_groups(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
+    """Return the trainable weights with and without weight decay, in the model's order."""
+    trainable = [weight for weight in weights if weight.trainable]
+    return [w for w in trainable if w.decays], [w for w in trainable if not w.decays]
+
+
 @dataclass(frozen=True)
 class Needs:
     """The order in which a block's forward and backward use its weights, by name; a weight may occur several times."""

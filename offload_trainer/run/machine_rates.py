@@ -87,8 +87,9 @@ def bench_here(
     return timed
 
 
-def _not_kept(error: OSError) -> str:
-    return f"note: these rates could not be saved for later plans: {reason(error)}"
+def _not_kept(error: OSError | ValueError) -> str:
+    why = reason(error) if isinstance(error, OSError) else error
+    return f"note: these rates could not be saved for later plans: {why}"
 
 
 # -- at the start of a run ---------------------------------------------------------------------------------------------
@@ -110,8 +111,8 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
 
     This takes a few seconds: products and layers of this model's sizes in its dtype, the update kernel that the run
-    uses, memory, copies to and from a GPU, and the drives in both directions at once. If it fails, a note says so and
-    the rates stay unknown.
+    uses, memory, copies to and from a GPU, and the drives in both directions simultaneously. If it fails, a note says
+    so and the rates stay unknown.
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.timed_updates import updates_of_run
@@ -158,7 +159,7 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     try:
         keep_rates(timed)
     except (OSError, ValueError) as error:
-        say(_not_kept(error) if isinstance(error, OSError) else f"note: {error}")
+        say(_not_kept(error))
     return timed
 
 

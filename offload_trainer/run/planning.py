@@ -78,18 +78,13 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
 
     config = _with_resumed_copies(config, nodes=nodes)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
-    source = (
-        again.source
-        if again
-        else resolve_model(
-            config.model,
-            seed=config.train.seed,
-            packed=config.data.packing == "on",
-            pieces=config.parallel.sequence > 1,
-        )
-    )
-    refuse_nothing_trained(source.shape)
-    source = with_block_order(config, source)
+    if again:
+        source: Any = again.source
+    else:
+        packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
+        source = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
+        refuse_nothing_trained(source.shape)
+        source = with_block_order(config, source)
     models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)

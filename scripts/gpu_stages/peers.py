@@ -67,7 +67,7 @@ _BUILDERS = {"native": _native, "foreach": _foreach, "fsdp2": _fsdp2, "torchao":
 
 def _groups(module: Any, source: Any, optim: Any) -> list[dict[str, Any]]:
     """Return AdamW's two parameter groups, with weight decay and without."""
-    from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
+    from offload_trainer.plan.shape import decay_groups
 
     weights = dict(module.model.named_parameters())
     decayed, plain = decay_groups(source.shape.weights)

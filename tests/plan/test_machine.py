@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from update_ranges import form
@@ -87,6 +88,17 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, driv
     assert not list((drive / "offload-trainer").glob("run-*"))
     for told in ("products, fp32", "attention, forward, fp32", "loss, backward, fp32"):
         assert told in describe_rates(timed)
+
+
+def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_drive", None)
+    monkeypatch.setattr(bench, "_triad", None)
+    how: dict[str, Any] = {"transfers": {}, "budget": bench.Budget(layer_seconds=0), "say": lambda line: None}
+    again = bench.bench_machine(timed, updates=[("torch", None)], dtypes=["fp32"], **how)
+    assert again == timed
+    more = bench.bench_machine(timed, updates=[], dtypes=["bf16"], layer=bench.LayerSizes((8, 8, 8), 8, 64), **how)
+    assert set(more.rates.matmul) == {"fp32", "bf16"}
+    assert more.rates.matmul["fp32"] == timed.rates.matmul["fp32"]
 
 
 def test_each_form_of_moments_is_timed_in_pages() -> None:

@@ -141,7 +141,7 @@ class Gradients:
         self._norms: dict[str, torch.Tensor] = {}
         self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
         self._complete: Complete | None = None
-        self._missing: dict[int, set[str]] = {}  # by unit: weights whose last gradient has not come yet
+        self._missing: dict[int, set[str]] = {}  # unit -> weights whose last gradient is missing
 
     def watch(self, complete: Complete) -> None:
         self._complete = complete

@@ -37,7 +37,7 @@ class UpdateProgress:
         self._left: Counter[int] = Counter()  # pages of each unit that are not written yet
         self._units: dict[int, Future] = {}  # units without their new weights, or whose update failed
         self._agree, self._order = agree, tuple(units)
-        self._own_pages: dict[int, Future] = {}  # by unit: done when this rank has written its pages of the unit
+        self._own_pages: dict[int, Future] = {}  # unit -> done when this rank has written its pages
         self._thread = Workers(1, "update_progress") if agree else None
         self._end = done()
         self._lock = threading.Lock()

@@ -29,9 +29,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes, decay_groups
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
 from offload_trainer.plan.memory import LONG, activation_items, mapped_from, process_items
 from offload_trainer.plan.parallel.collectives import divided, part_held, weights_held
+from offload_trainer.plan.shape import decay_groups
 from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, Tiers
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Literal
 
 from offload_trainer.config import DeepSpeedSection
-from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.shape import ModelShape, Weight, decay_groups
 from offload_trainer.plan.tiers import Placement, TierKind
 
 _SUB_GROUP = 20_000_000
@@ -87,12 +87,6 @@ def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
             if held >= size:
                 held = 0
     return largest
-
-
-def decay_groups(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
-    """Return the trainable weights with and without weight decay, in the model's order."""
-    trainable = [weight for weight in weights if weight.trainable]
-    return [w for w in trainable if w.decays], [w for w in trainable if not w.decays]
 
 
 def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:

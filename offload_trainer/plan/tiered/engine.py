@@ -206,7 +206,8 @@ class Tiered:
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
         layouts = self.layouts if self.layouts is not None else Layouts(work)
         found: list[TieredCandidate] = []
-        ways = [(*homes, step) for homes in self._homes(work, machine) for step in self._orders(work, machine, *homes)]
+        homes = self._homes(work, machine)
+        ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
         for placement, gradients, step in ways:
             sizes = tier_sizes(step, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
             asked = (self.section.weight_transfer, self.section.overlap == "auto")
@@ -220,18 +221,17 @@ class Tiered:
                 found.append(one)
         return found
 
-    def _orders(self, work: Workload, machine: MachineProfile, placement: Placement, _: TierKind) -> list[Workload]:
+    def _orders(self, work: Workload, machine: MachineProfile, params: TierKind) -> list[Workload]:
         """Return the step with its micro-batches depth-first, breadth-first or both, the preferred order first."""
         order, breadth_first = self.section.micro_batch_order, replace(work, breadth_first=True)
         if order == "depth_first" or work.accumulate == 1 or why_not_breadth_first(work):
             return [work]
         if order == "breadth_first":
             return [breadth_first]
-        if placement.params == TierKind.GPU:
+        if params == TierKind.GPU:
             return [work]
         # Breadth-first needs more memory, so it must gain enough; where nothing was timed it is the better guess.
-        drives = placement.params == TierKind.DRIVES
-        copies = [drive.rates for drive in machine.drives] if drives else [machine.rates.to_device]
+        copies = [drive.rates for drive in machine.drives] if params == TierKind.DRIVES else [machine.rates.to_device]
         return [work, breadth_first] if machine.rates.matmul and all(copies) else [breadth_first, work]
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from offload_trainer.config import RuleName
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT, Page, aligned
 
@@ -55,7 +56,7 @@ MOMENT_FORMATS = {form.name: form for form in (FP32, BF16, EIGHT_BIT)}
 class UpdateRule:
     """An optimizer's update rule, described by the state that it keeps."""
 
-    name: str  # the value of optim.name
+    name: RuleName  # the value of optim.name
     title: str
     moments: tuple[Moment, ...]
     formats: tuple[MomentFormat, ...]  # the formats that its moments may be stored in
@@ -80,7 +81,7 @@ LION = UpdateRule(
     ignores=("eps",),
     note="optimizer Lion: betas {betas[0]:g} and {betas[1]:g} (optim.betas), one moment a parameter",
 )
-RULES = {rule.name: rule for rule in (ADAMW, LION)}
+RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION)}
 
 
 @dataclass(frozen=True)

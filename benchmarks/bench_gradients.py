@@ -24,6 +24,8 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.optim.gradient_kernel import gradient_kernel
+from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Unit, units_of
 from offload_trainer.plan.tiered.spec import GRADIENTS_IN_FLIGHT, gradient_ring
 from offload_trainer.settings import load_config
@@ -34,6 +36,8 @@ MEMORY = 500e9  # bytes/s of additions on the simulated GPU
 
 class TimedDevice(CpuDevice):
     """A device that only simulates the time of computing and copying; copies move no data."""
+
+    in_host_memory = False
 
     def __init__(self, *, speed: float) -> None:
         super().__init__()
@@ -86,6 +90,7 @@ def backward_passes(
         ),
         in_flight_bytes=GRADIENTS_IN_FLIGHT,
         order=[],
+        kernel=gradient_kernel(choose_kernel("auto")[0]),
     )
     for unit in units:
         if (sums := gradients.store.host(unit.index)) is not None:

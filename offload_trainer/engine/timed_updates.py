@@ -14,6 +14,7 @@ import torch
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
@@ -126,6 +127,12 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         else:
             found += [_update(there, "cuda", moments) for moments in MOMENT_FORMATS]
     return found
+
+
+def gradient_kernels(*updates: str) -> list[GradientKernel]:
+    """Return the kernels that add gradients beside these CPU update kernels ("auto", "native" or "torch")."""
+    found = {kernel.name: kernel for kernel in (gradient_kernel(choose_kernel(name)[0]) for name in updates)}
+    return list(found.values())
 
 
 def updates_of_run(kernel: str, moments: str) -> list[tuple[str, Callable[[int, int], Step]]]:

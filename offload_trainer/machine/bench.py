@@ -16,12 +16,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch.nn import functional
 
+from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.machine import (
     DriveFacts,
     DriveRates,
@@ -31,12 +33,14 @@ from offload_trainer.plan.machine import (
     fastest_words,
     has_bf16,
     layer_key,
+    sums_key,
 )
+from offload_trainer.plan.tiered.norm_shards import piece_width
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
-from offload_trainer.units import format_bytes
+from offload_trainer.units import format_bytes, format_count
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6
@@ -90,6 +94,7 @@ def bench_machine(
     budget: Budget,
     say: Callable[[str], None],
     layer: LayerSizes | None = None,
+    sums: Sequence[GradientKernel] = (),
 ) -> MachineProfile:
     """Return `machine` with the rates that it lacks; those that it has are not measured again.
 
@@ -97,11 +102,16 @@ def bench_machine(
 
     `transfers` maps the settings that select a transfer method to a factory; the fastest is kept for each drive.
     `updates` are pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in
-    elements, it returns a function that performs update number `step`.
+    elements, it returns a function that performs update number `step`. `sums` are the kernels that add gradients.
 
     Raises TrainerError if a drive fails or has too little room.
     """
     rates = _compute_rates(machine, updates=updates, dtypes=dtypes, budget=budget, say=say, layer=layer)
+    if lacking := [kernel for kernel in sums if sums_key(kernel.name, measured=True) not in rates.sums]:
+        say("bench: adding gradients")
+        for kernel in lacking:
+            found = _rates_of_adding(kernel, budget.memory_elements // 2, halving=machine.gpu is not None)
+            rates = replace(rates, sums=rates.sums | found)
     drives = []
     for drive in machine.drives:
         if drive.rates is None:
@@ -195,6 +205,17 @@ def _triad(size: int) -> Rate:
     one, two, three = (torch.ones(size) for _ in range(3))
     taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=size / (64 << 20))
     return Rate(12 * size / median(taken), "measured", f"triad of {4 * size >> 20} MiB arrays, median of {len(taken)}")
+
+
+def _rates_of_adding(kernel: GradientKernel, size: int, *, halving: bool) -> dict[str, Rate]:
+    """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`."""
+    total, more = torch.ones(size), torch.ones(size, dtype=torch.bfloat16)
+    found = {}
+    for pieces in (None, Pieces(piece_width(size, ordered=halving), halving=halving)):
+        taken = _repeat(partial(kernel.add, total, more, pieces=pieces), seconds=size / (64 << 20))
+        how = f"{format_count(size)} 16-bit gradients added to fp32 sums, median of {len(taken)}"
+        found[sums_key(kernel.name, measured=pieces is not None)] = Rate(10 * size / median(taken), "measured", how)
+    return found
 
 
 def _update(make: Callable[[int, int], Callable[[int], None]], budget: Budget) -> Rate:

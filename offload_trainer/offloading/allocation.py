@@ -23,7 +23,9 @@ from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.native_adam import Sum, zlib_sum
+from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
+from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiered.state_formats import StateFormat
@@ -88,13 +90,11 @@ class Stores:
     update_progress: UpdateProgress
 
 
-def allocate_stores(
-    layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], page_sum: Sum = zlib_sum
-) -> Stores:
+def allocate_stores(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], kernel: Kernel) -> Stores:
     """Allocate memory on the device and in RAM, and files on the drives.
 
-    `order` lists the trainable weights in the order in which their norms are summed. `page_sum` computes page
-    checksums. All ranks call it.
+    `order` lists the trainable weights in the order in which their norms are summed. `kernel` updates pages on the CPU;
+    if it is compiled, gradients are added and page checksums computed by compiled code, too. All ranks call it.
     """
     units, homes, node = layout.units, layout.homes, layout.node
     pages = [layout.copies * layout.format.page_bytes(page) for page in homes.pages]
@@ -105,7 +105,7 @@ def allocate_stores(
         transfers=drives.unchecked,
         device=device,
         node=node,
-        copies=PageCopies(homes.pages, format=layout.format, count=layout.copies, node=node, compute=page_sum),
+        copies=PageCopies(homes.pages, format=layout.format, count=layout.copies, node=node, compute=sum_with(kernel)),
     )
     if len(node.local_ranks) > 1:
         for number in range(len(homes.pages)):  # first touched here, so allocated on this rank's NUMA node
@@ -125,18 +125,20 @@ def allocate_stores(
     )
     fetches = WeightFetches(outside, node=node, gpus=device.is_cuda)
     weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
-    gradients = _gradients(layout, device=device, drives=drives, order=order)
+    gradients = _gradients(layout, device=device, drives=drives, order=order, kernel=gradient_kernel(kernel))
     return Stores(state, weights, fetches, gradients, _update_progress(layout, weights, device))
 
 
-def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> Gradients | ShardedGradients:
+def _gradients(
+    layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], kernel: GradientKernel
+) -> Gradients | ShardedGradients:
     units, homes, transfers = layout.units, layout.homes, drives.transfers
     sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
     files = drives.files("gradients", sums, homes.gradients)
     if layout.node.world > 1:
         dtype, node = layout.gradient_dtype, layout.node
         store = UnitStore(sums, homes.gradients, dtype=dtype, files=files, transfers=transfers, pinned=False, node=node)
-        return ShardedGradients(units, store, given=layout.dtype, device=device, order=order, node=node)
+        return ShardedGradients(units, store, given=layout.dtype, device=device, order=order, node=node, kernel=kernel)
     return Gradients(
         units,
         homes.gradients,
@@ -148,6 +150,7 @@ def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
         ring_bytes=layout.ring_bytes,
         in_flight_bytes=GRADIENTS_IN_FLIGHT,
         order=order,
+        kernel=kernel,
     )
 
 

@@ -28,7 +28,7 @@ class CudaDevice:
     not wait for weights. The update of pages on the device uses another one.
     """
 
-    is_cuda = True
+    is_cuda, in_host_memory = True, False
 
     def __init__(self, device: torch.device, *, staging_bytes: int, stagings: int) -> None:
         """Create streams and threads, and `stagings` pinned buffers of `staging_bytes` for units on drives.

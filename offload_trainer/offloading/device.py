@@ -60,6 +60,7 @@ class Device(Protocol):
 
     place: torch.device
     is_cuda: bool
+    in_host_memory: bool  # the host may use the device's tensors without a copy
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate memory on the device."""
@@ -103,7 +104,7 @@ class Device(Protocol):
 class CpuDevice:
     """The CPU as a device, whose memory is host memory."""
 
-    place, is_cuda = torch.device("cpu"), False
+    place, is_cuda, in_host_memory = torch.device("cpu"), False, True
 
     def __init__(self) -> None:
         self._copies = Workers(1, "copy")

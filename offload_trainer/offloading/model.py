@@ -36,7 +36,6 @@ from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher, modules_of_units
 from offload_trainer.offloading.weights.resident_guard import ResidentGuard, give_memory
 from offload_trainer.optim.kernel_api import Kernel
-from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs
@@ -87,8 +86,7 @@ class OffloadedModel:
         self.manifest: ManifestWriter | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
-            page_sum = sum_with(kernels[0])
-            stores = allocate_stores(layout, device=device, drives=drives, order=self.trained, page_sum=page_sum)
+            stores = allocate_stores(layout, device=device, drives=drives, order=self.trained, kernel=kernels[0])
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
             self._fetches, self.update_progress = stores.fetches, stores.update_progress
             stack.callback(self._fetches.close)

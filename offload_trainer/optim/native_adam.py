@@ -89,12 +89,10 @@ class NativeKernel:
     name = "native"
 
     def __init__(self) -> None:
-        self._library = NativeLibrary()
-        self.built = (
-            f"built ahead for {self._library.ahead_for}" if self._library.ahead_for else "built for this machine"
-        )
-        self._update = self._library.functions.update_page
-        self._sum = self._library.functions.page_sum
+        self.library = NativeLibrary()
+        self.built = f"built ahead for {self.library.ahead_for}" if self.library.ahead_for else "built for this machine"
+        self._update = self.library.functions.update_page
+        self._sum = self.library.functions.page_sum
         self._sum.restype = ctypes.c_int64
 
     def update_page(
@@ -133,7 +131,7 @@ class NativeKernel:
             for part in parts
             if part.end > part.start
         ]
-        threads = ctypes.c_int32(self._library.threads())
+        threads = ctypes.c_int32(self.library.threads())
         self._update(ctypes.byref(page), (_Part * len(found))(*found), ctypes.c_int64(len(found)), threads)
 
     def page_sum(self, data: torch.Tensor) -> int:

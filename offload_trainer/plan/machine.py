@@ -106,6 +106,7 @@ class Rates:
     layers: dict[LayerKey, Rate] = field(default_factory=dict)  # work other than matrix products, by `layer_key`
     memory: Rate | None = None  # bytes/s of a STREAM triad on all cores
     update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, dtype conversions included
+    sums: dict[Line, Rate] = field(default_factory=dict)  # bytes/s of adding gradients in RAM, by `sums_key`
     to_device: Rate | None = None  # bytes/s, from pinned memory
     from_device: Rate | None = None  # bytes/s, into pinned memory
     pageable_to_device: Rate | None = None
@@ -127,6 +128,11 @@ def layer_key(dtype: str, part: str, phase: str) -> str:
 def update_key(kernel: str, states: str) -> str:
     """Return the key of a rate in `Rates.update`. fp32 moments add no suffix: earlier versions measured only them."""
     return kernel if states == "fp32" else f"{kernel}.{states}"
+
+
+def sums_key(kernel: str, *, measured: bool) -> str:
+    """Return the key of a rate in `Rates.sums`. `measured`: the norms of the sums are computed as well."""
+    return f"{kernel}.norm" if measured else kernel
 
 
 @with_config(EXACT)
@@ -243,6 +249,8 @@ def describe_rates(machine: MachineProfile) -> str:
     add("memory", rates.memory, 1e9, "GB/s")
     for kernel, rate in rates.update.items():
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
+    for kernel, rate in rates.sums.items():
+        add(f"adding gradients, {' with '.join(kernel.split('.'))}", rate, 1e9, "GB/s")
     for name in ("to_device", "from_device", "pageable_to_device", "pageable_from_device", "both_ways"):
         add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
     for name in ("to_device_at_once", "from_device_at_once", "all_gather", "all_to_all"):

@@ -51,7 +51,7 @@ def bench_here(
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.op_builder import is_built
-    from offload_trainer.engine.timed_updates import available_updates
+    from offload_trainer.engine.timed_updates import available_updates, gradient_kernels
     from offload_trainer.machine.bench import Budget, bench_machine, dtypes_to_time
     from offload_trainer.machine.link_rates import bench_links
     from offload_trainer.machine.probe import probe_machine
@@ -74,6 +74,7 @@ def bench_here(
         machine,
         transfers=io,
         updates=available_updates(say=say),
+        sums=gradient_kernels("auto", "torch"),
         dtypes=dtypes_to_time(machine, dtype),
         budget=budget,
         say=say,
@@ -115,7 +116,7 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     so and the rates stay unknown.
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.engine.timed_updates import updates_of_run
+    from offload_trainer.engine.timed_updates import gradient_kernels, updates_of_run
     from offload_trainer.machine.bench import Budget, bench_machine
     from offload_trainer.machine.rate_cache import keep_rates
     from offload_trainer.storage.tensorfile import DTYPES
@@ -142,6 +143,7 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
             replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
             transfers=_ways_to_drives(kernel=False),
             updates=updates_of_run(config.optim.kernel, config.optim.moment_dtype),
+            sums=gradient_kernels(config.optim.kernel),
             dtypes=[config.model.dtype],
             budget=budget,
             say=lambda _: None,

@@ -112,7 +112,7 @@ class HeldWrites(ThreadedTransfers):
 class LateDevice:
     """A device that computes on the CPU, with copies (downloads included) as asynchronous as a GPU's."""
 
-    place, is_cuda = torch.device("cpu"), False
+    place, is_cuda, in_host_memory = torch.device("cpu"), False, False
 
     def __init__(self) -> None:
         if torch.cuda.is_available():

@@ -20,7 +20,8 @@ from late_transfers import LateDevice
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, InFlight, Ring
-from offload_trainer.offloading.gradients.norms import global_norm, norm_of, ordered_norm
+from offload_trainer.offloading.gradients.norms import PiecewiseNorm, global_norm, norm_of, ordered_norm
+from offload_trainer.optim.gradient_kernel import TorchGradients
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.storage.host_memory import host_buffer
@@ -66,7 +67,7 @@ def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iter
     transfers = ThreadedTransfers(threads=1)
     words: dict[str, Any] = {
         **{"dtype": torch.float32, "files": [], "transfers": transfers, "stagings": 2, "ring_bytes": 1 << 20},
-        **{"in_flight_bytes": 1 << 20, "order": names(units)},
+        **{"in_flight_bytes": 1 << 20, "order": names(units), "kernel": TorchGradients()},
     }
     homes = [home] * len(units) if isinstance(home, int) else home
     made = Gradients(units, homes, **words | changes)
@@ -305,12 +306,17 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
-    norms, waits, inside = [], [], threading.local()
-    norm, add, wait = module.norm_of, Gradients.add, Future.wait
+    norms, waits, measuring, inside = [], [], set(), threading.local()
+    total, add, wait = PiecewiseNorm.total, Gradients.add, Future.wait
 
-    def seen_norm(flat: torch.Tensor) -> torch.Tensor:
+    def seen_total(norm: PiecewiseNorm, results: torch.Tensor) -> torch.Tensor:
         norms.append(threading.current_thread().name)
-        return norm(flat)
+        return total(norm, results)
+
+    class SeenKernel(TorchGradients):
+        def add(self, *args: Any, **named: Any) -> torch.Tensor:
+            measuring.add(threading.current_thread().name)
+            return super().add(*args, **named)
 
     def seen_add(*args: Any, **named: Any) -> None:
         inside.adding = True
@@ -322,7 +328,9 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
             waits.append(future)
         wait(future)
 
-    monkeypatch.setattr(module, "norm_of", seen_norm)
+    monkeypatch.setattr(module, "norm_of", None)  # not called
+    monkeypatch.setattr(PiecewiseNorm, "total", seen_total)
+    monkeypatch.setattr("offload_trainer.offloading.allocation.gradient_kernel", lambda _: SeenKernel())
     monkeypatch.setattr(Gradients, "add", seen_add)
     monkeypatch.setattr(Future, "wait", seen_wait)
     monkeypatch.setattr(
@@ -333,7 +341,7 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
         train(ours, batches(3), accumulate=3)
         assert len(norms) == len(ours.offloaded.trained)
-    assert set(norms) == {"sums-0"}
+    assert set(norms) == measuring == {"sums-0"}
     assert not waits
 
 
@@ -416,7 +424,7 @@ def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
 @pytest.mark.usefixtures("nothing_is_small")
 def test_a_gpus_norms_are_the_same_for_all_homes_of_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, norms and clipped masters of three micro-batches do not depend on the placement, with a GPU's norms."""
-    monkeypatch.setattr(Gradients, "_norm_of_sum", staticmethod(ordered_norm))
+    monkeypatch.setattr(Gradients, "_ordered", True)
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
     results = []

@@ -22,6 +22,7 @@ from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Addressed, Node
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients, ShardedNorms
+from offload_trainer.optim.gradient_kernel import TorchGradients
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import norm_shards
 from offload_trainer.plan.tiered.layout import RAM, range_of_rank, units_of
@@ -134,7 +135,9 @@ def test_sums_are_those_of_one_rank(
         made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}
         store = UnitStore(sums, [home] * len(units), **made_of)  # type: ignore[arg-type]
         order = names(units)
-        gradients = ShardedGradients(units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node)
+        gradients = ShardedGradients(
+            units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node, kernel=TorchGradients()
+        )
         try:
             return steps(gradients, rank=rank, world=world, barrier=node.barrier)
         except BaseException:
@@ -177,7 +180,9 @@ def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypa
     place = Place(world, nodes=world)
 
     def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:
-        ours = ShardedNorms(placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered)
+        ours = ShardedNorms(
+            placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered, kernel=TorchGradients()
+        )
         found = []
         for _ in range(2):
             for unit in units:

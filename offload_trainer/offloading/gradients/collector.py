@@ -1,8 +1,9 @@
 """Collect gradients from autograd, accumulate them over a step's micro-batches, and compute their norm.
 
     autograd ──add──> sums on the device                               one operation on the device's stream
-             ──copy─────────────────────> sums in host memory          the first gradient of a weight in a step
-             ──copy──> ring ──thread────> sums in RAM or on drives     all other gradients (host_accumulator.py)
+             ──add────────────────────────> sums in RAM                a CPU's gradients: one pass on all cores
+             ──copy───────────────────────> sums in RAM                a GPU's first gradient of a weight in a step
+             ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients (host_accumulator.py)
 
 Autograd's thread waits only if too many bytes are in flight, on the device (`InFlight`) or in the host ring buffer
 (`Ring`), and then only for the oldest copy. Gradients from
@@ -15,16 +16,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.host_accumulator import HostAccumulator
-from offload_trainer.offloading.gradients.norms import norm_of, ordered_norm
+from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.optim.gradient_kernel import GradientKernel
 from offload_trainer.plan.tiered.layout import Place, Unit
 from offload_trainer.plan.tiers import DEVICE
 from offload_trainer.storage.host_memory import host_buffer
@@ -110,6 +111,7 @@ class Gradients:
         ring_bytes: int,
         in_flight_bytes: int,
         order: Sequence[str],
+        kernel: GradientKernel,
     ) -> None:
         """Allocate the sums of each unit in the tier that `homes` names.
 
@@ -121,13 +123,14 @@ class Gradients:
             files: one file on each drive.
             transfers: transfers to and from the files.
             stagings: host buffers in front of drives, see `StagedSums`.
-            ring_bytes: size of the host ring buffer. It is used for sums on drives, and for gradients in RAM that are
-                not a weight's first or have another dtype.
+            ring_bytes: size of the host ring buffer. It is used for sums on drives, and for a GPU's gradients in RAM
+                that are not a weight's first or have another dtype.
             in_flight_bytes: limit of gradients on the device that wait for their copy, without the largest one.
             order: weight names in the order in which their norms are summed.
+            kernel: adds gradients to sums in host memory, and measures these.
         """
         self.dtype = dtype
-        self._device = device
+        self._device, self._kernel = device, kernel
         self._intake = GradientIntake(units)
         pinned = device.is_cuda
         sizes = [unit.trained * dtype.itemsize for unit in units]
@@ -135,7 +138,7 @@ class Gradients:
         there = [unit for unit in units if homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
-        self._host = HostAccumulator(units, self.store, stagings=stagings, single_threaded=not device.is_cuda)
+        self._host = HostAccumulator(units, self.store, stagings=stagings, kernel=kernel, one_thread=not device.is_cuda)
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
@@ -173,22 +176,29 @@ class Gradients:
 
     def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
         unit, place = self._intake.place[name]
-        first = name not in self._intake.arrived
+        first, at_hand = name not in self._intake.arrived, self._device.in_host_memory
         self._intake.arrived.add(name)
-        if first and last:
-            self._norms[name] = norm_of(flat)
+        measured = last and (at_hand or not first)  # in host memory, as the gradient is added
         resident, host = self.on_device(unit.index), self.store.host(unit.index)
         here = slice(place.start, place.start + flat.numel())
+        if last and not measured:
+            self._norms[name] = norm_of(flat)
         if resident is not None:
             target = resident[here]
             target.copy_(flat) if first else target.add_(flat)
-            if last and not first:
-                self._norms[name] = self._norm_of_sum(target)
+            if measured:
+                self._norms[name] = self._norm_of_sum(name, target)
+        elif host is not None and at_hand:
+            norm = self._norm(name)
+            pieces = norm.pieces if measured else None
+            results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces)
+            if measured:
+                self._norms[name] = norm.total(results)
         elif first and host is not None and flat.dtype is self.dtype:
             self._downloads[name] = self._device.download(flat, host[here])
             self._in_flight.add(flat.nbytes, self._downloads[name])
         else:
-            self._add_in_host_memory(name, flat, first=first, norm=last and not first)
+            self._add_in_host_memory(name, flat, first=first, measured=measured)
         if last and self._complete is not None:
             self._note_last(name, unit, self._complete)
 
@@ -203,33 +213,57 @@ class Gradients:
             stored = together([added, *(future for future in downloads if future is not None)])
             stored.then(lambda error: complete(unit.index, made, error))
 
-    def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:
-        """Copy a gradient through the ring buffer in pieces, which the accumulator's thread adds to the sums."""
+    def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, measured: bool) -> None:
+        """Copy a gradient through the ring buffer in parts, which the accumulator's thread adds to the sums.
+
+        `measured`: compute the norm of the new sum, with each part if the parts can consist of whole pieces.
+        """
         unit, place = self._intake.place[name]
-        pieces = flat.split(self._ring.largest_piece // flat.itemsize)
-        gone = Future(parts=len(pieces))
+        norm, size = self._norm(name), self._ring.largest_piece // flat.itemsize
+        at_once = measured and size >= norm.pieces.width
+        if at_once:
+            size -= size % norm.pieces.width
+        pieces, results = norm.pieces if at_once else None, list[torch.Tensor]()
+        parts = flat.split(size)
+        gone = Future(parts=len(parts))
         download = self._downloads.pop(name, None) or done()
         start = place.start
-        for piece in pieces:
-            memory, read = self._ring.take(piece.nbytes)
-            values = memory.view(piece.dtype)
-            arrived = self._device.download(piece, values)
+        for part in parts:
+            memory, read = self._ring.take(part.nbytes)
+            values = memory.view(part.dtype)
+            arrived = self._device.download(part, values)
             arrived.then(gone.finish_part)
-            add = partial(self._host.add, unit.index, start, values, after=(download, arrived), first=first)
+
+            def add(start: int = start, values: torch.Tensor = values, arrived: Future = arrived) -> None:
+                after = (download, arrived)
+                results.append(self._host.add(unit.index, start, values, after=after, first=first, pieces=pieces))
+
             self._host.put(add, read)
-            start += piece.numel()
+            start += part.numel()
         self._in_flight.add(flat.nbytes, gone)
-        if norm:
+        if measured:
 
             def take_norm() -> None:
-                sums = self._host.collecting(unit.index)
-                self._norms[name] = self._norm_of_sum(sums[place.start : place.start + place.weight.numel])
+                if not at_once:
+                    results[:] = [self._host.measure(unit.index, place.start, start, pieces=norm.pieces)]
+                self._norms[name] = norm.total(torch.cat(results))
 
             self._host.put(take_norm, Future())
 
-    def _norm_of_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the norm of a sum over micro-batches; `values` may be on the device or in host memory."""
-        return norm_of(values) if self._device.place.type == "cpu" else ordered_norm(values)
+    @property
+    def _ordered(self) -> bool:
+        """Return whether norms of sums are `ordered_norm`, because a GPU trains and sums may be on it."""
+        return self._device.place.type != "cpu"
+
+    def _norm(self, name: str) -> PiecewiseNorm:
+        """Return the norm of a weight's sum over micro-batches in host memory."""
+        return PiecewiseNorm(self._intake.place[name][1].weight.numel, ordered=self._ordered)
+
+    def _norm_of_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return the norm of a weight's sum over micro-batches; `values` may be on the device or in host memory."""
+        if values.device.type != "cpu":
+            return ordered_norm(values)
+        return self._norm(name).of(values, self._kernel)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -250,7 +284,7 @@ class Gradients:
             }
         for name in arrived:
             if name not in self._norms:  # the last micro-batch did not use the weight
-                self._norms[name] = self._norm_of_sum(self.sums(name))
+                self._norms[name] = self._norm_of_sum(name, self.sums(name))
         norms = {name: self._norms[name] for name in arrived}
         far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
         if far:

@@ -16,12 +16,10 @@ import torch
 
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.tiered.layout import Unit, range_of_rank
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.transfer import Future, Workers, done, ending
-
-# Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
-_SINGLE_THREADED = (1 << 15) - 1
 
 
 @dataclass
@@ -133,9 +131,12 @@ class StagedSums:
 class HostAccumulator:
     """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
 
-    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, single_threaded: bool) -> None:
-        """Start the thread. `stagings`: see `StagedSums`. `single_threaded`: all cores compute."""
-        self._staged, self._single_threaded = StagedSums(units, store, stagings=stagings, node=Node()), single_threaded
+    def __init__(
+        self, units: Sequence[Unit], store: UnitStore, *, stagings: int, kernel: GradientKernel, one_thread: bool
+    ) -> None:
+        """Start the thread. `stagings`: see `StagedSums`. `one_thread`: the other cores compute the model."""
+        self._staged = StagedSums(units, store, stagings=stagings, node=Node())
+        self._kernel, self._one_thread = kernel, one_thread
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
 
@@ -175,17 +176,29 @@ class HostAccumulator:
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 
-    def add(self, unit: int, start: int, values: torch.Tensor, *, after: Iterable[Future], first: bool) -> None:
+    def add(
+        self,
+        unit: int,
+        start: int,
+        values: torch.Tensor,
+        *,
+        after: Iterable[Future],
+        first: bool,
+        pieces: Pieces | None,
+    ) -> torch.Tensor:
         """Add to a unit's sums from element `start` on, or overwrite them if these gradients are the first.
 
-        `after`: the copies after which `values` and the sums are in host memory.
+        `after`: the copies after which `values` and the sums are in host memory. Returns the partial results of the new
+        sums in `pieces`, if any.
         """
         for copy in after:
             copy.wait()
         target = self.collecting(unit)[start : start + values.numel()]
-        size = _SINGLE_THREADED if self._single_threaded else max(1, values.numel())
-        for part, more in zip(target.split(size), values.split(size), strict=True):
-            part.copy_(more) if first else part.add_(more)
+        return self._kernel.add(target, values, first=first, pieces=pieces, one_thread=self._one_thread)
+
+    def measure(self, unit: int, start: int, end: int, *, pieces: Pieces) -> torch.Tensor:
+        """Return the partial results of a unit's sums in [start, end)."""
+        return self._kernel.add(self.collecting(unit)[start:end], None, pieces=pieces, one_thread=self._one_thread)
 
     def collecting(self, unit: int) -> torch.Tensor:
         """Return the host memory that currently holds the unit's sums."""

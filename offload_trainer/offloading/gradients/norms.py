@@ -4,15 +4,23 @@
     a sum over micro-batches        `norm_of` if a CPU trains; `ordered_norm` if a GPU trains, wherever the sum is
 
 With a GPU a sum may be on the GPU, in host memory or on a drive, and torch's norm adds in a different order on each.
-`ordered_norm` therefore consists of single additions in a fixed order.
+`ordered_norm` therefore consists of single additions in a fixed order. In host memory both are combined from the
+partial results of pieces (`PiecewiseNorm`), which optim/gradient_kernel.py computes as it adds gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
+from offload_trainer.optim.gradient_kernel import (
+    GradientKernel,
+    Pieces,
+    TorchGradients,
+    sum_by_halves,
+    sums_of_squares,
+)
 from offload_trainer.plan.tiered.norm_shards import piece_width
 
 _CHUNKS_ON_GPU = 8  # chunks that are squared at a time; 32 MiB
@@ -37,21 +45,11 @@ def norm_of(flat: torch.Tensor) -> torch.Tensor:
     """Return the fp32 norm (0-dim) of one 1-D gradient, on its device.
 
     On the CPU it is computed in pieces. torch would make an fp32 copy of the whole gradient and sum it sequentially,
-    with an error of 1 % at 9e7 elements. The pieces' copy and norms use two preallocated tensors, because small
-    allocations between freed copies would fragment the heap.
+    with an error of 1 % at 9e7 elements.
     """
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
-    width = piece_width(flat.numel(), ordered=False)
-    pieces = flat.split(width)
-    return torch.linalg.vector_norm(_norms_of(pieces, count=len(pieces), largest=min(width, flat.numel())))
-
-
-def _norms_of(pieces: Iterable[torch.Tensor], *, count: int, largest: int) -> torch.Tensor:
-    norms, copy = torch.empty(count), torch.empty(largest)
-    for index, piece in enumerate(pieces):
-        torch.linalg.vector_norm(copy[: piece.numel()].copy_(piece), out=norms[index])
-    return norms
+    return PiecewiseNorm(flat.numel(), ordered=False).of(flat, TorchGradients())
 
 
 def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
@@ -64,55 +62,31 @@ def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tens
     """
     width = piece_width(flat.numel(), ordered=True)
     at_a_time = chunks or (1 if flat.device.type == "cpu" else _CHUNKS_ON_GPU)
-    sums = torch.cat([_sums_of_squares(part, width) for part in flat.split(width * at_a_time)])
-    return _root_of_sum(sums)
+    return _root_of_sum(torch.cat([sums_of_squares(part, width) for part in flat.split(width * at_a_time)]))
 
 
 def _root_of_sum(sums: torch.Tensor) -> torch.Tensor:
     filled = sums.new_zeros(1, 1 << max(0, sums.numel() - 1).bit_length())  # the next power of two
     filled[0, : sums.numel()].copy_(sums)
-    return _by_halves(filled)[0].sqrt()
+    return sum_by_halves(filled)[0].sqrt()
 
 
 class PiecewiseNorm:
-    """The norm of one weight's sum that is sharded over ranks, with the bits of `norm_of` or `ordered_norm`.
+    """The norm of one weight's sum in host memory, with the bits of `norm_of` or `ordered_norm`.
 
-    Both combine partial results of pieces of `width` elements, counted from the weight's start.
+    It is combined from the partial results of pieces, counted from the weight's start. They may be computed as
+    gradients are added, and on several ranks.
     """
 
     def __init__(self, numel: int, *, ordered: bool) -> None:
         """Prepare for a weight of `numel` elements; `ordered`: as `ordered_norm`, else as `norm_of` on the CPU."""
-        self._ordered = ordered
-        self.width = piece_width(numel, ordered=ordered)
-        self.pieces, self._largest = -(-numel // self.width), min(numel, self.width)
+        self.pieces = Pieces(piece_width(numel, ordered=ordered), halving=ordered)
+        self.count = -(-numel // self.pieces.width)
 
-    def of(self, pieces: Iterable[torch.Tensor], *, count: int) -> torch.Tensor:
-        """Return the partial results (fp32) of `count` pieces on the CPU, of `width` elements each except the last."""
-        if not self._ordered:
-            return _norms_of(pieces, count=count, largest=self._largest)
-        numbers = torch.empty(count)
-        for index, piece in enumerate(pieces):
-            numbers[index : index + 1] = _sums_of_squares(piece, self.width)
-        return numbers
+    def of(self, sums: torch.Tensor, kernel: GradientKernel) -> torch.Tensor:
+        """Return the norm (fp32, 0-dim) of whole sums."""
+        return self.total(kernel.add(sums.contiguous(), None, pieces=self.pieces))
 
-    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+    def total(self, results: torch.Tensor) -> torch.Tensor:
         """Return the norm (fp32, 0-dim) from the partial results of all pieces."""
-        return _root_of_sum(numbers) if self._ordered else torch.linalg.vector_norm(numbers)
-
-
-def _sums_of_squares(part: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the sum of squares (fp32) of each `width` elements."""
-    rows = -(-part.numel() // width)
-    squares = torch.zeros(rows * width, dtype=torch.float32, device=part.device)
-    values = squares[: part.numel()].copy_(part)
-    values.mul_(values)
-    return _by_halves(squares.view(rows, width))
-
-
-def _by_halves(rows: torch.Tensor) -> torch.Tensor:
-    """Return each row's sum, computed in place by halving; the row length is a power of two."""
-    length = rows.shape[1]
-    while length > 1:
-        length //= 2
-        rows[:, :length].add_(rows[:, length : 2 * length])
-    return rows[:, 0]
+        return _root_of_sum(results) if self.pieces.halving else torch.linalg.vector_norm(results)

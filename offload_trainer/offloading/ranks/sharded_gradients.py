@@ -36,6 +36,7 @@ from offload_trainer.offloading.gradients.host_accumulator import StagedSums
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
+from offload_trainer.optim.gradient_kernel import GradientKernel
 from offload_trainer.plan.tiered.layout import Place, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.norm_shards import NormShards, norm_parts
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, OUTBOXES, exchange_bytes
@@ -64,6 +65,7 @@ class ShardedGradients:
         device: Device,
         order: Sequence[str],
         node: Node,
+        kernel: GradientKernel,
     ) -> None:
         """Allocate the outboxes and inboxes. All ranks call it.
 
@@ -74,9 +76,10 @@ class ShardedGradients:
             device: the device that computes the gradients.
             order: weight names in the order in which their norms are summed.
             node: this rank's connections to the others.
+            kernel: adds gradients to sums in host memory, and measures these.
         """
         self.store, self.dtype = store, store.dtype
-        self._device, self._node = device, node
+        self._device, self._node, self._kernel = device, node, kernel
         self._intake = GradientIntake(units)
         self._sums = StagedSums(units, store, stagings=GRADIENT_BUFFERS, node=node)
         size = exchange_bytes(units, item_bytes=given.itemsize)
@@ -93,7 +96,7 @@ class ShardedGradients:
         self._remote_marks = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.remote_ranks}
         ordered = device.place.type != "cpu"
         placed = [self._intake.place[name] for name in order if name in self._intake.place]
-        self._norms = ShardedNorms(placed, node, dtype=self.dtype, ordered=ordered)
+        self._norms = ShardedNorms(placed, node, dtype=self.dtype, ordered=ordered, kernel=kernel)
         self._waiting: dict[str, torch.Tensor] = {}  # gradients of this micro-batch whose unit's turn has not come
         self._in_outbox: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
@@ -227,8 +230,7 @@ class ShardedGradients:
                         values = self._outboxes[rank][box][here]
                     else:
                         values = self._inboxes[rank][here.start - first : here.stop - first]
-                    target = sums[here]
-                    target.add_(values) if name in self._intake.arrived else target.copy_(values)
+                    self._kernel.add(sums[here], values, first=name not in self._intake.arrived)
                 self._intake.arrived.add(name)
 
     # -- after it -----------------------------------------------------------------------------------------------------
@@ -279,18 +281,27 @@ class _Share:
 class ShardedNorms:
     """The norms of the weights in `places`, in the order in which they are summed."""
 
-    def __init__(self, places: Sequence[tuple[Unit, Place]], node: Node, *, dtype: torch.dtype, ordered: bool) -> None:
+    def __init__(
+        self,
+        places: Sequence[tuple[Unit, Place]],
+        node: Node,
+        *,
+        dtype: torch.dtype,
+        ordered: bool,
+        kernel: GradientKernel,
+    ) -> None:
         """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `PiecewiseNorm`."""
-        self._node, self._dtype = node, dtype
+        self._node, self._dtype, self._kernel = node, dtype, kernel
         self._shares: dict[str, _Share] = {}
         count = 0
         for unit, place in places:
             norm = PiecewiseNorm(place.weight.numel, ordered=ordered)
-            parts = norm_parts(unit, place, width=norm.width, rank=node.rank, ranks=node.world)
-            first = count + (parts.starts.start - place.start) // norm.width
-            numbers = slice(count, count + norm.pieces)
+            width = norm.pieces.width
+            parts = norm_parts(unit, place, width=width, rank=node.rank, ranks=node.world)
+            first = count + (parts.starts.start - place.start) // width
+            numbers = slice(count, count + norm.count)
             self._shares[place.weight.name] = _Share(unit.index, norm, numbers, first, parts)
-            count += norm.pieces
+            count += norm.count
         self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
         self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
 
@@ -303,8 +314,10 @@ class ShardedNorms:
             if share.unit != unit or name not in arrived:
                 continue
             starts = share.parts.starts[:-1] if share.parts.gets else share.parts.starts
-            pieces = (sums[start : min(start + share.norm.width, share.parts.ends)] for start in starts)
-            self._numbers[share.first : share.first + len(starts)] = share.norm.of(pieces, count=len(starts))
+            if starts:
+                whole = sums[starts[0] : min(starts[-1] + starts.step, share.parts.ends)]
+                results = self._kernel.add(whole, None, pieces=share.norm.pieces)
+                self._numbers[share.first : share.first + len(starts)] = results
             given = sums[share.parts.gives[1] : share.parts.gives[2]] if share.parts.gives else sums[:0]
             begun = sums[share.parts.starts[-1] : share.parts.has] if share.parts.gets else sums[:0]
             self._cut[name] = (given.clone(), begun.clone()) if staged else (given, begun)
@@ -329,7 +342,7 @@ class ShardedNorms:
             if share.parts.gets:
                 piece = torch.cat([self._cut[name][1], *ends[name]])
                 last = share.first + len(share.parts.starts) - 1
-                numbers[last : last + 1] = share.norm.of([piece], count=1)
+                numbers[last : last + 1] = self._kernel.add(piece, None, pieces=share.norm.pieces)
         self._node.all_reduce(numbers)
         return {name: share.norm.total(numbers[share.numbers]) for name, share in shares.items()}
 

@@ -11,6 +11,7 @@
 
 #include "crc32.h"
 #include "formats.h"
+#include "gradients.h"
 #include "numbers.h"
 #include "remainders.h"
 #include "threads.h"
@@ -23,7 +24,6 @@ namespace {
 
 constexpr int64_t PIECE = 64 * BLOCK;  // elements that a thread claims at a time
 
-enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // rules.py has the same numbers
 enum Rule : int32_t { ADAMW, LION };                  // native_adam.py has the same numbers
 
 // Copy with non-temporal stores: nothing reads `to` soon, and its old bytes need not be loaded before the write.
@@ -46,17 +46,6 @@ inline void finish_stream() {
 #ifdef __SSE2__
     _mm_sfence();
 #endif
-}
-
-void read_gradient(const void* grad, Type type, int64_t at, int64_t count, float scale, float* __restrict to) {
-    const uint16_t* half = static_cast<const uint16_t*>(grad) + at;
-    const float* whole = static_cast<const float*>(grad) + at;
-    if (type == BF16)
-        for (int64_t i = 0; i < count; i++) to[i] = from_bf16(half[i]) * scale;
-    else if (type == F16)
-        for (int64_t i = 0; i < count; i++) to[i] = from_f16(half[i]) * scale;
-    else
-        for (int64_t i = 0; i < count; i++) to[i] = whole[i] * scale;
 }
 
 void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t count, void* out) {
@@ -196,7 +185,7 @@ void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
     alignas(64) uint32_t chance[BLOCK];
     const int64_t block = at / BLOCK;
     float* const master = read_masters(page, at, count, joined);
-    read_gradient(page.grad, page.grad_type, at, count, step.scale, grad);
+    widen(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
         float *exp_avg = static_cast<float*>(page.exp_avg) + at, *exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
         adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, count);
@@ -230,7 +219,7 @@ void Lion<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
     alignas(64) float grad[BLOCK], wide[BLOCK], joined[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
     float* const master = read_masters(page, at, count, joined);
-    read_gradient(page.grad, page.grad_type, at, count, step.scale, grad);
+    widen(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
         lion(step, master, static_cast<float*>(page.exp_avg) + at, grad, count);
     } else {

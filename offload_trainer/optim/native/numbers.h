@@ -62,6 +62,20 @@ inline uint16_t to_f16(float value) {
     return uint16_t(word | (bits(value) >> 16 & 0x8000));
 }
 
+enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // rules.py has the same numbers
+
+// Write `count` elements of `from`, from element `at` on, to `to` in fp32, multiplied by `scale`.
+inline void widen(const void* from, Type type, int64_t at, int64_t count, float scale, float* __restrict to) {
+    const uint16_t* half = static_cast<const uint16_t*>(from) + at;
+    const float* whole = static_cast<const float*>(from) + at;
+    if (type == BF16)
+        for (int64_t i = 0; i < count; i++) to[i] = from_bf16(half[i]) * scale;
+    else if (type == F16)
+        for (int64_t i = 0; i < count; i++) to[i] = from_f16(half[i]) * scale;
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = whole[i] * scale;
+}
+
 // A divisor of many numbers. `inverse` + `rest` is 1 / value to twice the precision of fp32.
 struct Divisor {
     float value, inverse, rest;

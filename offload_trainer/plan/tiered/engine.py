@@ -13,7 +13,7 @@ from functools import cached_property
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import MachineProfile, update_key
+from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
 from offload_trainer.plan.step_time import (
@@ -32,7 +32,7 @@ from offload_trainer.plan.step_time import (
     share_that_is_last,
     update_rate,
 )
-from offload_trainer.plan.tiered.footprint import bytes_of_additions, gathered_weights, tiered_items, tiered_traffic
+from offload_trainer.plan.tiered.footprint import added_bytes, gathered_weights, tiered_items, tiered_traffic
 from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes, shares_in_words, shares_that_fit, tier_sizes
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
@@ -373,16 +373,29 @@ class TieredCandidate:
 
         Waits between ranks are in `on_top`; those of unknown duration are bounds here, so that the phase is unknown.
         """
-        memory, added = self.machine.rates.memory, bytes_of_additions(self.work, self.units, self._laid_out)
         bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
         bounds += bounds_by_parts(self._by_parts, self.machine, ranks=self.work.here)
         bounds += [wait for wait in self._waits if wait.seconds is None]
         if self.placement.params != TierKind.GPU and self.sizes.unit_buffers == 1:
             bounds += in_turn(self.work, self.machine, self.traffic())
-        if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
-            # If the CPU computes the model, adding alternates with computing, as measurements show: no separate bound.
-            bounds.append(Bound("backward", added / memory.value, "adding gradients in RAM", "memory"))
+        if self.machine.gpu is not None and (adding := self._adding):
+            bounds.append(Bound("backward", adding, "adding gradients in RAM", "memory"))
         return bounds
+
+    @property
+    def _adding(self) -> float:
+        """Return the seconds of adding gradients in RAM and of measuring the sums; 0 if no rate is known."""
+        if self.work.world > 1:
+            return 0.0  # several ranks exchange gradients instead (`comm_cost.py`)
+        rates, kernel = self.machine.rates, self.work.kernel
+        added = added_bytes(self.work, self.units, self._laid_out, gpu=self.machine.gpu is not None)
+        seconds = 0.0
+        for measured, moved in ((False, added.unmeasured), (True, added.measured)):
+            names = ("native", "torch") if kernel == "auto" else (kernel,)
+            keys = [sums_key(name, measured=measured) for name in names]
+            rate = next((rates.sums[key] for key in keys if key in rates.sums), rates.memory)
+            seconds += moved / rate.value if rate is not None else 0.0
+        return seconds
 
     def _updates(self) -> list[Bound]:
         """Return the bounds of the update kernels on GPU and CPU.
@@ -456,6 +469,8 @@ class TieredCandidate:
         waited = dict.fromkeys(PHASES, 0.0)
         for wait in self._waits:
             waited[wait.phase] += wait.seconds or 0.0
+        if self.machine.gpu is None:
+            waited["backward"] += self._adding  # a CPU adds gradients between the computations of a backward
         return waited
 
     def notes(self) -> list[str]:

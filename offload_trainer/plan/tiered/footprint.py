@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from offload_trainer.plan.memory import activation_items, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
@@ -307,13 +307,24 @@ def gathered_weights(
     return found
 
 
-def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: TierMap) -> int:
-    """Return the bytes of host memory that accumulating gradients in RAM and on drives reads and writes in a step.
+@dataclass(frozen=True)
+class AddedBytes:
+    """Bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step."""
 
-    Each gradient after a weight's first one reads and writes the sum, and is itself read.
+    unmeasured: int
+    measured: int  # by additions that also compute the norms of the new sums
+
+
+def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: bool) -> AddedBytes:
+    """Return the bytes of a step's additions in host memory.
+
+    Each gradient after a weight's first one reads and writes the sum, and is itself read. A CPU copies the first one. A
+    GPU's first one needs no addition, and if it is the only one, the GPU computes its norm.
     """
-    added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
-    return (work.added - 1) * (2 * work.gradient_bytes + work.item_bytes) * added
+    count = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
+    copied, added = (work.item_bytes + writes * work.gradient_bytes for writes in (1, 2))
+    passes = [0 if gpu else copied, *[added] * (work.added - 1)]
+    return AddedBytes(sum(passes[:-1]) * count, passes[-1] * count)
 
 
 def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int], *, times: int) -> Counter[int]:

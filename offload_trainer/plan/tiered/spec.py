@@ -184,10 +184,11 @@ def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
 def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: int, several: bool, gpu: bool) -> int:
     """Return the bytes of the staging ring for gradients on their way to sums in host memory or on drives.
 
-    `several`: there are several micro-batches. The first gradient of a weight is copied directly into a sum in RAM with
-    the same dtype, and needs no staging.
+    `several`: there are several micro-batches. A CPU adds gradients directly to sums in RAM. The first gradient of a
+    weight from a GPU is copied into a sum in RAM with the same dtype, and needs no staging.
     """
-    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (several and in_memory(home))]
+    staged = several and gpu  # sums in RAM
+    through = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home) or (staged and in_memory(home))]
     size = item_bytes * sum(unit.trained for unit in through)
     return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
 

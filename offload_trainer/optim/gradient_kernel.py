@@ -1,0 +1,226 @@
+"""Add gradients to sums in host memory, and measure the sums for their norm, in one pass over memory.
+
+    gradient ──widen──> + sum ──round──> sum         in fp32, stored in the sums' dtype
+                           └──squares──> one partial result a piece of `Pieces.width` elements
+
+`gradients.h` does this on the update kernel's threads. `TorchGradients` is the reference and has the same bits; it
+passes over memory several times. offloading/gradients/norms.py combines the partial results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
+from offload_trainer.optim.rules import TYPES
+
+# Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
+_SINGLE_THREADED = (1 << 15) - 1
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How sums are measured: in pieces of `width` elements, a multiple of 256 unless there is one piece.
+
+    `halving`: a piece's result is its sum of squares, added by halves; `width` is a power of two. Otherwise it is the
+    norm of the piece with the bits of torch on this CPU.
+    """
+
+    width: int
+    halving: bool
+
+    def results(self, elements: int) -> torch.Tensor:
+        """Return memory (fp32) for the results of `elements` elements."""
+        return torch.empty(-(-elements // self.width))
+
+
+class GradientKernel(Protocol):
+    """Adds gradients to sums in host memory. All tensors are 1-D and contiguous, in fp32, bf16 or fp16."""
+
+    name: str
+
+    def add(
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        one_thread: bool = False,
+    ) -> torch.Tensor:
+        """Add `values` to `sums`, and return the partial results of the new sums.
+
+        Args:
+            sums: the sums, changed in place with the bits of `Tensor.add_`.
+            values: as many gradients; None: the sums are only measured.
+            first: the gradients replace the sums.
+            pieces: how the sums are measured; None: not at all, and the result is empty.
+            one_thread: use only the calling thread, because others compute.
+
+        Returns:
+            fp32, one result a piece.
+        """
+        ...
+
+
+class TorchGradients:
+    """The gradient kernel in torch's operations."""
+
+    name = "torch"
+
+    def add(
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        one_thread: bool = False,
+    ) -> torch.Tensor:
+        if values is not None:
+            size = _SINGLE_THREADED if one_thread else max(1, values.numel())
+            for part, more in zip(sums.split(size), values.split(size), strict=True):
+                part.copy_(more) if first else part.add_(more)
+        if pieces is None:
+            return torch.empty(0)
+        if pieces.halving:
+            return torch.cat([sums_of_squares(part, pieces.width) for part in sums.split(pieces.width)])
+        # The pieces' copy and norms use two preallocated tensors, because small allocations between freed copies would
+        # fragment the heap.
+        results, copy = pieces.results(sums.numel()), torch.empty(min(pieces.width, sums.numel()))
+        for index, piece in enumerate(sums.split(pieces.width)):
+            torch.linalg.vector_norm(copy[: piece.numel()].copy_(piece), out=results[index])
+        return results
+
+
+def sums_of_squares(part: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the sum of squares (fp32) of each `width` elements, added by halves, on the device of `part`."""
+    rows = -(-part.numel() // width)
+    squares = torch.zeros(rows * width, dtype=torch.float32, device=part.device)
+    values = squares[: part.numel()].copy_(part)
+    values.mul_(values)
+    return sum_by_halves(squares.view(rows, width))
+
+
+def sum_by_halves(rows: torch.Tensor) -> torch.Tensor:
+    """Return each row's sum, computed in place by halving; the row length is a power of two."""
+    length = rows.shape[1]
+    while length > 1:
+        length //= 2
+        rows[:, :length].add_(rows[:, length : 2 * length])
+    return rows[:, 0]
+
+
+# -- compiled --------------------------------------------------------------------------------------------------------
+
+_NO_NORM, _LANES, _FUSED_LANES, _HALVES = range(4)  # gradients.h's Order
+
+
+class _Addition(ctypes.Structure):
+    """gradients.h's Addition."""
+
+    _fields_ = (
+        ("sums", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("results", ctypes.c_void_p),
+        ("sums_type", ctypes.c_int32),
+        ("values_type", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("order", ctypes.c_int32),
+        ("lanes", ctypes.c_int32),
+    )
+
+
+class NativeGradients:
+    """The compiled gradient kernel. It measures with torch's bits if `lanes` and `fused` are those of torch's norm."""
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary, *, lanes: int, fused: bool) -> None:
+        self._library, self._add = library, library.functions.add_gradient
+        self._add.restype = ctypes.c_int32
+        self._lanes, self._order = lanes, _FUSED_LANES if fused else _LANES
+
+    def add(
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        one_thread: bool = False,
+    ) -> torch.Tensor:
+        count = sums.numel()
+        assert sums.is_contiguous()
+        assert values is None or (values.is_contiguous() and values.numel() == count)
+        results = torch.empty(0) if pieces is None else pieces.results(count)
+        if not count:
+            return results
+        order = _NO_NORM if pieces is None else _HALVES if pieces.halving else self._order
+        addition = _Addition(
+            sums=sums.data_ptr(),
+            values=None if values is None else values.data_ptr(),
+            count=count,
+            width=1 if pieces is None else pieces.width,
+            results=results.data_ptr(),
+            sums_type=TYPES[sums.dtype],
+            values_type=TYPES[None if values is None else values.dtype],
+            first=first,
+            order=order,
+            lanes=self._lanes,
+        )
+        threads = 1 if one_thread else self._library.threads()
+        if self._add(ctypes.byref(addition), ctypes.c_int32(threads)):
+            raise TrainerError(f"no memory to measure a gradient of {count} elements")
+        return results
+
+
+def gradient_kernel(kernel: Kernel) -> GradientKernel:
+    """Return the gradient kernel that belongs to an update kernel: compiled if it gives torch's bits on this CPU."""
+    if isinstance(kernel, NativeKernel):
+        found = next(filter(adds_like_torch, _candidates(kernel.library)), None)
+        if found is not None:
+            return found
+    return TorchGradients()
+
+
+def _candidates(library: NativeLibrary) -> Iterator[NativeGradients]:
+    """Yield the orders of addition of torch's norm on CPUs with AVX2, AVX-512, and neither."""
+    for lanes in (8, 16, 4):
+        for fused in (False, True):
+            yield NativeGradients(library, lanes=lanes, fused=fused)
+
+
+def adds_like_torch(kernel: GradientKernel) -> bool:
+    """Return whether a gradient kernel has the bits of `TorchGradients`.
+
+    A wrong order of addition changes the result of about one piece in five, so that many small pieces are compared.
+    """
+    random = torch.Generator().manual_seed(3)
+    for count, given, stored in (
+        (80 * 256 + 203, torch.bfloat16, torch.float32),
+        (80 * 256, torch.float32, torch.float32),
+        (777, torch.float16, torch.float16),
+        (80 * 256 + 6, torch.bfloat16, torch.bfloat16),
+    ):
+        size = torch.empty(count).uniform_(-3, 3, generator=random).exp_()
+        before, more = (torch.randn(2, count, generator=random) * size).unbind()
+        for pieces in (Pieces(256, halving=False), Pieces(4096, halving=True), None):
+            results = []
+            for candidate in (kernel, TorchGradients()):
+                sums = before.to(stored, copy=True)
+                measured = candidate.add(sums, more.to(given), pieces=pieces)
+                again = candidate.add(sums, None, pieces=pieces, one_thread=True)
+                results.append((sums, measured, again))
+            if not all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True)):
+                return False
+    return True

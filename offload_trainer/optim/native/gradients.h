@@ -1,0 +1,212 @@
+// Add gradients to sums in host memory and measure the sums, in one pass.
+//
+//     gradient ──widen──> + sum ──round──> sum       in fp32, stored in the sums' format
+//                            └──squares──> one result a piece of `width` elements
+//
+// torch's norm of a contiguous fp32 tensor keeps one running sum in each lane of a vector, adds the lanes in order, and
+// then the elements that fill no vector. How many lanes there are, and whether a square and its addition are fused,
+// depends on how torch was built and on the CPU; gradient_kernel.py finds the order with torch's bits. HALVES is the
+// order of norms.py's `ordered_norm`: element i + half is added to element i until one is left.
+#pragma once
+
+#include <new>
+
+#include "formats.h"
+#include "threads.h"
+
+namespace {
+
+enum Order : int32_t { NO_NORM, LANES, FUSED_LANES, HALVES };  // gradient_kernel.py has the same numbers
+
+constexpr int64_t STRETCH = 1 << 14;  // elements that a thread claims at a time if nothing is measured
+constexpr int64_t ROW = 1024;    // elements whose squares are summed element by element with those of other rows
+constexpr int64_t MOST_SUBS = 16;  // parts of a piece that threads take one by one
+constexpr int64_t TOGETHER = 4;  // pieces measured at the same time: each is one chain of dependent additions
+
+struct Addition {
+    void* sums;
+    const void* values;  // null: the sums are only measured
+    int64_t count;
+    int64_t width;  // elements of a piece
+    float* results;
+    Type sums_type, values_type;
+    int32_t first;  // 1: the gradient replaces the sum
+    Order order;
+    int32_t lanes;
+};
+
+void write_sums(const Addition& call, int64_t at, int64_t count, float* __restrict values) {
+    uint16_t* half = static_cast<uint16_t*>(call.sums) + at;
+    if (call.sums_type == F32)
+        std::memcpy(static_cast<float*>(call.sums) + at, values, count * 4);
+    else if (call.sums_type == BF16)
+        for (int64_t i = 0; i < count; i++) half[i] = to_bf16(values[i]);
+    else
+        for (int64_t i = 0; i < count; i++) half[i] = to_f16(values[i]);
+}
+
+// Update the sums of `count` elements from `at` on, at most ROW, and return them in fp32 as they are stored.
+void add_block(const Addition& call, int64_t at, int64_t count, float* __restrict to) {
+    if (!call.values) return widen(call.sums, call.sums_type, at, count, 1.0f, to);
+    widen(call.values, call.values_type, at, count, 1.0f, to);
+    if (!call.first) {
+        alignas(64) float before[ROW];
+        widen(call.sums, call.sums_type, at, count, 1.0f, before);
+        for (int64_t i = 0; i < count; i++) to[i] = before[i] + to[i];
+    }
+    write_sums(call, at, count, to);
+    if (call.order != NO_NORM && call.sums_type != F32)
+        widen(call.sums, call.sums_type, at, count, 1.0f, to);
+}
+
+// -- torch's order ---------------------------------------------------------------------------------------------------
+
+template <bool FUSED>
+inline float add_square(float sum, float value) {
+    return FUSED ? __builtin_fmaf(value, value, sum) : sum + value * value;
+}
+
+// Measure up to TOGETHER pieces from piece `start` on.
+template <int N, bool FUSED>
+void measure_lanes(const Addition& call, int64_t start) {
+    alignas(64) float values[TOGETHER][BLOCK], sums[TOGETHER][N] = {};
+    int64_t first[TOGETHER], count[TOGETHER];
+    for (int64_t p = 0; p < TOGETHER; p++) {
+        first[p] = std::min((start + p) * call.width, call.count);
+        count[p] = std::min(call.width, call.count - first[p]);
+    }
+    float tails[TOGETHER][N];
+    for (int64_t at = 0; at < count[0]; at += BLOCK) {
+        int64_t vectors[TOGETHER];
+        for (int64_t p = 0; p < TOGETHER; p++) {
+            const int64_t here = std::max(int64_t(0), std::min(BLOCK, count[p] - at));
+            if (here) add_block(call, first[p] + at, here, values[p]);
+            vectors[p] = here / N;
+            if (here % N) std::memcpy(tails[p], values[p] + vectors[p] * N, here % N * sizeof(float));
+        }
+        if (vectors[TOGETHER - 1] == BLOCK / N)
+            for (int64_t v = 0; v < BLOCK; v += N)
+                for (int64_t p = 0; p < TOGETHER; p++)
+                    for (int64_t lane = 0; lane < N; lane++)
+                        sums[p][lane] = add_square<FUSED>(sums[p][lane], values[p][v + lane]);
+        else
+            for (int64_t p = 0; p < TOGETHER; p++)
+                for (int64_t v = 0; v < vectors[p] * N; v += N)
+                    for (int64_t lane = 0; lane < N; lane++)
+                        sums[p][lane] = add_square<FUSED>(sums[p][lane], values[p][v + lane]);
+    }
+    for (int64_t p = 0; p < TOGETHER && count[p]; p++) {
+        float sum = sums[p][0];
+        for (int64_t lane = 1; lane < N; lane++) sum += sums[p][lane];
+        for (int64_t i = 0; i < count[p] % N; i++) sum = add_square<FUSED>(sum, tails[p][i]);
+        call.results[start + p] = std::sqrt(sum);
+    }
+}
+
+// -- halving ---------------------------------------------------------------------------------------------------------
+
+// A piece as rows of `row` elements. Rows beyond the last element are zero and left out.
+struct Rows {
+    int64_t start, count, row, rows;
+
+    // Write the sums of squares of rows j, j + step, j + 2 step, ... to `out`.
+    void sum(const Addition& call, int64_t j, int64_t step, float* __restrict out) const {
+        if (step == rows) {
+            const int64_t here = std::max(int64_t(0), std::min(row, count - j * row));
+            if (here) add_block(call, start + j * row, here, out);
+            for (int64_t i = 0; i < here; i++) out[i] *= out[i];
+            for (int64_t i = here; i < row; i++) out[i] = 0;
+            return;
+        }
+        sum(call, j, 2 * step, out);
+        if ((j + step) * row >= count) return;
+        alignas(64) float other[ROW];
+        sum(call, j + step, 2 * step, other);
+        for (int64_t i = 0; i < row; i++) out[i] += other[i];
+    }
+};
+
+inline Rows rows_of(const Addition& call, int64_t piece) {
+    const int64_t start = piece * call.width, row = std::min(ROW, call.width);
+    return {start, std::min(call.width, call.count - start), row, call.width / row};
+}
+
+inline float halved(float* __restrict sums, int64_t count) {
+    while (count > 1) {
+        count /= 2;
+        for (int64_t i = 0; i < count; i++) sums[i] += sums[i + count];
+    }
+    return sums[0];
+}
+
+// -- a call ----------------------------------------------------------------------------------------------------------
+
+// The state that the threads of one call share: each claims the next task until all are done.
+struct AdditionCall {
+    const Addition& addition;
+    int64_t tasks, subs;  // subs: parts of a piece that are tasks of their own (HALVES)
+    float* parts;         // ROW sums of each of these parts
+    std::atomic<int64_t> next{0};
+};
+
+template <int N>
+void measure_in_lanes(const Addition& call, int64_t start) {
+    call.order == FUSED_LANES ? measure_lanes<N, true>(call, start) : measure_lanes<N, false>(call, start);
+}
+
+void add_task(const AdditionCall& call, int64_t task) {
+    const Addition& addition = call.addition;
+    alignas(64) float sums[ROW];
+    if (addition.order == NO_NORM) {
+        const int64_t start = task * STRETCH, end = std::min(start + STRETCH, addition.count);
+        for (int64_t at = start; at < end; at += ROW) add_block(addition, at, std::min(ROW, end - at), sums);
+    } else if (addition.order != HALVES) {
+        const auto measure = addition.lanes == 16  ? measure_in_lanes<16>
+                             : addition.lanes == 8 ? measure_in_lanes<8>
+                                                   : measure_in_lanes<4>;
+        measure(addition, task * TOGETHER);
+    } else {
+        const Rows rows = rows_of(addition, task / call.subs);
+        float* const out = call.parts ? call.parts + task * ROW : sums;
+        rows.sum(addition, task % call.subs, call.subs, out);
+        if (!call.parts) addition.results[task] = halved(sums, rows.row);
+    }
+}
+
+void add_tasks(void* shared) {
+    AdditionCall& call = *static_cast<AdditionCall*>(shared);
+    for (int64_t task; (task = call.next.fetch_add(1, std::memory_order_relaxed)) < call.tasks;) add_task(call, task);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Add, measure, or both, on up to `threads` threads. Return 0, or -1 if there is no memory.
+int32_t add_gradient(const Addition* addition, int32_t threads) {
+    const int64_t pieces = (addition->count + addition->width - 1) / addition->width;
+    AdditionCall call{*addition, pieces, 1, nullptr};
+    if (addition->order == NO_NORM) call.tasks = (addition->count + STRETCH - 1) / STRETCH;
+    if (addition->order == LANES || addition->order == FUSED_LANES) call.tasks = (pieces + TOGETHER - 1) / TOGETHER;
+    if (addition->order == HALVES && threads > 1 && pieces < 4 * threads) {
+        call.subs = std::min(MOST_SUBS, rows_of(*addition, 0).rows);
+        call.tasks = pieces * call.subs;
+        call.parts = new (std::nothrow) float[call.tasks * ROW];
+        if (!call.parts) return -1;
+    }
+    the_crew().run(add_tasks, &call, int(std::min(int64_t(threads), call.tasks)) - 1);
+    if (call.parts) {
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            float* const parts = call.parts + piece * call.subs * ROW;
+            const int64_t row = rows_of(*addition, piece).row;
+            for (int64_t half = call.subs / 2; half > 0; half /= 2)
+                for (int64_t sub = 0; sub < half; sub++)
+                    for (int64_t i = 0; i < row; i++) parts[sub * ROW + i] += parts[(sub + half) * ROW + i];
+            addition->results[piece] = halved(parts, row);
+        }
+        delete[] call.parts;
+    }
+    return 0;
+}
+
+}

@@ -1,0 +1,108 @@
+"""Tests that compiled additions and norms of gradients have the bits of torch's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
+from offload_trainer.optim.gradient_kernel import (
+    GradientKernel,
+    NativeGradients,
+    Pieces,
+    TorchGradients,
+    adds_like_torch,
+    gradient_kernel,
+)
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.torch_adam import TorchKernel
+
+WIDE, NARROW = torch.float32, (torch.bfloat16, torch.float16)
+SIZES = [1, 7, 255, 1024, 1025, 131_072, 131_073, 700_001, (1 << 20) + 5, 5 << 20]
+
+
+@pytest.fixture(params=[1, 2, 5], ids="{} threads".format)
+def native(request: pytest.FixtureRequest) -> Iterator[GradientKernel]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    found = gradient_kernel(NativeKernel())
+    if not isinstance(found, NativeGradients):
+        pytest.skip("no order of addition has the bits of torch's norm on this CPU, so torch's operations are used")
+    yield found
+    torch.set_num_threads(before)
+
+
+def numbers(size: int, seed: int, *, spread: float = 8.0) -> torch.Tensor:
+    """Return numbers of many magnitudes, with zeros and subnormal numbers."""
+    random = torch.Generator().manual_seed(seed)
+    found = torch.randn(size, generator=random) * torch.empty(size).uniform_(-spread, spread, generator=random).exp_()
+    found[::37] = 0.0
+    found[5::1001] *= 1e-38
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> None:
+    dtypes = [(WIDE, WIDE), *((WIDE, narrow) for narrow in NARROW), *((narrow, narrow) for narrow in NARROW)]
+    before, more = numbers(size + 3, seed=1), numbers(size + 3, seed=2)
+    for (stored, given), ordered, first in product(dtypes, (False, True), (False, True)):
+        norm = PiecewiseNorm(size, ordered=ordered)
+        for offset in (0, 3) if size > 3 else (0,):
+            sums, values = (one[offset:][:size] for one in (before.to(stored, copy=True), more.to(given)))
+            right = values.to(stored, copy=True) if first else sums.clone().add_(values)
+            results = native.add(sums, values, first=first, pieces=norm.pieces)
+            case = stored, given, ordered, first, offset
+            assert torch.equal(sums, right), case
+            alone = (ordered_norm if ordered else norm_of)(right)
+            assert torch.equal(norm.total(results), alone), case
+            assert torch.equal(norm.of(sums, native), alone), case
+            assert torch.equal(native.add(sums, None, pieces=norm.pieces, one_thread=True), results), case
+            assert not native.add(sums, values).numel(), case
+            assert torch.equal(sums, right.add_(values)), case
+
+
+def test_results_of_parts_are_those_of_the_whole(native: GradientKernel) -> None:
+    """A gradient may arrive in parts that consist of whole pieces."""
+    sums, more = numbers(3_000_001, seed=3), numbers(3_000_001, seed=4).bfloat16()
+    for pieces in (PiecewiseNorm(len(sums), ordered=ordered).pieces for ordered in (False, True)):
+        whole = native.add(sums.clone(), more, pieces=pieces)
+        parts = sums.clone().split(pieces.width), more.split(pieces.width)
+        found = [native.add(part, values, pieces=pieces) for part, values in zip(*parts, strict=True)]
+        assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_overflow_and_nan_reach_the_norm(native: GradientKernel, *, ordered: bool) -> None:
+    for value, right in ((float("inf"), torch.isinf), (float("nan"), torch.isnan)):
+        for at in (0, 131_070, 299_999):
+            sums = torch.ones(300_000, dtype=torch.float16)
+            sums[at] = value
+            norm = PiecewiseNorm(len(sums), ordered=ordered)
+            assert right(norm.total(native.add(sums, torch.ones(300_000).half(), pieces=norm.pieces)))
+    assert torch.isinf(torch.tensor([6e4]).half().add_(torch.tensor([6e4]).half()))
+    sums = torch.tensor([6e4]).half()
+    native.add(sums, sums.clone())
+    assert torch.isinf(sums).all()
+
+
+def test_a_wrong_order_of_addition_is_found() -> None:
+    """At most one of the six orders has torch's bits; the others are refused."""
+    library = NativeKernel().library
+    right = [
+        (lanes, fused)
+        for lanes, fused in product((4, 8, 16), (False, True))
+        if adds_like_torch(NativeGradients(library, lanes=lanes, fused=fused))
+    ]
+    assert len(right) <= 1
+
+
+def test_another_update_kernel_leaves_gradients_to_torch() -> None:
+    kernel = gradient_kernel(TorchKernel())
+    assert isinstance(kernel, TorchGradients)
+    sums = torch.ones(70_000)
+    results = kernel.add(sums, torch.ones(70_000).bfloat16(), pieces=Pieces(1 << 16, halving=True), one_thread=True)
+    assert torch.equal(results, torch.tensor([4.0 * 65_536, 4.0 * 4_464]))
+    assert torch.equal(sums, torch.full((70_000,), 2.0))

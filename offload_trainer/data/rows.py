@@ -84,9 +84,14 @@ class Batch:
 
     def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
         """Return the arguments of a loss (model/loss.py) on device `place`: inputs, targets, seed, count, positions."""
-        positions = None if self.positions is None else self.positions.to(place)
+        positions = None if self.positions is None else _copied(self.positions, place)
         seed = self.seed if training else None
-        return self.inputs.to(place), self.targets.to(place), seed, self.counted, positions
+        return _copied(self.inputs, place), _copied(self.targets, place), seed, self.counted, positions
+
+
+def _copied(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return `tensor` on device `place`. A copy from pageable memory would wait for all that a GPU has queued."""
+    return tensor.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else tensor.to(place)
 
 
 def weights_in_step(counts: Sequence[int]) -> list[float]:

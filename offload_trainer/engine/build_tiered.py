@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from offload_trainer.storage.transfer import (
 )
 
 Say = Callable[[str], None]
+_SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def open_parts(
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
     if not torch.cuda.is_available():
         return CpuDevice()
+    # Threads of copies and of the update hand the interpreter over to the launching thread sooner than after 5 ms.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     largest = max(unit.stored_bytes(itemsize) for unit in units)
     return CudaDevice(
         torch.device("cuda", torch.cuda.current_device()),

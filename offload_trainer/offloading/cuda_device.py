@@ -41,8 +41,9 @@ class CudaDevice:
         self._side = torch.cuda.Stream(device)
         self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
         self._lock = threading.Lock()
-        self._waiter, self._stager, self._passed, self._downloaded = map(
-            self._worker, ("event", "staging", "passed", "downloaded")
+        # One thread waits for the events of one stream, which are reached in order.
+        self._uploaded, self._downloaded, self._kept, self._returned, self._passed, self._stager = map(
+            self._worker, ("uploaded", "downloaded", "kept", "returned", "passed", "staging")
         )
 
     def _worker(self, name: str) -> Workers:
@@ -132,7 +133,7 @@ class CudaDevice:
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
         event, future = self._copy(values, into, after=after, stream=self._to_device), Future()
-        self._waiter.put(ending(future, event.synchronize))
+        self._uploaded.put(ending(future, event.synchronize))
         return future
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None = None) -> Future:
@@ -154,14 +155,14 @@ class CudaDevice:
         return future
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        return self._copy_out(values, into, after=self.mark(), stream=self._inputs_to_host, waiter=self._waiter)
+        return self._copy_out(values, into, after=self.mark(), stream=self._inputs_to_host, waiter=self._kept)
 
     def copy_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
     ) -> ReturnCopy:
         arrival, left = self._arrive(self._inputs_to_device, ready, source, into, after=after), Future()
         into.record_stream(self._inputs_to_device)  # `into` may be dropped without a wait for the copy
-        arrival.queued.then(lambda _: self._waiter.put(ending(left, arrival.finish)))
+        arrival.queued.then(lambda _: self._returned.put(ending(left, arrival.finish)))
         return ReturnCopy(arrival, left)
 
     @contextmanager
@@ -179,7 +180,8 @@ class CudaDevice:
         return future
 
     def close(self) -> None:
-        for workers in (self._stager, self._waiter, self._downloaded, self._passed):
+        waiters = self._uploaded, self._downloaded, self._kept, self._returned, self._passed
+        for workers in (self._stager, *waiters):
             workers.close()
         self._stagings.clear()  # pinned memory is released with its last view
 

@@ -158,6 +158,28 @@ def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
     ctypes.memmove(into.data_ptr(), values.data_ptr(), values.nbytes)
 
 
+def cores_beside(device: Device) -> int:
+    """Return the number of cores for host work that runs while the device computes the model.
+
+    On a CPU the model has the other cores. With a GPU the training thread and autograd's thread launch kernels; without
+    a core of their own each launch would wait for one.
+    """
+    return max(1, torch.get_num_threads() - 2) if device.is_cuda else 1
+
+
+def limit_cores(thread: Workers, cores: int) -> None:
+    """Let torch and the compiled kernels use `cores` cores on this thread, and leave all other threads as they are."""
+    threads, taken = torch.get_num_threads(), Future()
+
+    def take() -> None:
+        torch.get_num_threads()  # makes torch initialise this thread first; otherwise it would overwrite the next line
+        torch.set_num_threads(cores)
+
+    thread.put(ending(taken, take))
+    taken.wait()
+    torch.set_num_threads(threads)  # also sets the default for new threads
+
+
 def trim_heap_between(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]]) -> list[RemovableHandle]:
     """Register hooks that return freed memory to the system after every 8th block, in forward and backward.
 

@@ -21,9 +21,6 @@ from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
 
-# Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
-_SINGLE_THREADED = (1 << 15) - 1
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -53,7 +50,6 @@ class GradientKernel(Protocol):
         *,
         first: bool = False,
         pieces: Pieces | None = None,
-        one_thread: bool = False,
     ) -> torch.Tensor:
         """Add `values` to `sums`, and return the partial results of the new sums.
 
@@ -62,7 +58,6 @@ class GradientKernel(Protocol):
             values: as many gradients; None: the sums are only measured.
             first: the gradients replace the sums.
             pieces: how the sums are measured; None: not at all, and the result is empty.
-            one_thread: use only the calling thread, because others compute.
 
         Returns:
             fp32, one result a piece.
@@ -82,12 +77,9 @@ class TorchGradients:
         *,
         first: bool = False,
         pieces: Pieces | None = None,
-        one_thread: bool = False,
     ) -> torch.Tensor:
         if values is not None:
-            size = _SINGLE_THREADED if one_thread else max(1, values.numel())
-            for part, more in zip(sums.split(size), values.split(size), strict=True):
-                part.copy_(more) if first else part.add_(more)
+            sums.copy_(values) if first else sums.add_(values)
         if pieces is None:
             return torch.empty(0)
         if pieces.halving:
@@ -157,7 +149,6 @@ class NativeGradients:
         *,
         first: bool = False,
         pieces: Pieces | None = None,
-        one_thread: bool = False,
     ) -> torch.Tensor:
         count = sums.numel()
         assert sums.is_contiguous()
@@ -178,8 +169,7 @@ class NativeGradients:
             order=order,
             lanes=self._lanes,
         )
-        threads = 1 if one_thread else self._library.threads()
-        if self._add(ctypes.byref(addition), ctypes.c_int32(threads)):
+        if self._add(ctypes.byref(addition), ctypes.c_int32(self._library.threads())):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
         return results
 
@@ -219,7 +209,7 @@ def adds_like_torch(kernel: GradientKernel) -> bool:
             for candidate in (kernel, TorchGradients()):
                 sums = before.to(stored, copy=True)
                 measured = candidate.add(sums, more.to(given), pieces=pieces)
-                again = candidate.add(sums, None, pieces=pieces, one_thread=True)
+                again = candidate.add(sums, None, pieces=pieces)
                 results.append((sums, measured, again))
             if not all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True)):
                 return False

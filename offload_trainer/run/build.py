@@ -45,7 +45,7 @@ from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
+from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, Timer, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.telemetry.trackers import Tracked, Trackers
 from offload_trainer.trainer import Job
@@ -263,11 +263,9 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     peak = setup.planned.machine.rates.matmul.get(setup.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     say = telemetry.say if telemetry else setup.log.say
-    synchronize: Callable[[], None] | None = None
-    if torch.cuda.is_available():
-        # An update that overlaps the forward continues on its own stream while phases are timed.
-        behind = plan.forecast.behind
-        synchronize = (lambda: torch.cuda.current_stream().synchronize()) if behind else torch.cuda.synchronize
+    timer: Timer = HostTimer()
+    if torch.cuda.is_available():  # the other engines use streams that do not wait for each other at a phase's end
+        timer = StreamTimer() if plan.engine == "tiered" else HostTimer(torch.cuda.synchronize)
     sample = partial(
         sample_text,
         tokenizer=data.tokenizer,
@@ -284,7 +282,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
         text_bytes=TokenBytes(data.tokenizer).of,
-        clock=PhaseClock(synchronize=synchronize),
+        clock=PhaseClock(timer),
         telemetry=telemetry,
         sample=(lambda engine: sample(engine.next_logits)) if train.sample_every else None,
         say=say,

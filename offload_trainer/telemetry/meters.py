@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from offload_trainer.plan.step_time import PHASES as OF_STEP
 from offload_trainer.storage.atomic_io import bytes_below
@@ -23,39 +23,83 @@ _IO = Path("/proc/self/io")
 _STATUS = Path("/proc/self/status")
 
 
-class PhaseClock:
-    """Seconds of one step by phase; a phase entered several times (micro-batches) adds up.
+class Timer(Protocol):
+    """Marks moments, and later tells the seconds between them."""
 
-    `synchronize` waits for the device and is called at both edges of a phase. Without it, since kernel launches return
-    immediately, the time would be charged to the phase that waits for the result.
+    def mark(self) -> Any:
+        """Return a mark of this moment; on a device, of the moment when it has done all that is queued so far."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks, after waiting until both are reached."""
+
+
+class HostTimer:
+    """Marks times of the host. `synchronize` waits for the device before each of them, if there is one.
+
+    Without it, since kernel launches return immediately, time would be charged to the phase that waits for a result.
     """
 
-    def __init__(self, *, synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize or (lambda: None)
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    def mark(self) -> float:
+        self._synchronize()
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class StreamTimer:
+    """Marks positions in the current CUDA stream, so that the host need not wait for the device at a mark."""
+
+    def mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000.0
+
+
+class PhaseClock:
+    """Seconds of one step by phase; a phase entered several times (micro-batches) adds up."""
+
+    def __init__(self, timer: Timer | None = None) -> None:
+        """Time with `timer`, by default the host's."""
+        self._timer = timer or HostTimer()
+        self._passed: list[tuple[str, Any, Any]] = []  # phases with the marks at their edges
+        self._moved: list[tuple[str, float]] = []
         self._open: str | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Charge the body's time to phase `name`. Phases must not nest, since time would be counted twice."""
         assert self._open is None, f"phase {name} inside {self._open}"
-        self._synchronize()
-        self._open, start = name, time.perf_counter()
+        start, self._open = self._timer.mark(), name
         try:
             yield
-            self._synchronize()
         finally:
             self._open = None
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._passed.append((name, start, self._timer.mark()))
 
     def move(self, seconds: float, *, from_: str, to: str) -> None:
         """Move some seconds from one phase to another."""
-        self._seconds[from_] -= seconds
-        self._seconds[to] = self._seconds.get(to, 0.0) + seconds
+        self._moved += [(from_, -seconds), (to, seconds)]
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last `take` for all of `PHASES` and any others used, and reset them to zero."""
-        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        """Return the seconds since the last `take` for all of `PHASES` and any others used, and reset them to zero.
+
+        This waits until the device has done what the phases queued.
+        """
+        taken = dict.fromkeys(PHASES, 0.0)
+        for name, seconds in [(name, self._timer.seconds(*edges)) for name, *edges in self._passed] + self._moved:
+            taken[name] = taken.get(name, 0.0) + seconds
+        self._passed.clear()
+        self._moved.clear()
         return taken
 
 

@@ -59,7 +59,7 @@ def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> N
             alone = (ordered_norm if ordered else norm_of)(right)
             assert torch.equal(norm.total(results), alone), case
             assert torch.equal(norm.of(sums, native), alone), case
-            assert torch.equal(native.add(sums, None, pieces=norm.pieces, one_thread=True), results), case
+            assert torch.equal(native.add(sums, None, pieces=norm.pieces), results), case
             assert not native.add(sums, values).numel(), case
             assert torch.equal(sums, right.add_(values)), case
 
@@ -103,6 +103,6 @@ def test_another_update_kernel_leaves_gradients_to_torch() -> None:
     kernel = gradient_kernel(TorchKernel())
     assert isinstance(kernel, TorchGradients)
     sums = torch.ones(70_000)
-    results = kernel.add(sums, torch.ones(70_000).bfloat16(), pieces=Pieces(1 << 16, halving=True), one_thread=True)
+    results = kernel.add(sums, torch.ones(70_000).bfloat16(), pieces=Pieces(1 << 16, halving=True))
     assert torch.equal(results, torch.tensor([4.0 * 65_536, 4.0 * 4_464]))
     assert torch.equal(sums, torch.full((70_000,), 2.0))

@@ -14,7 +14,7 @@ import pytest
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.telemetry import meters, sinks
-from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
+from offload_trainer.telemetry.meters import HostTimer, IoCount, PhaseClock, StreamTimer, read_io
 from offload_trainer.telemetry.metrics import (
     EvalRecord,
     StepRecord,
@@ -102,11 +102,40 @@ def test_a_phase_waits_for_the_device_at_both_edges(monkeypatch):
     def synchronize() -> None:
         now[0] += waits.pop()
 
-    clock = PhaseClock(synchronize=synchronize)
+    clock = PhaseClock(HostTimer(synchronize))
     with clock.phase("backward"):
         now[0] += 1.0  # launching kernels
     assert clock.take()["backward"] == 7.0
     assert waits == []
+
+
+def test_phases_of_a_stream_are_timed_by_events_that_nothing_waits_for_before_the_step_ends(monkeypatch):
+    """The device computes 2 s of a forward and 5 s of a backward, which are launched at once."""
+    waits, marks, done = [], iter([10.0, 12.0, 12.0, 17.0]), []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(marks)
+
+        def synchronize(self) -> None:
+            waits.append(self.at)
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert end.at in waits, "the event is not known to be over"
+            return 1000 * (end.at - self.at)
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    clock = PhaseClock(StreamTimer())
+    for phase in ("forward", "backward"):
+        with clock.phase(phase):
+            done.append(phase)
+    assert not waits
+    clock.move(0.5, from_="forward", to="wait")
+    assert clock.take() == {"data": 0.0, "forward": 1.5, "backward": 5.0, "update": 0.0, "wait": 0.5}
+    assert waits == [12.0, 17.0]
 
 
 def test_a_phase_that_fails_is_closed_and_does_not_nest():

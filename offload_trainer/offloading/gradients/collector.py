@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.device import Device, cores_beside
 from offload_trainer.offloading.gradients.host_accumulator import HostAccumulator
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
@@ -138,7 +138,7 @@ class Gradients:
         there = [unit for unit in units if homes[unit.index] == DEVICE]
         parts = device.buffer(sum(unit.trained for unit in there), dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
-        self._host = HostAccumulator(units, self.store, stagings=stagings, kernel=kernel, one_thread=not device.is_cuda)
+        self._host = HostAccumulator(units, self.store, stagings=stagings, kernel=kernel, cores=cores_beside(device))
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}

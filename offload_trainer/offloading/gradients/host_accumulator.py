@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_trainer.offloading.device import limit_cores
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
@@ -132,13 +133,13 @@ class HostAccumulator:
     """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
 
     def __init__(
-        self, units: Sequence[Unit], store: UnitStore, *, stagings: int, kernel: GradientKernel, one_thread: bool
+        self, units: Sequence[Unit], store: UnitStore, *, stagings: int, kernel: GradientKernel, cores: int
     ) -> None:
-        """Start the thread. `stagings`: see `StagedSums`. `one_thread`: the other cores compute the model."""
-        self._staged = StagedSums(units, store, stagings=stagings, node=Node())
-        self._kernel, self._one_thread = kernel, one_thread
+        """Start the thread, which uses `cores` cores. `stagings`: see `StagedSums`."""
+        self._staged, self._kernel = StagedSums(units, store, stagings=stagings, node=Node()), kernel
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
+        limit_cores(self._worker, cores)
 
     def put(self, work: Callable[[], object], future: Future) -> None:
         """Queue `work`; the future completes after it, or with the first error of this thread."""
@@ -194,11 +195,11 @@ class HostAccumulator:
         for copy in after:
             copy.wait()
         target = self.collecting(unit)[start : start + values.numel()]
-        return self._kernel.add(target, values, first=first, pieces=pieces, one_thread=self._one_thread)
+        return self._kernel.add(target, values, first=first, pieces=pieces)
 
     def measure(self, unit: int, start: int, end: int, *, pieces: Pieces) -> torch.Tensor:
         """Return the partial results of a unit's sums in [start, end)."""
-        return self._kernel.add(self.collecting(unit)[start:end], None, pieces=pieces, one_thread=self._one_thread)
+        return self._kernel.add(self.collecting(unit)[start:end], None, pieces=pieces)
 
     def collecting(self, unit: int) -> torch.Tensor:
         """Return the host memory that currently holds the unit's sums."""

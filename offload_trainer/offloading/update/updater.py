@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.snapshot import PageSnapshot
 from offload_trainer.offloading.pages.store import PageStore
@@ -105,8 +105,8 @@ class Updater:
         self._next_speculative: tuple[SpeculativeStep, Future] | None = None
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
         self._thread = Workers(1, "update") if overlap_forward else None
-        if self._thread is not None and not device.is_cuda:
-            _take_one_core(self._thread)
+        if self._thread is not None:
+            limit_cores(self._thread, cores_beside(device))
 
     def _resolved(self, route: Route) -> _Path:
         """Look up the memory of a page's parts once, because tiers do not change."""
@@ -320,19 +320,6 @@ class Updater:
             scale=params.scale,
             noise=None if params.noise is None else RoundingNoise(params.noise, page.unit, page.start),
         )
-
-
-def _take_one_core(thread: Workers) -> None:
-    """Limit torch to one core on this thread, and leave all other threads as they are."""
-    threads, taken = torch.get_num_threads(), Future()
-
-    def take() -> None:
-        torch.get_num_threads()  # makes torch initialise this thread first; otherwise it would overwrite the next line
-        torch.set_num_threads(1)
-
-    thread.put(ending(taken, take))
-    taken.wait()
-    torch.set_num_threads(threads)  # also sets the default for new threads
 
 
 def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

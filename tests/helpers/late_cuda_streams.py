@@ -39,6 +39,7 @@ class FakeCuda:
         self.compute = FakeStream(self, "compute")
         self.bare: list[str] = []  # copies queued without a preceding wait for the compute stream
         self.elsewhere: set[str] = set()  # threads, except this one, that called CUDA without setting a device
+        self.host_waits = 0  # of the training thread
         self._thread = threading.current_thread()
         self.recorded: set[int] = set()  # addresses of tensors passed to `record_stream`
         self._random, self._haste = random.Random(seed), haste
@@ -54,6 +55,10 @@ class FakeCuda:
         thread = threading.current_thread()
         if thread is not self._thread and getattr(self.current, "device", None) is None:
             self.elsewhere.add(thread.name)
+
+    def note_host_wait(self) -> None:
+        """Count a wait of the training thread for the device."""
+        self.host_waits += threading.current_thread() is self._thread
 
     def put(self, stream: FakeStream, kind: str, work: Any) -> None:
         self.note_device()
@@ -111,6 +116,7 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
+        self.cuda.note_host_wait()
         self.cuda.run_until(self.record_event())
 
 
@@ -134,7 +140,13 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.cuda.note_device()
+        self.cuda.note_host_wait()
         self.cuda.run_until(self)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.done or self.stream is None
+        assert end.done or end.stream is None
+        return 0.0
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     | a drive: writing, reading, both at once | 2.2 | update schedule, placement, share of each drive |
     | four settings of the first drive's transfers | 0.8 | `tiered.io_threads`, `tiered.io_block_bytes` |
     | the run's update kernel, 2 pages | 0.3 | update schedule, placement |
-    | products, attention, values, loss, in its dtype | 0.8 | what the forward and the backward can hide; recomputation |
+    | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |
     | memory; on a GPU copies in and out | 0.2; 0.4 | placement |
 
     If it fails, a note says so and the rates stay unknown.

@@ -181,7 +181,7 @@ def _told(
         f"steps {rows[0].step}-{rows[-1].step} took {format_seconds(measured)} each, planned were "
         f"{format_seconds(expected)}: changing from {schedule_in_words(now)} to {schedule_in_words(new)}, by these "
         f"measurements {format_seconds(steps[1])} a step instead of {format_seconds(steps[0])}. That saves about "
-        f"{saved} in the {format_count(left)} steps left and takes about {format_seconds(cost)}, for saving and loading "
+        f"{saved} in the {format_count(left)} steps left and takes about {format_seconds(cost)}, to save and load "
         f"a checkpoint of {format_bytes(_saved_bytes(new))}"
     )
 

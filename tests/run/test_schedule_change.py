@@ -136,7 +136,7 @@ def test_the_line_says_what_was_measured_what_changes_and_what_that_saves() -> N
     assert change.told.startswith("steps 3-8 took ")
     assert f"changing from {before} to {after}" in change.told
     assert "in the 1 k steps left" in change.told
-    assert "for saving and loading a checkpoint of 4." in change.told
+    assert "to save and load a checkpoint of 4." in change.told
     assert change.planned.config.tiered.overlap == "backward"
     assert change.planned.config.tiered.master_format == "fp32"
     assert not may_change(change.planned)

@@ -67,7 +67,7 @@ def test_a_run_that_rates_do_not_change_starts_at_once(cache: Path, drive: Path,
 def test_settings_are_tried_on_the_first_drive_only(cache: Path, drive: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    before = planned(drive, tmp_path / "run", *MANY, "--nvme", str(other))
+    before = planned(drive, tmp_path / "run", *MANY, "--nvme", str(other), "optim.kernel=torch")
     rates = [one.rates for one in machine_rates.rates_at_start(before, say=lambda _: None).drives]
     assert rates[0] is not None
     assert rates[1] is not None
@@ -91,7 +91,7 @@ def test_the_layer_that_a_cpu_times_is_small_whatever_the_model(tmp_path: Path) 
 def session(drive: Path, told: list[str], **keys: object) -> None:
     """Open and close a session whose state is on the drive."""
     block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    facts = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32, **keys}
+    facts = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32, "kernel": "torch", **keys}
     ot.offload(block, say=told.append, **facts).close()  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ import offload_trainer as ot
 from offload_trainer.engine import cpu_matmul
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.plan import Plan
 from offload_trainer.run import machine_rates
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.settings import load_config
@@ -88,20 +89,21 @@ def test_the_layer_that_a_cpu_times_is_small_whatever_the_model(tmp_path: Path) 
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
-def session(drive: Path, told: list[str], **keys: object) -> None:
-    """Open and close a session whose state is on the drive."""
+def session(drive: Path, told: list[str], **keys: object) -> Plan:
+    """Open and close a session whose state is on the drive; return its plan."""
     block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     facts = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32, "kernel": "torch", **keys}
-    ot.offload(block, say=told.append, **facts).close()  # type: ignore[arg-type]
+    with ot.offload(block, say=told.append, **facts) as opened:  # type: ignore[arg-type]
+        return opened.plan
 
 
 def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = list[str](), list[str]()
-    session(drive, few)
+    plan = session(drive, few)
     assert not [line for line in few if line.startswith("measured")]
-    assert "seconds a step: unknown" in few[-1] + few[0]
-    moved = 10 * 2 * 12 * 4 * 65 * 64  # state of every parameter, read and written in ten steps
-    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", 2 * moved)
+    assert plan.forecast.step is None
+    moved = 10 * sum(one.read + one.written for one in plan.traffic)
+    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", moved + 1)
     session(drive, few)
     assert not [line for line in few if line.startswith("measured")]
     monkeypatch.setattr(machine_rates, "_WORTH_BYTES", moved)

@@ -3,8 +3,8 @@
     TrainConfig -> MachineProfile + ModelShape -> Plan -> Setup -> (drive lease, engine) -> trainer.train -> report
 
 Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks. A run
-whose first steps show that another update schedule is faster builds its engine again (`schedule_change.py`). The command
-line imports this module, and with it torch, only after it has a valid configuration.
+whose first steps show that another update schedule is faster builds its engine again (`schedule_change.py`). The
+command line imports this module, and with it torch, only after it has a valid configuration.
 """
 
 from __future__ import annotations

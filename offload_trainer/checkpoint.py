@@ -228,7 +228,7 @@ class Checkpoints:
     def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
         start = time.perf_counter()
-        final = self._root / f"step-{state.step:08d}"
+        final = checkpoint_of(self._root, state.step)
         try:
             with ExitStack() as stack:
                 new = name_in_workplace(final)
@@ -262,6 +262,11 @@ class Checkpoints:
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
         for line in prune(self._root, keep=self._keep):
             self.note(line)
+
+
+def checkpoint_of(root: Path, step: int) -> Path:
+    """Return the directory of a step's checkpoint in `root`."""
+    return root / f"step-{step:08d}"
 
 
 def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:

@@ -396,7 +396,8 @@ class TieredSection(_Section):
         description="what the optimizer update overlaps with. forward: it runs while the next forward computes; "
         "backward: the update of pages on drives also starts during the backward, which needs two copies of their "
         "state; off: nothing; auto: the fastest by the plan's forecast, if it saves 5 % of a step and the disk has "
-        "room; forward if drives are used and this machine was not timed",
+        "room; forward if drives are used and this machine was not timed. A run whose first steps show that another "
+        "value is faster changes to it once",
     )
     state_copies: Literal["auto", 1, 2] = Field(
         "auto",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.checkpoint import Checkpoints, TrainState
+from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
@@ -70,6 +70,9 @@ class Job:
     swaps: list[Path]  # the run's private directories on drives
     commit: Callable[[TrainState], None] | None = None  # records that the page files hold this state; last in a step
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
+    # Called with each step's record; returns the run's metadata with another plan if it should change to that now.
+    revise: Callable[[StepRecord], RunRecord | None] | None = None
+    revised: RunRecord | None = None  # what `revise` has returned
 
 
 def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
@@ -78,6 +81,8 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
     `resume`: (checkpoint, state) to start from; the checkpoint must be verified already, and None means that the
     engine holds that state. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the
     weights are then those of the previous step.
+
+    Also return, with a checkpoint of this step, if `job.revise` asks for another plan (`job.revised`).
     """
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
@@ -104,6 +109,8 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
             stop, wished, ended = _agree(job, asked)
+            if job.revised is not None and not stop and _saved_for_change(job, state):
+                break
             _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:
                 asked.stop = stop  # the signal may have reached another rank only
@@ -133,6 +140,24 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
             job.say(f"no checkpoint was made: {error}")  # the caller then exports the weights only
     elif ended:
         job.checkpoints.synchronize()
+
+
+def _saved_for_change(job: Job, state: TrainState) -> bool:
+    """Save a checkpoint with the metadata of the revised plan; return whether the run may change to that plan.
+
+    If the checkpoint cannot be written, the run keeps its plan, since it does not need the change.
+    """
+    assert job.revised is not None
+    job.checkpoints.synchronize()  # an earlier save that has failed ends the run
+    before, job.checkpoints.record = job.checkpoints.record, job.revised
+    try:
+        job.checkpoints.save(job.engine, state)
+        job.checkpoints.synchronize()
+    except TrainerError as error:
+        job.checkpoints.record, job.revise, job.revised = before, None, None
+        job.say(f"note: the update schedule stays as it is, since no checkpoint could be written: {error}")
+        return False
+    return True
 
 
 def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
@@ -175,28 +200,29 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         data_position=group[-1].state.position,
     )
     if job.telemetry:
-        job.telemetry.step(
-            StepRecord(
-                step=state.step,
-                tokens=state.tokens,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=lr,
-                loss_scale=result.loss_scale,
-                seconds=seconds,
-                tokens_per_second=tokens_per_second(tokens, seconds=seconds),
-                mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
-                phases=job.clock.take(),
-                nvme_read_bytes=drive.read_bytes,
-                nvme_written_bytes=drive.written_bytes,
-                memory=memory_now(job.swaps),  # read before the peak, so that the peak is at least as high
-                host_rss_bytes=peak_rss_bytes(),
-                device_peak_bytes=device_peak_bytes(),
-                skipped=result.skipped,
-                allocation_retries=allocation_retries(),
-                hidden=result.hidden,
-            )
+        record = StepRecord(
+            step=state.step,
+            tokens=state.tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            loss_scale=result.loss_scale,
+            seconds=seconds,
+            tokens_per_second=tokens_per_second(tokens, seconds=seconds),
+            mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
+            phases=job.clock.take(),
+            nvme_read_bytes=drive.read_bytes,
+            nvme_written_bytes=drive.written_bytes,
+            memory=memory_now(job.swaps),  # read before the peak, so that the peak is at least as high
+            host_rss_bytes=peak_rss_bytes(),
+            device_peak_bytes=device_peak_bytes(),
+            skipped=result.skipped,
+            allocation_retries=allocation_retries(),
+            hidden=result.hidden,
         )
+        job.telemetry.step(record)
+        if job.revise and state.step < job.train.steps:
+            job.revised = job.revise(record)
     else:
         job.clock.take()
     if result.skipped:

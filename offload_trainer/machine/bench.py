@@ -69,6 +69,7 @@ class Budget:
     drive_bytes: int = 3 << 30  # maximum written to each drive in one measurement
     drive_seconds: float = 8.0  # per measured rate of a drive
     try_seconds: float = 2.0  # per transfer method that is tried
+    try_on_each: bool = True  # False: drives after the first use the method that is best on the first
     product_seconds: float = 2.0  # per dtype
     layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss
     memory_elements: int = 64 << 20  # length of each of three fp32 arrays
@@ -112,11 +113,13 @@ def bench_machine(
         for kernel in lacking:
             found = _rates_of_adding(kernel, budget.memory_elements // 2, halving=machine.gpu is not None)
             rates = replace(rates, sums=rates.sums | found)
-    drives = []
+    drives: list[DriveFacts] = []
     for drive in machine.drives:
         if drive.rates is None:
             say(f"bench: {drive.directory}")
-            drive = replace(drive, rates=_drive(drive, transfers, budget, say))
+            best = drives[0].rates.words if drives and drives[0].rates else ""
+            tried = {best: transfers[best]} if best in transfers and not budget.try_on_each else transfers
+            drive = replace(drive, rates=_drive(drive, tried, budget, say))
         drives.append(drive)
     return replace(machine, rates=rates, drives=tuple(drives))
 

@@ -131,13 +131,20 @@ def forecast(
     for phase in PHASES:
         longer = stretch if phase == "update" else 1.0
         every += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
+    ratios = machine.rates.corrections
+
+    def ratio(phase: str, kind: str) -> float:
+        return ratios.get(correction_key(engine, phase, kind, ranks=work.world), 1.0)
+
+    # Each resource is corrected by itself, so a plan that another one limits does not escape a slow one.
+    every = [
+        replace(bound, seconds=bound.seconds and bound.seconds * ratio(bound.phase, bound.kind)) for bound in every
+    ]
     found = Forecast({"data": 0.0}, tuple(every))
     for phase in PHASES:
         known = _longest([bound for bound in every if bound.phase == phase])
         if known is not None:
-            key = correction_key(engine, phase, found.kind(phase), ranks=work.world)
-            ratio = machine.rates.corrections.get(key, 1.0)
-            known = ratio * (known + (on_top or {}).get(phase, 0.0))
+            known += ratio(phase, found.kind(phase)) * (on_top or {}).get(phase, 0.0)
         found.seconds[phase] = known
     return found
 

@@ -21,7 +21,11 @@ from offload_trainer.run.planning import Planned
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _WORTH_BYTES = 64 * 10**9  # bytes that a run moves between tiers from which on measuring pays: about a minute of I/O
-_LARGEST_MATRIX = 8192  # limit on each side of the timed products at a start
+# Limits on rows and sides of the timed products at a start. A CPU's rate no longer depends on them from there on, and
+# larger ones would take it seconds each.
+_ON_GPU, _ON_CPU = (8192, 8192), (256, 2048)
+_LAYER_ON_CPU = 1024  # limit on the length and the width of the timed attention on a CPU
+_SESSION_STEPS = 10  # steps that a session is assumed to make
 
 
 def bench_here(
@@ -96,24 +100,47 @@ def _not_kept(error: OSError | ValueError) -> str:
 # -- at the start of a run ---------------------------------------------------------------------------------------------
 
 
-def is_due(planned: Planned) -> bool:
-    """Return whether a run should measure rates before it starts.
+def is_due(planned: Planned, *, steps: int | None = None) -> bool:
+    """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
     It should if the plan fits, could not predict its step, and has choices that rates decide: which drive settings and
     update schedule, and on a GPU also which placement. Short runs and runs of several ranks start without.
     """
     plan = planned.plan
-    moved = sum(one.read + one.written for one in plan.traffic) * planned.config.train.steps
+    moved = sum(one.read + one.written for one in plan.traffic) * (steps or planned.config.train.steps)
     chooses = plan.uses_drives or planned.machine.gpu is not None
     return chooses and plan.fits and plan.forecast.step is None and plan.world == 1 and moved >= _WORTH_BYTES
+
+
+def is_due_in_session(planned: Planned) -> bool:
+    """Return whether a session, which does not know its number of steps, should measure rates before it starts.
+
+    It should if a run of ten such steps should. A CPU that computes 16-bit products in fp32 is left out: a run replaces
+    torch's products there (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
+    """
+    from offload_trainer.engine.cpu_matmul import has_native_16bit
+    from offload_trainer.storage.tensorfile import DTYPES
+
+    dtype, gpu = planned.config.model.dtype, planned.machine.gpu is not None
+    own = gpu or dtype == "fp32" or has_native_16bit(DTYPES[dtype])
+    return own and is_due(planned, steps=_SESSION_STEPS)
 
 
 def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
     """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
 
-    This takes a few seconds: products and layers of this model's sizes in its dtype, the update kernel that the run
-    uses, memory, copies to and from a GPU, and the drives in both directions simultaneously. If it fails, a note says
-    so and the rates stay unknown.
+    This takes about 5 s, and 2 s for each further drive. On a new machine, the first build of the update kernel comes
+    before that; the run would build it otherwise. By its budget:
+
+    | what | s | what it decides |
+    | --- | --- | --- |
+    | a drive: writing, reading, both at once | 2.2 | update schedule, placement, share of each drive |
+    | four settings of the first drive's transfers | 0.8 | `tiered.io_threads`, `tiered.io_block_bytes` |
+    | the run's update kernel, 2 pages | 0.3 | update schedule, placement |
+    | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |
+    | memory, adding gradients; on a GPU copies in and out | 0.4; 0.4 | placement, order of micro-batches |
+
+    If it fails, a note says so and the rates stay unknown.
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.timed_updates import gradient_kernels, updates_of_run
@@ -127,27 +154,29 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     used = {one.place for one in planned.plan.traffic}
     budget = Budget(
         drive_bytes=1 << 30,
-        drive_seconds=1.0,
-        try_seconds=0.4,
-        product_seconds=0.3,
-        layer_seconds=0.15,
-        memory_elements=16 << 20,
-        update_seconds=0.2,
+        drive_seconds=0.7,
+        try_seconds=0.2,
+        try_on_each=False,
+        product_seconds=0.2,
+        layer_seconds=0.1,
+        memory_elements=8 << 20,
+        update_seconds=0.15,
         update_elements=2 * config.tiered.page_size,
         update_page=config.tiered.page_size,
-        copy_seconds=0.1,
+        copy_seconds=0.05,
     )
+    updates = updates_of_run(config.optim.kernel, config.optim.moment_dtype)  # may build the kernel, as the run would
     start = time.perf_counter()
     try:
         timed = bench_machine(
             replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
             transfers=_ways_to_drives(kernel=False),
-            updates=updates_of_run(config.optim.kernel, config.optim.moment_dtype),
+            updates=updates,
             sums=gradient_kernels(config.optim.kernel),
             dtypes=[config.model.dtype],
             budget=budget,
             say=lambda _: None,
-            layer=_layer_of(planned.source.shape, planned.plan),
+            layer=_layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None),
         )
     except TrainerError as error:
         say(
@@ -165,18 +194,19 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     return timed
 
 
-def _layer_of(shape: ModelShape, plan: Plan) -> Any:
+def _layer_of(shape: ModelShape, plan: Plan, *, gpu: bool) -> Any:
     """Return the sizes of the model's largest matrix product, and of its attention, in one micro-batch."""
     from offload_trainer.machine.bench import LayerSizes
 
     inside = [weight for weight in shape.weights if weight.block and len(weight.shape) > 1] or list(shape.weights)
     largest = max(inside, key=lambda weight: weight.numel)
     inner, outer = sorted(largest.shape[-2:]) if len(largest.shape) > 1 else (shape.hidden, shape.hidden)
-    tokens = min(plan.micro_batch * plan.seq_len, _LARGEST_MATRIX)
+    rows, side = _ON_GPU if gpu else _ON_CPU
+    of_layer = side if gpu else _LAYER_ON_CPU
     return LayerSizes(
-        (tokens, min(inner, _LARGEST_MATRIX), min(outer, _LARGEST_MATRIX)),
-        tokens=min(plan.seq_len, _LARGEST_MATRIX),
-        width=min(shape.hidden, _LARGEST_MATRIX),
+        (min(plan.micro_batch * plan.seq_len, rows), min(inner, side), min(outer, side)),
+        tokens=min(plan.seq_len, of_layer),
+        width=min(shape.hidden, of_layer),
     )
 
 

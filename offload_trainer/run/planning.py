@@ -9,7 +9,7 @@ them at `auto`: fewer weight buffers, then MLPs on chunks of a row, then weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -75,6 +75,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
         again: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used.
     """
     from offload_trainer.model.loader import resolve_model
+    from offload_trainer.run.resume_point import config_to_resume
 
     config = _with_resumed_copies(config, nodes=nodes)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
@@ -88,8 +89,17 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
-    kept = _with_resumed_choices(config, models, world=world, on_gpu=machine.gpu is not None)
-    found = planned(kept, models, machine, world=world, nodes=nodes)
+    before = config_to_resume(config.save) if config.placement.engine_name != "deepspeed" else {}
+    kept = _with_resumed_choices(config, before, models, world=world, on_gpu=machine.gpu is not None)
+    for wish in (_with_resumed_schedule(kept, before), kept):
+        try:
+            found = planned(wish, models, machine, world=world, nodes=nodes)
+        except UserError:
+            if wish is kept:
+                raise
+            continue  # the schedule of the run before does not go with what has changed since
+        if found.plan.fits:
+            break
     if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
     return with_longest_row(found, config, models) if longest else found
@@ -298,22 +308,43 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": told.places})})
 
 
-def _with_resumed_choices(config: TrainConfig, models: MemoryFallbacks, *, world: int, on_gpu: bool) -> TrainConfig:
+def _with_resumed_schedule(config: TrainConfig, before: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
+    """Return the configuration with the update schedule of the run that it resumes, where that was set and is open now.
+
+    It was set if that run changed its schedule after its first steps. Page files of that run have its layout.
+    """
+    told, section = before.get("tiered", {}), config.tiered
+    choices = {"overlap": ("off", "forward", "backward"), "master_format": ("fp32", "split")}
+    wanted = {
+        key: told[key] for key, values in choices.items() if getattr(section, key) == "auto" and told.get(key) in values
+    }
+    if not wanted or config.placement.engine_name != "tiered":
+        return config
+    if wanted.get("overlap") == "backward" and section.state_copies == 1:
+        return config
+    return config.model_copy(update={"tiered": section.model_copy(update=wanted)})
+
+
+def _with_resumed_choices(
+    config: TrainConfig,
+    before: Mapping[str, Mapping[str, Any]],
+    models: MemoryFallbacks,
+    *,
+    world: int,
+    on_gpu: bool,
+) -> TrainConfig:
     """Return the configuration with the choices of the run that it resumes, if they affect the results' bits.
 
     These are the micro-batch size, MLP chunk, fetch granularity and, on a GPU, the checkpointed blocks. On a CPU a
     recomputed block has the bits of one that is not. Returns `config` itself if none of them is left open, or if there
-    is no run to resume.
+    is no run to resume, in which case `before`, its configuration, is empty.
     """
-    from offload_trainer.run.resume_point import config_to_resume
-
     model, train, tiered, engine = config.model, config.train, config.tiered, config.placement.engine_name
     fetch_open = tiered.fetch_granularity == "auto" and engine == "tiered"
     recomputed_open = model.activation_checkpointing == "auto" and on_gpu
     left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open or recomputed_open
     if engine == "deepspeed" or not left_open:
         return config
-    before = config_to_resume(config.save)
     if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
         count = (
             tiered.weight_buffers if "weight_buffers" in tiered.model_fields_set else before["tiered"]["weight_buffers"]

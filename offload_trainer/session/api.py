@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Unpack
 
 import psutil
@@ -33,8 +34,9 @@ from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, w
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
+from offload_trainer.run import machine_rates
 from offload_trainer.run.directory import environment
-from offload_trainer.run.planning import lacks_room, machine_here
+from offload_trainer.run.planning import Planned, lacks_room, machine_here
 from offload_trainer.session.kwargs import SessionKeys, session_words, translate_errors
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
@@ -130,8 +132,25 @@ def _planned(
 ) -> tuple[TrainConfig, Plan]:
     """Plan the session and print the plan. Raises UserError if it does not fit, or for fp16, which needs loss scaling.
 
+    If rates are missing and worth their time (`machine_rates.is_due_in_session`), measure them first.
+
     `moves`: bytes of the model in this process, which are freed while the weights are placed.
     """
+    settled, plan = _settled(config, shape, machine, moves=moves)
+    before = Planned(settled, plan, machine, SimpleNamespace(shape=shape))
+    if machine_rates.is_due_in_session(before):
+        settled, plan = _settled(config, shape, machine_rates.rates_at_start(before, say=say), moves=moves)
+        say(machine_rates.choice_in_words(before.plan, plan))
+    say(plan.describe())
+    if not plan.fits and not settled.placement.force:
+        raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True runs it anyway)")
+    return settled, plan
+
+
+def _settled(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, moves: int
+) -> tuple[TrainConfig, Plan]:
+    """Return the configuration with the plan's choices, and the plan. Raises UserError for fp16."""
     process = ThisProcess.now(machine, moves=moves)
     tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.model.model_copy(update={"loss_chunk": tokens})  # the caller's loss uses all logits, unchunked
@@ -145,9 +164,6 @@ def _planned(
     config, plan = tried[-1] if tried[-1][1].fits else tried[0]
     if config.model.dtype == "fp16":
         raise UserError('a session has no loss scale, so no fp16: use dtype="bf16", or "fp32" if the GPU has no bf16')
-    say(plan.describe())
-    if not plan.fits and not config.placement.force:
-        raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True runs it anyway)")
     return config, plan
 
 

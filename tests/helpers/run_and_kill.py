@@ -6,7 +6,12 @@ flip N     before the Nth commit of a rank's pages, after all ranks have written
 half N     halfway through writing the Nth record of a step
 record N   after the Nth record of a step
 line N     after the line of step N in metrics.jsonl
+saving N   before the Nth checkpoint is complete: its tensors are written, its manifest is not
 saved N    once the checkpoint of step N has its final name
+change N   when the run changes its schedule: the old engine and its files are gone, the new plan is not written
+build N    before the Nth engine is built
+load N     before the Nth load of a checkpoint into an engine
+loaded N   after it
 start N    once this run has taken over the page files of an earlier run
 ended N    after the export, before the run deletes its resume state
 dropped N  after that, before it removes its directories on drives
@@ -93,6 +98,32 @@ elif where == "saved":
     Checkpoints._tell = before(
         Checkpoints._tell, lambda _, final, *__, **___: final.name.endswith(f"{number:08d}"), nth=1
     )  # type: ignore[method-assign]
+elif where == "saving":
+    from offload_trainer import checkpoint
+
+    checkpoint.finish_checkpoint = before(checkpoint.finish_checkpoint, lambda *_: True)
+elif where == "change":
+    from offload_trainer.run import train
+
+    train.write_plan = before(train.write_plan, lambda *_: True)
+elif where == "build":
+    from offload_trainer.engine.tiered import TieredEngine
+
+    TieredEngine.__init__ = before(TieredEngine.__init__, lambda *_: True)  # type: ignore[method-assign]
+elif where in ("load", "loaded"):
+    from offload_trainer.engine.tiered import TieredEngine
+
+    if where == "load":
+        TieredEngine.load = before(TieredEngine.load, lambda *_: True)  # type: ignore[method-assign]
+    else:
+        load, loads = TieredEngine.load, itertools.count(1)
+
+        def load_and_die(self: Any, directory: Any) -> None:
+            load(self, directory)
+            if next(loads) == number:
+                die()
+
+        TieredEngine.load = load_and_die  # type: ignore[method-assign]
 elif where == "start":
     from offload_trainer.engine.tiered import TieredEngine
 

@@ -15,7 +15,6 @@ from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan, workload
 from offload_trainer.plan.tiered.spec import Layouts
-from offload_trainer.run import resume_point
 from offload_trainer.run.planning import MemoryFallbacks, _with_resumed_choices
 
 SHAPE = SHAPES["gpt2-10b"]
@@ -106,7 +105,7 @@ def test_numbers_that_a_model_or_an_engine_does_not_have_are_refused() -> None:
     assert any("model.activation_checkpointing=3 belongs to" in mistake for mistake in combination_mistakes(stock))
 
 
-def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path) -> None:
     """On a CPU the bits do not depend on it, so the plan chooses anew."""
     config = wish(*BATCH, "model.mlp_chunk=off", "tiered.fetch_granularity=block", "--output", str(tmp_path))
     models = MemoryFallbacks(lambda: None, preset=SHAPE)
@@ -114,9 +113,8 @@ def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path, monkeypatch: py
 
     def resumed(before: int | str, *, on_gpu: bool, more: str = "false") -> int | str:
         settings = {"model": {"activation_checkpointing": before}}
-        monkeypatch.setattr(resume_point, "config_to_resume", lambda _: settings)
         asked = config.model_copy(update={"model": wish(f"model.offload_activations={more}").model})
-        return _with_resumed_choices(asked, models, world=1, on_gpu=on_gpu).model.activation_checkpointing
+        return _with_resumed_choices(asked, settings, models, world=1, on_gpu=on_gpu).model.activation_checkpointing
 
     for number in (45, "on", "off"):
         assert resumed(number, on_gpu=True) == number

@@ -6,10 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from commands import TINY, call_and_kill
 
+import offload_trainer as ot
+from offload_trainer.engine import cpu_matmul
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.plan import Plan
 from offload_trainer.run import machine_rates
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.settings import load_config
@@ -59,6 +63,70 @@ def test_a_run_that_rates_do_not_change_starts_at_once(cache: Path, drive: Path,
     gpu = replace(in_ram, machine=read_machine("v100-32gb"))
     moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
     assert machine_rates.is_due(moves)
+
+
+def test_settings_are_tried_on_the_first_drive_only(cache: Path, drive: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    before = planned(drive, tmp_path / "run", *MANY, "--nvme", str(other), "optim.kernel=torch")
+    rates = [one.rates for one in machine_rates.rates_at_start(before, say=lambda _: None).drives]
+    assert rates[0] is not None
+    assert rates[1] is not None
+    assert (len(rates[0].tried), list(rates[1].tried)) == (4, [rates[0].words])
+
+
+def test_the_layer_that_a_cpu_times_is_small_whatever_the_model(tmp_path: Path) -> None:
+    """A layer of a large model would take a CPU seconds each time; its rate is that of a smaller one."""
+    large = plan_run(load_config(["--model", "gpt2-10b", "--scratch", "--nvme", str(tmp_path), "--seq-len", "1024"]))
+    shape, plan = large.source.shape, large.plan
+    of_cpu, of_gpu = (machine_rates._layer_of(shape, plan, gpu=gpu) for gpu in (False, True))
+    assert max(of_gpu.matrix) > 4096
+    rows, inner, outer = of_cpu.matrix
+    assert 3 * 2 * rows * inner * outer <= 7e9
+    assert 4 * of_cpu.tokens**2 * of_cpu.width <= 5e9
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def session(drive: Path, told: list[str], **keys: object) -> Plan:
+    """Open and close a session whose state is on the drive; return its plan."""
+    block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    facts = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32, "kernel": "torch", **keys}
+    with ot.offload(block, say=told.append, **facts) as opened:  # type: ignore[arg-type]
+        return opened.plan
+
+
+def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = list[str](), list[str]()
+    plan = session(drive, few)
+    assert not [line for line in few if line.startswith("measured")]
+    assert plan.forecast.step is None
+    moved = 10 * sum(one.read + one.written for one in plan.traffic)
+    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", moved + 1)
+    session(drive, few)
+    assert not [line for line in few if line.startswith("measured")]
+    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", moved)
+    session(drive, many)
+    starts = [line.partition(" ")[0] for line in many]
+    first = starts.index("measured")
+    assert starts[first : first + 3] == ["measured", "chose", "plan:"]
+    assert "estimated step" in many[first + 2]
+    session(drive, again := list[str]())
+    assert not [line for line in again if line.startswith("measured")]
+
+
+def test_a_session_does_not_measure_where_torch_computes_otherwise_than_a_run(
+    cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's 16-bit products in fp32 are not a session's, and must not be installed in the caller's process."""
+    monkeypatch.setattr(machine_rates, "_WORTH_BYTES", 1)
+    monkeypatch.setattr(cpu_matmul, "has_native_16bit", lambda dtype: dtype is torch.float32)
+    told: list[str] = []
+    session(drive, told, dtype="bf16")
+    assert not [line for line in told if line.startswith("measured")]
+    session(drive, told)
+    assert [line for line in told if line.startswith("measured")]
 
 
 def test_a_drive_that_fails_leaves_the_defaults(

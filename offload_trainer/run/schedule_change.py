@@ -240,7 +240,8 @@ def _times_of_kinds(found: Forecast, phase: str, ratio: float, *, slowest: str) 
     the other phases. No other resource can have taken longer than the phase.
     """
     kind = slowest if slowest and phase == "update" else found.kind(phase)
-    whole, times = ratio * (found.seconds[phase] or 0.0), dict[str, float]()
+    longest = max((bound.seconds or 0.0 for bound in found.bounds if bound.phase == phase), default=0.0)
+    whole, times = ratio * longest, dict[str, float]()
     for bound in found.bounds:
         if bound.phase == phase and bound.seconds and (bound.kind == kind or bound.seconds > whole):
             times[bound.kind] = min(times.get(bound.kind, whole / bound.seconds), whole / bound.seconds)

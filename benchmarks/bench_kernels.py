@@ -98,11 +98,11 @@ def with_casts(state: State, update: Step, *, casts: bool) -> Step:
 def ours(state: State, casts: bool) -> Step:
     from offload_trainer.optim.kernel_api import ParamRange
     from offload_trainer.optim.kernels import choose_kernel
-    from offload_trainer.optim.rules import Hyper
+    from offload_trainer.optim.rules import AdamW
     from offload_trainer.plan.tiered.state_formats import state_format
 
     kernel, _ = choose_kernel("native")
-    hyper = Hyper(lr=LR, betas=BETAS, eps=EPS, decay=DECAY)
+    hyper = AdamW(lr=LR, betas=BETAS, eps=EPS, decay=DECAY)
     form = state_format("adamw", "fp32")
 
     def step(number: int) -> None:
@@ -267,7 +267,8 @@ def work(pipe: Connection, name: str, checkout: str | None, n: int) -> None:
     steps: dict[Setting, tuple[Step, list[int]]] = {}
     try:
         found = contender(name, checkout)
-        pipe.send((found.dtypes, found.fuses_casts, found.bytes(False), found.bytes(True), masters_after(found.make).tolist()))
+        sizes = found.bytes(False), found.bytes(True)
+        pipe.send((found.dtypes, found.fuses_casts, *sizes, masters_after(found.make).tolist()))
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         return
@@ -316,7 +317,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     n = int(arguments.parameters)
-    threads, tensors = (sorted({int(one) for one in text.split(",")}) for text in (arguments.threads, arguments.tensors))
+    asked = (arguments.threads, arguments.tensors)
+    threads, tensors = (sorted({int(one) for one in text.split(",")}) for text in asked)
     wanted: dict[str, str | None] = dict.fromkeys(BUILT_IN)
     wanted |= dict(one.split("=", 1) for one in arguments.peer)
     if unknown := set(wanted) - set(BUILT_IN) - set(PEERS):
@@ -350,7 +352,8 @@ def main() -> None:
     rows = []
     for casts in (False, True):
         for name, (dtypes, fuses, plain, full, masters) in told.items():
-            mine = {setting: times for (one, setting), times in seconds.items() if one == name and setting.casts == casts}
+            every = {setting: times for (one, setting), times in seconds.items() if one == name}
+            mine = {setting: times for setting, times in every.items() if setting.casts == casts}
             best = min(mine, key=lambda setting: statistics.median(mine[setting]))
             rates = sorted(n / each / 1e6 for each in mine[best])
             size = full if casts else plain

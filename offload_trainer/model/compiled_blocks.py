@@ -108,7 +108,7 @@ def _compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
 def _checkpointed(forward: Any) -> Callable[..., Any] | None:
     """Return the function that a block's `forward` checkpoints; None if that happens before `forward`.
 
-    Until 5.21, transformers checkpoints in `__call__`; later versions wrap each class's forward.
+    Earlier versions of transformers checkpoint in `__call__`; later ones wrap each class's forward.
     """
     code = getattr(forward, "__code__", None)
     if code is None or "_gradient_checkpointing_func" not in code.co_names:

@@ -29,7 +29,7 @@ ALLOCATOR = 0.05  # fragmentation and rounding, as a share of temporary GPU memo
 PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and the allocator's overhead
 LIBRARIES = 105_000_000  # the part of PROCESS that is file pages, which all processes of a machine share
 PRODUCTS = 32_000_000  # oneDNN's and the allocator's memory after products of all shapes ran (20 MB AVX2, 40 AMX)
-COMPILER = 250_000_000  # torch's compiler and what it keeps of compiled code; measured on a CPU
+COMPILER = 150_000_000  # torch.compile and its code; 109 MB, a block's gradients included, with GPT-2 blocks on a CPU
 CUDA_PROCESS = 1_600_000_000  # CUDA's libraries in host memory, per process; estimated, not measured
 
 

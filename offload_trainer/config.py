@@ -84,6 +84,18 @@ class ModelSection(_Section):
         "4096, ... 256 with which it fits. Weight gradients of the chunks are summed in fp32, and dropout draws "
         "other random numbers; tiered and plain only",
     )
+    compile: Literal["off", "on"] = Field(
+        "off",
+        description="on: compile the inside of blocks with torch.compile, one function for all blocks of a shape, in "
+        "the first step; needs a C++ compiler, and changes the last bits of losses. Evaluation is not compiled. tiered "
+        "and plain only",
+    )
+    kernels: Literal["torch", "liger"] = Field(
+        "torch",
+        description="liger: Liger-Kernel's Triton kernels in place of the model's norms, rotary embeddings and gated "
+        "MLPs, for the architectures that it has them for; needs a GPU and changes the last bits of losses. The loss "
+        "stays this program's own (model.loss_chunk). Extra: liger; tiered and plain only",
+    )
     freeze: tuple[str, ...] = Field(
         (), description="regular expressions; parameters whose name matches one are not trained"
     )

@@ -34,8 +34,13 @@ OPTIONAL = {
     "mlflow-skinny": "3.5",
     "sqlalchemy": "2.0.30",
     "alembic": "1.13.1",
+    "liger-kernel": "0.8",
 }
-_MODULES = {"yaml": "PyYAML", "mlflow": "mlflow-skinny"}  # modules whose name differs from the package's
+_MODULES = {
+    "yaml": "PyYAML",
+    "mlflow": "mlflow-skinny",
+    "liger_kernel": "liger-kernel",
+}  # modules whose name differs from the package's
 
 
 def is_installed(module: str) -> bool:

@@ -30,7 +30,8 @@ _UPLOADS = "nothing is uploaded: `offload-train export RUN DIR` writes a directo
 _SHARDING = "--gpus N trains on several ranks: docs/parallel.md, docs/scaling.md; `offload-train plan --parallel`"
 _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
-_ROUTE = "only the optimizer kernel is compiled (optim.kernel); the model's forward is not"
+_OWN_LOSS = "without its loss: model.loss_chunk limits the logits in memory"
+_BLOCKS_ONLY = "the inside of blocks is compiled, by torch's default settings"
 _OF_FILES = "docs/finetune.md lists the file formats of --data"
 _PACKED = "see docs/packing.md"
 _WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several conversations in a row"
@@ -80,8 +81,10 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.activation_checkpointing=on", "use_gradient_checkpointing checkpoint_activations", ""),
     ("model.activation_checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
     ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
-    ("model.loss_chunk", "num_output_chunks use_liger_kernel", "tokens at a time"),
-    ("model.loss_chunk", "enable_liger_kernel liger_kernel_config", "tokens at a time"),
+    ("model.loss_chunk", "num_output_chunks", "tokens at a time"),
+    ("model.kernels=liger", "use_liger_kernel enable_liger_kernel liger_kernel_config", _OWN_LOSS),
+    ("model.kernels=liger", "liger_rms_norm liger_rope liger_glu_activation liger_swiglu", _OWN_LOSS),
+    ("model.compile=on", "torch_compile compile use_compile torch_compile_backend jit", _BLOCKS_ONLY),
     ("model.freeze", "unfrozen_parameters freeze_trainable_layers", "names of what stays fixed"),
     ("model.freeze", "freeze_trainable_modules", "names of what stays fixed"),
     ("model.trust_remote_code=true", "trust_remote", ""),
@@ -190,7 +193,6 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("parallel.pipeline", "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size", ""),
     ("", "device no_cuda use_cpu local_rank cuda gpu_id gpu_ids use_cuda", _DEVICE),
     ("", "do_train do_eval do_predict eval_only", _SWITCHES),
-    ("", "compile torch_compile use_compile torch_compile_backend jit", _ROUTE),
     ("", "group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last", _WHOLE_ROWS),
     ("", "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience", _LAST),
     ("", "overwrite_output_dir", "to start over, name another directory with --output"),

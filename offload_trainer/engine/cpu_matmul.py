@@ -3,7 +3,8 @@
 Without AVX512-BF16 or AMX, torch multiplies bf16 matrices that are not transposed at about 1 GFLOP/s on two cores, a
 hundred times slower than fp32. Conv1D, GPT-2's linear layer, consists of such products. Here they are computed in fp32
 and rounded once at the end, as hardware does: exact products, fp32 sums, one rounding. The backward of attention, which
-contains such products, is replaced as well. The last bits differ from torch's own slow products.
+contains such products, is replaced as well. The last bits differ from torch's own slow products. Compiled blocks call
+the operators' `out=` forms, which are replaced too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
             for name, function in (("mm", _mm), ("bmm", _bmm), ("addmm", _addmm)):
                 _library.impl(name, function, "CPU")
+                _library.impl(f"{name}.out", _into(name, function), "CPU", with_keyset=True)
             _library.impl(_ATTENTION, _attention_backward(), "CPU", with_keyset=True)
     return True
 
@@ -77,6 +79,19 @@ def _addmm(
         return _in_pieces(left, right, added, beta=beta, alpha=alpha)
     out = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def _into(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return the replacement of an operator's `out=` form: 16-bit products by `function`, others by torch's kernel."""
+    of_torch = torch.library.get_kernel(f"aten::{name}.out", "CPU")
+
+    def into(keys: Any, *tensors: torch.Tensor, out: torch.Tensor, **words: Any) -> Any:
+        if not _slow(tensors[-1]):
+            return of_torch.call_boxed(keys, *tensors, out=out, **words)
+        found = function(*tensors, **words)
+        return out.resize_(found.shape).copy_(found)
+
+    return into
 
 
 def _attention_backward() -> Callable[..., Any]:

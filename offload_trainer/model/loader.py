@@ -131,6 +131,14 @@ class ModelSource:
                 model.enable_input_require_grads()
         for name in self.shape.tiles if mlp_chunk else ():
             tile(model.get_submodule(name), chunk=mlp_chunk)
+        if self.section.kernels == "liger":
+            from offload_trainer.model.liger_kernels import use_liger
+
+            use_liger(model)
+        if self.section.compile == "on":
+            from offload_trainer.model.compiled_blocks import compile_blocks
+
+            compile_blocks(model)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def weights(self) -> Iterator[NamedTensor]:
@@ -209,6 +217,14 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
         refuse_crossing(model, trust_remote_code=section.trust_remote_code)
     if pieces:
         refuse_pieces(model, trust_remote_code=section.trust_remote_code)
+    if section.kernels == "liger":
+        from offload_trainer.model.liger_kernels import refuse_without_liger
+
+        refuse_without_liger(config.model_type)
+    if section.compile == "on":
+        from offload_trainer.model.compiled_blocks import refuse_uncompiled
+
+        refuse_uncompiled(model, trust_remote_code=section.trust_remote_code)
     if not random:
         assert directory is not None
         for name in _BESIDE:

@@ -107,6 +107,20 @@ def kept(name: str, key: str, make: Callable[[Path], bytes]) -> Path:
     return file
 
 
+def private_directory(name: str) -> Path:
+    """Return the cache's directory `name` for code that another library compiles; only this user may change it.
+
+    Raises:
+        TrainerError: other users could change its contents, or it cannot be created.
+    """
+    directory = cache_directory() / "kernels" / name
+    try:
+        _make_private(directory)
+    except OSError as error:
+        raise TrainerError(f"{directory}: cannot be created: {error.strerror}; {_ELSEWHERE}") from error
+    return directory
+
+
 def compiled(source: Path, *, command: Sequence[str], folder: Path) -> bytes:
     """Compile `source` with `command` in a temporary directory below `folder`, and return the library's bytes.
 

@@ -168,7 +168,24 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     mistakes += mistakes_of_division(
         config.parallel, engine=engine.name, checkpointing=config.model.activation_checkpointing
     )
-    return mistakes + mistakes_of_rule(optim)
+    return mistakes + mistakes_of_rule(optim) + mistakes_of_compilation(config)
+
+
+def mistakes_of_compilation(config: TrainConfig) -> list[str]:
+    """Return settings that cannot be combined with compiled blocks, one sentence each."""
+    if config.model.compile == "off":
+        return []
+    wishes = {
+        f"model.mlp_chunk={config.model.mlp_chunk}": isinstance(config.model.mlp_chunk, int),
+        "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
+        f"parallel.sequence={config.parallel.sequence}": config.parallel.sequence > 1,
+    }
+    mistakes = ["model.kernels=liger with model.compile=on is untested: use one of the two"]
+    return (mistakes if config.model.kernels == "liger" else []) + [
+        f"{wish} with model.compile=on: a block is compiled as a whole, and this divides it: use one of the two"
+        for wish, asked in wishes.items()
+        if asked
+    ]
 
 
 def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
@@ -206,6 +223,9 @@ def only_here(
             f"model.activation_checkpointing={model.activation_checkpointing} belongs to --engine tiered, not to "
             "deepspeed: use on or off"
         )
+    for key, value, default in (("compile", model.compile, "off"), ("kernels", model.kernels, "torch")):
+        if engine == "deepspeed" and value != default:
+            mistakes.append(f"model.{key}={value} belongs to --engine tiered, not to deepspeed: leave it out")
     if engine == "deepspeed" and model.mlp_chunk not in ("auto", "off"):
         mistakes.append(f"model.mlp_chunk={model.mlp_chunk} belongs to --engine tiered, not to deepspeed: leave it out")
     if optim.moment_dtype not in moments:

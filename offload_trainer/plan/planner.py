@@ -371,6 +371,8 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         tensor=tensor_of(config.parallel),
         sequence=config.parallel.sequence,
         partition=config.parallel.partition_activations,
+        compiled=model.compile == "on",
+        kernels=model.kernels,
         mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,
     )
 
@@ -379,7 +381,8 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
     """Return the plan of one candidate."""
     items, traffic = one.items(), one.traffic()
     bounds, stretch, on_top = one.bounds(), one.stretch(), one.on_top()
-    found = forecast(one.work, machine, traffic, bounds, engine=engine, stretch=stretch, on_top=on_top)
+    timed_as = work.timed_as(engine)
+    found = forecast(one.work, machine, traffic, bounds, engine=timed_as, stretch=stretch, on_top=on_top)
     sizes, found = one.settled(found)
     items += reserve_items(machine, here=work.here)
     items += saved_items(work, output=machine.output.directory)
@@ -441,6 +444,12 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
     if machine.gpu is None and work.inputs_away == TierKind.RAM:
         notes.append(
             "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
+        )
+    changed = {"model.compile=on": work.compiled, f"model.kernels={work.kernels}": work.kernels != "torch"}
+    if keys := [key for key, asked in changed.items() if asked]:
+        notes.append(
+            f"{', '.join(keys)}: losses differ from those without in their last bits, activations are counted without "
+            "and are an upper bound, and seconds are those without until a run of eight steps or more has ended"
         )
     if machine.gpu is None:
         notes.append("no GPU here: the model runs on the CPU, in RAM")

@@ -35,6 +35,8 @@ class Workload:
     sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
     partition: bool = False  # tensor-parallel ranks divide the checkpointed block inputs
+    compiled: bool = False  # the inside of blocks is compiled
+    kernels: str = "torch"  # whose kernels the model's modules run
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
 
     @property
@@ -82,6 +84,10 @@ class Workload:
         """Return the tokens of a step on all ranks."""
         return self.micro_batch * self.accumulate * self.data * self.seq_len
 
+    def timed_as(self, engine: str) -> str:
+        """Return the name under which ratios of measured to predicted seconds are kept for this kind of step."""
+        return engine + ", compiled" * self.compiled + f", {self.kernels}" * (self.kernels != "torch")
+
     @property
     def checkpointing(self) -> bool:
         """Return whether any block is checkpointed."""
@@ -103,7 +109,7 @@ _CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller chunks slow matr
 
 def chunks_of(work: Workload) -> tuple[int, ...]:
     """Return the chunk sizes in tokens that MLPs may run in, largest first; empty if that is unknown."""
-    known = work.shape.tiled_on_gpu is not None
+    known = work.shape.tiled_on_gpu is not None and not work.compiled
     return tuple(chunk for chunk in _CHUNKS if known and chunk < work.micro_batch * work.length)
 
 

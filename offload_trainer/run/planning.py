@@ -253,6 +253,7 @@ class MemoryFallbacks:
         """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
         tiered = config.tiered
         left_open = config.placement.engine_name == "tiered" and tiered.fetch_granularity == "auto"
+        left_open = left_open and config.model.compile == "off"
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) else (False,):
                 wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
@@ -273,7 +274,8 @@ def as_wished(source: Any, config: TrainConfig) -> Any:
 
 def may_tile(config: TrainConfig) -> bool:
     """Return True if the plan may choose to run MLPs on chunks of a row."""
-    return config.model.mlp_chunk == "auto" and config.placement.engine_name != "deepspeed"
+    model = config.model
+    return model.mlp_chunk == "auto" and model.compile == "off" and config.placement.engine_name != "deepspeed"
 
 
 def _tiled(source: Any) -> Any:

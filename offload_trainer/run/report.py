@@ -109,7 +109,10 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
     log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
     try:
         taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
-        keep_ratios(setup.planned.machine, steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world))
+        keep_ratios(
+            setup.planned.machine,
+            steady_ratios(plan.forecast, taken, engine=setup.work.timed_as(plan.engine), ranks=plan.world),
+        )
     except (OSError, TrainerError) as error:  # the run itself has succeeded
         log.say(f"note: these ratios could not be saved for later plans: {error}")
 

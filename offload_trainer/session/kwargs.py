@@ -67,6 +67,8 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "name": "give it to ot.load",
     "loss_chunk": "your code computes the loss",
     "mlp_chunk": "a session runs the model's own forward",
+    "compile": "a session runs the model's own forward",
+    "kernels": "apply liger_kernel to the module before it is offloaded",
     "engine": "a session always uses the tiered engine",
     "gpus": "a session trains with one GPU",
     "threads": "use torch.set_num_threads",

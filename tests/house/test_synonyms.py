@@ -49,7 +49,7 @@ LEADS: dict[str, dict[str, str]] = {
         "--push_to_hub": "`offload-train export RUN DIR`",
         "--hub_model_id x": "`offload-train export RUN DIR`",
         "--logging_steps 10": LOGGED,
-        "--torch_compile": "optim.kernel",
+        "--torch_compile": "model.compile",
         "--do_train": "`offload-train` trains",
         "--dataloader_num_workers 4": "nothing to set",
         "--fsdp full_shard": "--gpus N",
@@ -121,7 +121,7 @@ LEADS: dict[str, dict[str, str]] = {
         "epochs=2": "train.epochs",
         "checkpointer.output_dir=out": "save.output=out",
         "device=cuda": "CUDA_VISIBLE_DEVICES",
-        "compile=True": "optim.kernel",
+        "compile=True": "model.compile",
     },
     "nanogpt": {
         "--block_size=256": "--seq-len 256",

@@ -122,6 +122,20 @@ def test_a_killed_run_of_micro_batches_side_by_side_has_the_bits_of_one_after_th
     assert left(run.output) == expected
 
 
+@pytest.mark.slow
+def test_a_killed_run_of_compiled_blocks_has_the_bits_of_one_that_was_not(
+    place: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = [*ALL, "--params", "nvme", "model.compile=on", "model.activation_checkpointing=on"]
+    other = tmp_path_factory.mktemp("drive")
+    expected = left(call("--nvme", other, *words, output=tmp_path / "alone").output)
+    killed("record", 3, "--nvme", place, *words, output=tmp_path / "run")
+    run = call("--nvme", place, *words, output=tmp_path / "run")
+    assert gone_on(run) == 3
+    assert "model.compile=on: losses differ" in run.text
+    assert left(run.output) == expected
+
+
 def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A run with fetches by module resumes so, although whole blocks would fit, since its pages have that layout."""
     words = ["--nvme", place, *ALL, "--params", "nvme"]

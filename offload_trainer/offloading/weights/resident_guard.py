@@ -16,6 +16,7 @@ from torch import nn
 from offload_trainer.offloading.autograd import not_compiled, set_memory
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.offloading.weights.prefetch import HasPreHooks
 
 
 class ResidentGuard:
@@ -36,7 +37,7 @@ class ResidentGuard:
         self._blocked: set[int] = set()
         self._called: set[int] = set()  # units that a module's call has asked for, ever
 
-    def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
+    def attach(self, wanted: Mapping[HasPreHooks, Sequence[int]]) -> None:
         """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
         for module, units in wanted.items():
             resident = [unit for unit in units if unit in self._parts]

@@ -89,6 +89,10 @@ def tiered_items(
         items.append(ram("checksums", checked // 512, why))
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied)
+    if work.compiled:
+        blocks = [sum(place.weight.numel for place in u.places if place.weight.trainable) for u in units if u.block]
+        why = "of the largest block: its compiled backward returns them together"
+        items.append(device("gradients of a block", here * e * max(blocks, default=0), why))
     if work.sequence > 1 and tiers.has_gpu:
         items.append(device("NCCL", here * NCCL_BYTES, "NCCL's buffers for the all-to-alls; assumed"))
     return items

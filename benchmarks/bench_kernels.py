@@ -1,0 +1,399 @@
+"""Compare the CPU's AdamW kernels of several projects: speed, memory traffic, and bits.
+
+    bench_kernels.py [--parameters 50e6] [--rounds 15] [--threads 1,2] [--tensors 1,16]
+                     [--peer roundpipe=CHECKOUT] [--peer prime-rl=CHECKOUT] [--peer slideformer=CHECKOUT] [--json]
+
+Two tasks. "update": fp32 gradients and masters, as `torch.optim.AdamW` has them. "with casts": bf16 gradients come in
+and bf16 weights go out, as in mixed-precision training; a kernel without these casts gets torch's before and behind it.
+
+Each contender is a process, so that neither its OpenMP runtime nor its compiler flags (-Ofast turns subnormal numbers
+off) affect another's. They take turns, one call each, in random order. Each is timed with every number of threads and
+of tensors that the flags name, and its fastest setting is reported. Peers are built by their own loaders, with their
+own flags.
+
+Bits: 20 steps from equal masters and gradients, with weight decay and bias correction, compared with
+`torch.optim.AdamW(fused=True)`, which is what plain torch trains with on a CPU.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+STEPS, ODD = 20, 100_003  # of the comparison of bits; a size that divides into no vector
+_UPDATE = 8 + 16 + 4  # bytes an element: master and moments are read and written, the gradient is read
+_CASTS = 2 + 4 + 4 + 2  # a bf16 gradient becomes fp32, and a master becomes a bf16 weight
+_FUSED_CASTS = 8 + 16 + 2 + 2  # all in one pass
+
+
+@dataclass
+class State:
+    """The tensors of one update: as many of each kind as there are tensors."""
+
+    masters: list[torch.Tensor]
+    firsts: list[torch.Tensor]
+    seconds: list[torch.Tensor]
+    grads: list[torch.Tensor]  # fp32
+    halves: list[torch.Tensor]  # the same gradients in bf16
+    weights: list[torch.Tensor]  # bf16
+
+
+def state_of(n: int, *, tensors: int) -> State:
+    """Return a state of `n` elements in `tensors` tensors; every process draws the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [n // tensors + (place < n % tensors) for place in range(tensors)]
+    masters = [torch.empty(size).normal_(0, 0.02, generator=generator) for size in sizes]
+    halves = [torch.empty(size).normal_(0, 1e-3, generator=generator).bfloat16() for size in sizes]
+    zeros = [[torch.zeros(size) for size in sizes] for _ in range(2)]
+    return State(masters, *zeros, [half.float() for half in halves], halves, [m.bfloat16() for m in masters])
+
+
+Step = Callable[[int], None]  # takes the number of the step, counted from 1
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kernel: `make` returns a step for a state, with or without the casts."""
+
+    make: Callable[[State, bool], Step]
+    dtypes: str = "fp32"
+    fuses_casts: bool = False
+
+    def bytes(self, casts: bool) -> int:
+        """Return the bytes of memory traffic an element."""
+        return (_FUSED_CASTS if self.fuses_casts else _UPDATE + _CASTS) if casts else _UPDATE
+
+
+def with_casts(state: State, update: Step, *, casts: bool) -> Step:
+    """Return the step with torch's casts around it."""
+    if not casts:
+        return update
+
+    def step(number: int) -> None:
+        torch._foreach_copy_(state.grads, state.halves)
+        update(number)
+        torch._foreach_copy_(state.weights, state.masters)
+
+    return step
+
+
+# -- contenders ------------------------------------------------------------------------------------------------------
+
+
+def ours(state: State, casts: bool) -> Step:
+    from offload_trainer.optim.kernel_api import ParamRange
+    from offload_trainer.optim.kernels import choose_kernel
+    from offload_trainer.optim.rules import AdamW
+    from offload_trainer.plan.tiered.state_formats import state_format
+
+    kernel, _ = choose_kernel("native")
+    hyper = AdamW(lr=LR, betas=BETAS, eps=EPS, decay=DECAY)
+    form = state_format("adamw", "fp32")
+
+    def step(number: int) -> None:
+        for place, master in enumerate(state.masters):
+            fields = {"master": master, "exp_avg": state.firsts[place], "exp_avg_sq": state.seconds[place]}
+            kernel.update_page(
+                fields,
+                (state.halves if casts else state.grads)[place],
+                state.weights[place] if casts else None,
+                [ParamRange(0, master.numel(), hyper, number)],
+                format=form,
+                scale=1.0,
+                noise=None,
+            )
+
+    return step
+
+
+def of_torch(**how: bool) -> Callable[[State, bool], Step]:
+    def make(state: State, casts: bool) -> Step:
+        return optimizer_step(state, casts, lambda ones: torch.optim.AdamW(ones, **_words(), **how))
+
+    return make
+
+
+def deepspeed(state: State, casts: bool) -> Step:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from offload_trainer.engine.op_builder import load_cpu_adam
+
+    load_cpu_adam()
+    return optimizer_step(state, casts, lambda ones: DeepSpeedCPUAdam(ones, **_words()))
+
+
+def roundpipe(checkout: Path) -> Callable[[State, bool], Step]:
+    """Return the kernel of RoundPipe's `roundpipe.optim.Adam`, built by its optim_builder."""
+    builder = load_file(checkout / "roundpipe/optim/optim_builder.py")
+
+    def make(state: State, casts: bool) -> Step:
+        kernel = builder.get_optim_function("adam")
+
+        def update(number: int) -> None:
+            steps = [number] * len(state.masters)
+            # The flags are: amsgrad, and behind eps maximize and decoupled weight decay.
+            kernel(
+                state.masters, state.grads, state.firsts, state.seconds, [], steps,
+                False, *BETAS, LR, DECAY, EPS, False, True,
+            )  # fmt: skip
+
+        return with_casts(state, update, casts=casts)
+
+    return make
+
+
+def prime_rl(checkout: Path) -> Callable[[State, bool], Step]:
+    """Return the kernel of prime-rl's full optimizer offload, which casts in the same pass."""
+    library = load_file(checkout / "src/prime_rl/trainer/optim/cpu_adam/__init__.py")
+    hyper = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAY, "eps": EPS, "gradient_scale": 1.0}
+
+    def make(state: State, casts: bool) -> Step:
+        library.load_cpu_adamw_kernel()
+        counts = [torch.zeros(()) for _ in state.masters]
+        grads, weights = (state.halves, state.weights) if casts else (state.grads, None)
+
+        def step(number: int) -> None:
+            library.adamw_step(state.masters, grads, state.firsts, state.seconds, counts, weights, **hyper)
+
+        return step
+
+    return make
+
+
+def slideformer(checkout: Path) -> Callable[[State, bool], Step]:
+    """Return the kernel of SlideFormer's LayerAdam on the CPU, built by its CPUAdamLoader."""
+    builder = load_file(checkout / "optimizer/layer_adam/builder.py")
+
+    def make(state: State, casts: bool) -> Step:
+        kernel = builder.CPUAdamLoader().load()
+        kernel.create_adam(0, LR, *BETAS, EPS, DECAY, True, False)
+
+        def update(number: int) -> None:
+            for one in zip(state.masters, state.grads, state.firsts, state.seconds, strict=True):
+                kernel.adam_update(0, number, LR, *BETAS, EPS, DECAY, True, *one)
+
+        return with_casts(state, update, casts=casts)
+
+    return make
+
+
+PEERS: dict[str, tuple[Callable[[Path], Callable[[State, bool], Step]], bool]] = {
+    "roundpipe": (roundpipe, False),
+    "prime-rl": (prime_rl, True),
+    "slideformer": (slideformer, False),
+}
+
+
+def _words() -> dict[str, Any]:
+    return {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+
+
+def optimizer_step(state: State, casts: bool, make: Callable[[list[Any]], torch.optim.Optimizer]) -> Step:
+    """Return a step of an optimizer of torch's kind, with the state's masters as its parameters."""
+    parameters = [torch.nn.Parameter(master) for master in state.masters]  # share the masters' memory
+    optimizer = make(parameters)
+    for parameter, gradient in zip(parameters, state.grads, strict=True):
+        parameter.grad = gradient
+    return with_casts(state, lambda number: optimizer.step(), casts=casts)
+
+
+def load_file(path: Path) -> Any:
+    """Import one file of a checkout without its package, whose other imports may be missing here."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not in that checkout")
+    spec = importlib.util.spec_from_file_location(f"peer_{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def contender(name: str, checkout: str | None) -> Contender:
+    built_in = {
+        "ours (native)": Contender(ours, fuses_casts=True),
+        "torch fused": Contender(of_torch(fused=True)),
+        "torch foreach": Contender(of_torch(foreach=True)),
+        "torch for-loop": Contender(of_torch(foreach=False, fused=False)),
+        "DeepSpeedCPUAdam": Contender(deepspeed),
+    }
+    if checkout is None:
+        return built_in[name]
+    load, fuses = PEERS[name]
+    return Contender(load(Path(checkout)), fuses_casts=fuses)
+
+
+BUILT_IN = ("ours (native)", "torch fused", "torch foreach", "torch for-loop", "DeepSpeedCPUAdam")
+
+
+# -- one process for each contender ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    casts: bool
+    threads: int
+    tensors: int
+
+
+def masters_after(make: Callable[[State, bool], Step]) -> torch.Tensor:
+    """Return the masters after `STEPS` steps on one thread, with other gradients in each."""
+    torch.set_num_threads(1)
+    state = state_of(ODD, tensors=1)
+    step, generator = make(state, False), torch.Generator().manual_seed(1)
+    for number in range(1, STEPS + 1):
+        state.grads[0].copy_(torch.empty(ODD).normal_(0, 1e-3, generator=generator).bfloat16())
+        step(number)
+    return state.masters[0]
+
+
+def work(pipe: Connection, name: str, checkout: str | None, n: int) -> None:
+    """Answer the parent's requests: the masters of the comparison, or the seconds of one step."""
+    made: dict[int, State] = {}
+    steps: dict[Setting, tuple[Step, list[int]]] = {}
+    try:
+        found = contender(name, checkout)
+        sizes = found.bytes(False), found.bytes(True)
+        pipe.send((found.dtypes, found.fuses_casts, *sizes, masters_after(found.make).tolist()))
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return
+    while (setting := pipe.recv()) is not None:
+        torch.set_num_threads(setting.threads)
+        if setting not in steps:
+            if setting.tensors not in made:
+                made.clear()  # one state at a time, so that all processes fit in memory
+                steps.clear()
+                made[setting.tensors] = state_of(n, tensors=setting.tensors)
+            steps[setting] = found.make(made[setting.tensors], setting.casts), [0]
+            _run(*steps[setting])
+        pipe.send(_run(*steps[setting]))
+
+
+def _run(step: Step, count: list[int]) -> float:
+    count[0] += 1
+    start = time.perf_counter()
+    step(count[0])
+    return time.perf_counter() - start
+
+
+def settings(threads: Sequence[int], tensors: Sequence[int]) -> Iterator[tuple[int, list[Setting]]]:
+    """Yield the settings that share a state."""
+    for count in tensors:
+        yield count, [Setting(casts, each, count) for casts in (False, True) for each in threads]
+
+
+def different(found: Sequence[float], expected: torch.Tensor) -> str:
+    """Return "equal", or how many masters differ and by how many units in the last place at most."""
+    masters = torch.tensor(found)
+    bits, right = (one.view(torch.int32).long() for one in (masters, expected))
+    apart = (bits - right).abs()
+    if not apart.any():
+        return "equal"
+    return f"{int((apart > 0).sum())} of {len(masters)} differ, up to {int(apart.max())} ulp"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=50e6)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", default=f"1,{torch.get_num_threads()}", help="numbers of threads to try")
+    parser.add_argument("--tensors", default="1,16", help="numbers of tensors that the elements are divided over")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=CHECKOUT", help=", ".join(PEERS))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    n = int(arguments.parameters)
+    asked = (arguments.threads, arguments.tensors)
+    threads, tensors = (sorted({int(one) for one in text.split(",")}) for text in asked)
+    wanted: dict[str, str | None] = dict.fromkeys(BUILT_IN)
+    wanted |= dict(one.split("=", 1) for one in arguments.peer)
+    if unknown := set(wanted) - set(BUILT_IN) - set(PEERS):
+        parser.error(f"unknown peers: {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
+    context, pipes, told, failed = multiprocessing.get_context("spawn"), {}, {}, {}
+    processes = []
+    for name, checkout in wanted.items():
+        pipes[name], theirs = context.Pipe()
+        processes.append(context.Process(target=work, args=(theirs, name, checkout, n), daemon=True))
+        processes[-1].start()
+        answer = pipes[name].recv()
+        if isinstance(answer, str):
+            failed[name] = answer
+            print(f"{name}: left out: {answer}", file=sys.stderr)
+        else:
+            told[name] = answer
+    seconds: dict[tuple[str, Setting], list[float]] = {}
+    order, names = random.Random(0), list(told)
+    for _, group in settings(threads, tensors):
+        for setting in group:
+            for _ in range(arguments.rounds):
+                order.shuffle(names)
+                for name in names:
+                    pipes[name].send(setting)
+                    seconds.setdefault((name, setting), []).append(pipes[name].recv())
+    for name in told:
+        pipes[name].send(None)
+    for process in processes:
+        process.join()
+    expected = torch.tensor(told["torch fused"][4])
+    rows = []
+    for casts in (False, True):
+        for name, (dtypes, fuses, plain, full, masters) in told.items():
+            every = {setting: times for (one, setting), times in seconds.items() if one == name}
+            mine = {setting: times for setting, times in every.items() if setting.casts == casts}
+            best = min(mine, key=lambda setting: statistics.median(mine[setting]))
+            rates = sorted(n / each / 1e6 for each in mine[best])
+            size = full if casts else plain
+            rows.append(
+                {
+                    "task": "with casts" if casts else "update",
+                    "kernel": name,
+                    "casts": ("in the kernel" if fuses else "by torch") if casts else "none",
+                    "state": dtypes,
+                    "m_elements_per_second": statistics.median(rates),
+                    "least": rates[0],
+                    "greatest": rates[-1],
+                    "bytes_per_element": size,
+                    "gb_per_second": statistics.median(rates) * size / 1e3,
+                    "setting": asdict(best),
+                    "bits": different(masters, expected),
+                }
+            )
+    if arguments.json:
+        print(json.dumps({"parameters": n, "rounds": arguments.rounds, "rows": rows, "left_out": failed}, indent=1))
+        return
+    print(f"{n / 1e6:.0f} M elements, medians of {arguments.rounds}; tried threads {threads}, tensors {tensors}\n")
+    print(as_table(rows))
+    for name, why in failed.items():
+        print(f"\n{name}: left out: {why}")
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    titles = ["task", "kernel", "M elements/s", "least to greatest", "B/element", "GB/s", "casts", "moments"]
+    titles += ["threads", "tensors", "masters beside torch's"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    for row in rows:
+        cells = [row["task"], row["kernel"], f"{row['m_elements_per_second']:.0f}"]
+        cells += [f"{row['least']:.0f} to {row['greatest']:.0f}", str(row["bytes_per_element"])]
+        cells += [f"{row['gb_per_second']:.1f}", row["casts"], row["state"]]
+        cells += [str(row["setting"]["threads"]), str(row["setting"]["tensors"]), row["bits"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -269,12 +269,16 @@ def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Pat
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("limit", [UNCLIPPED, CLIPPED])
+@pytest.mark.parametrize(("limit", "skipped"), [(UNCLIPPED, 0), (CLIPPED, 0), (UNCLIPPED, 2)])
 def test_a_step_that_is_decided_while_a_page_is_computed(
-    limit: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str,
+    skipped: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: list[tuple[int, int]],  # noqa: F811
 ) -> None:
-    """The first early page of each step is still being computed when the step is decided; others were never begun."""
-    model, update, decided = gpt2(folder), Updater._update, threading.Event()
+    """The first early page of each step is still being computed when the step is decided; no other is begun."""
+    model, update, decided, found = gpt2(folder), Updater._update, threading.Event(), []
     end = Updater._end_speculation
 
     def ended(updater: Updater) -> Any:
@@ -283,19 +287,29 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 
     def slow(updater: Updater, *given: Any, **words: Any) -> None:
         if updater._speculative is not None:
-            assert decided.wait(60)
+            assert decided.wait(300)
         update(updater, *given, **words)
 
-    with engine(model, *ALL, limit, FULL, shadows=1.0) as ours:
-        monkeypatch.setattr(Updater, "_end_speculation", ended)
-        monkeypatch.setattr(Updater, "_update", slow)
-        found = []
-        for batch in batches(3):
-            decided.clear()
-            found += train(ours, [batch])
-            ours.synchronize()
-        assert found == plain(model, 3, limit)[0]
-        assert_same(masters(ours), plain(model, 3, limit)[1])
+    monkeypatch.setattr(Updater, "_end_speculation", ended)
+    monkeypatch.setattr(Updater, "_update", slow)
+    for how in (IN_LINE, FULL):
+        with engine(model, *ALL, limit, how, shadows=1.0) as ours:
+            step = [0]
+
+            def plant(grad: torch.Tensor, step: Any = step) -> torch.Tensor:
+                return grad.fill_(float("nan")) if step[0] == skipped else grad
+
+            ours.offloaded.parameters[LAST][0].register_hook(plant)
+            steps = []
+            for number, batch in enumerate(batches(3), 1):
+                step[0] = number
+                decided.clear()
+                steps += train(ours, [batch])
+                ours.synchronize()
+            found.append((str(steps), masters(ours)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+    assert [done for _, done in kept] == [1] * (3 if not skipped else 2)
 
 
 # -- snapshots ---------------------------------------------------------------------------------------------------------

@@ -277,8 +277,12 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
     monkeypatch: pytest.MonkeyPatch,
     kept: list[tuple[int, int]],  # noqa: F811
 ) -> None:
-    """The first early page of each step is still being computed when the step is decided; no other is begun."""
+    """The first early page of a step is still being computed when the step is decided; no other is begun.
+
+    After a step that is skipped so, the next one begins with pages of its own.
+    """
     model, update, decided, found = gpt2(folder), Updater._update, threading.Event(), []
+    step = [0]
     end = Updater._end_speculation
 
     def ended(updater: Updater) -> Any:
@@ -286,7 +290,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
         return end(updater)
 
     def slow(updater: Updater, *given: Any, **words: Any) -> None:
-        if updater._speculative is not None:
+        if updater._speculative is not None and skipped in (0, step[0]):
             assert decided.wait(300)
         update(updater, *given, **words)
 
@@ -294,9 +298,8 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
     monkeypatch.setattr(Updater, "_update", slow)
     for how in (IN_LINE, FULL):
         with engine(model, *ALL, limit, how, shadows=1.0) as ours:
-            step = [0]
 
-            def plant(grad: torch.Tensor, step: Any = step) -> torch.Tensor:
+            def plant(grad: torch.Tensor) -> torch.Tensor:
                 return grad.fill_(float("nan")) if step[0] == skipped else grad
 
             ours.offloaded.parameters[LAST][0].register_hook(plant)
@@ -309,7 +312,8 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
             found.append((str(steps), masters(ours)))
     assert found[0][0] == found[1][0]
     assert_same(found[1][1], found[0][1])
-    assert [done for _, done in kept] == [1] * (3 if not skipped else 2)
+    assert len(kept) == 3 - (skipped > 0)
+    assert skipped or [done for _, done in kept] == [1, 1, 1]
 
 
 # -- snapshots ---------------------------------------------------------------------------------------------------------

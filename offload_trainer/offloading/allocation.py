@@ -73,7 +73,7 @@ class Layout:
     page_buffers: int  # host buffers for pages that are read from or written to a drive
     unit_buffers: int  # device buffers for blocks whose weights are offloaded
     overlap_forward: bool  # the update runs on a thread and overlaps the next forward
-    overlap_backward: bool  # the update of pages on drives may start during the backward
+    overlap_backward: bool  # the update of pages on drives and of `homes.shadows` may start during the backward
     ring_bytes: int  # size of the host ring buffer between the device and gradient sums in RAM or on drives
     copies: int  # copies of each page on a drive, 1 or 2
     node: Node = field(default_factory=Node)  # the ranks that share this placement

@@ -105,6 +105,7 @@ class OffloadedModel:
                 slots=layout.page_buffers,
                 overlap_forward=layout.overlap_forward,
                 overlap_backward=layout.overlap_backward,
+                shadows=layout.homes.shadows,
             )
             stack.callback(self.updater.close)
             self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
@@ -364,7 +365,7 @@ class OffloadedModel:
         return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
 
     def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
-        """Announce the expected `step`, so that pages on drives are updated during the step's last backward."""
+        """Announce the expected `step`, so that its last backward may overlap the update of pages."""
         steps = {name: count + 1 for name, count in self.steps.items()}
         self.updater.expect(self._step_params(rules, steps, scale=scale))
 

@@ -37,7 +37,7 @@ from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
-from offload_trainer.plan.tiered.engine import FORWARD, OFF, WORTH, Tiered
+from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
@@ -235,10 +235,12 @@ def _written(plan: Plan) -> int:
 def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
     """Return the plan with the best of the update schedules that the configuration leaves open.
 
-    A schedule replaces the default only if it gains enough.
+    A schedule replaces the default only if it gains enough. Without drives, only an update that starts during the
+    backward can, and nothing is said of the others unless it does.
     """
     best = first = _best_placement(engine, work, machine)
-    if first.fits and not first.uses_drives:
+    in_memory = first.fits and not first.uses_drives
+    if in_memory and not _could_gain(first):
         return first
     default, other = (FORWARD, OFF) if first.forecast.behind else (OFF, FORWARD)
     if first.fits and first.forecast.step is None:
@@ -250,6 +252,8 @@ def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> P
     if engine.section.overlap == "auto" and first.fits:
         tried.append(_schedule_of(other, replace(first, forecast=first.forecast.otherwise)))
     for words, why_not in engine.open_schedules(work):
+        if in_memory and (words != FULL or why_not):
+            continue
         plan = None if why_not else _best_placement(engine.with_setting(words), work, machine)
         tried.append(_schedule_of(words, plan) if plan else UpdateSchedule(words, None, None, why_not))
         if plan is None or not plan.fits:
@@ -257,7 +261,15 @@ def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> P
         step, before = plan.forecast.step, best.forecast.step
         if not best.fits or (step is not None and before is not None and step <= (1 - WORTH) * before):
             best, taken = plan, words
+    if in_memory and best is first:
+        return first
     return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
+
+
+def _could_gain(plan: Plan) -> bool:
+    """Return whether the part of the update that no other work hides is a worthwhile share of the step."""
+    step, update = plan.forecast.step, plan.forecast.seconds["update"]
+    return step is not None and update is not None and update - plan.forecast.hidden >= WORTH * step
 
 
 def _schedule_of(words: str, plan: Plan) -> UpdateSchedule:

@@ -15,8 +15,8 @@ from statistics import median, quantiles
 
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.layout import Page, Unit
-from offload_trainer.plan.tiers import on_drive
+from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
+from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
@@ -56,7 +56,7 @@ class Forecast:
     seconds: dict[str, float | None]
     bounds: tuple[Bound, ...]
     behind: bool = False  # the update overlaps the next forward
-    ahead: bool = False  # the update of pages on drives also overlaps the backward
+    ahead: bool = False  # the update of pages on drives or with shadow memory also overlaps the backward
     hidden: float = 0.0  # seconds of the update that overlap hides
     could_hide: float = 0.0  # seconds that overlapping the next forward would hide, if it is off
     if_clipped: float = 0.0  # extra seconds of a step whose speculative update has to be redone
@@ -355,12 +355,13 @@ def stands_for(dtype: str, machine: MachineProfile) -> str | None:
 # the CPU) adds up. Only the forward of the step's first micro-batch can hide an update, because its backward overwrites
 # the sums.
 #
-#     backward  head, last block, ...    pages on drives of each unit whose gradients are complete (speculative update)
+#     backward  head, last block, ...    early pages of each unit whose gradients are complete (speculative update)
 #
-# Speculative updates overlap the step's last backward from its first complete block on. Pages that the next forward
-# needs first are updated first, so the remaining pages are spread evenly over the blocks. Modules before the blocks
-# complete last, so all of their pages remain. Pages in RAM wait for the clipping factor. A mispredicted step hides
-# nothing.
+# Early pages are those on drives, and those in RAM with shadow memory. Speculative updates overlap the step's last
+# backward from its first complete block on. Pages that the next forward needs first are updated first, and shadow
+# memory is spread evenly, so the remaining pages are spread evenly over the blocks. Modules before the blocks complete
+# last, so all of their pages remain. All other pages wait for the clipping factor. A mispredicted step hides nothing.
+# Copying old bytes to shadow memory takes seconds of the CPU that no other schedule needs.
 
 
 @dataclass(frozen=True)
@@ -373,16 +374,12 @@ class UnitShare:
 
 def parts_of(units: Sequence[Unit]) -> list[UnitShare]:
     """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added."""
-    first = _first_block(units)
+    first = first_block(units)
     tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
     trained = sum(unit.trained for unit in units) or 1
     computed = (sum(unit.elements for unit in units[first:]) + tied) or 1
     parts = [UnitShare(unit.trained / trained, unit.elements / computed * (unit.index >= first)) for unit in units]
     return [*parts, UnitShare(0.0, tied / computed)]
-
-
-def _first_block(units: Sequence[Unit]) -> int:
-    return next((unit.index for unit in units if unit.block), 0)
 
 
 def hidden_seconds(found: Forecast, parts: Sequence[UnitShare], *, micro_batches: int, gpu: bool) -> float:
@@ -407,62 +404,82 @@ def hidden_seconds(found: Forecast, parts: Sequence[UnitShare], *, micro_batches
 
 
 @dataclass(frozen=True)
+class EarlyPages:
+    """Pages that may be updated during the last backward, as shares of the elements whose state is not on the GPU."""
+
+    on_drives: float
+    in_ram: float = 0.0  # with shadow memory
+    last: float = 0.0  # share of those on drives that belong to units before the blocks, whose gradients come last
+    copying: float = 0.0  # seconds of the CPU that copying the old bytes to shadow memory takes
+
+    @property
+    def share(self) -> float:
+        return self.on_drives + self.in_ram
+
+
+def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float) -> EarlyPages:
+    """Return the pages that a layout lets the backward update."""
+    first, away, last, outside = first_block(units), 0, 0, 0
+    for page in homes.pages:
+        outside += page.elements * (page.home != DEVICE)
+        if on_drive(page.home):
+            away += page.elements
+            last += page.elements * (page.unit < first)
+    in_ram = sum(homes.pages[number].elements for number in homes.shadows)
+    return EarlyPages(away / (outside or 1), in_ram / (outside or 1), last=last / (away or 1), copying=copying)
+
+
+@dataclass(frozen=True)
 class BackwardOverlap:
     """Seconds of a speculative update during the step's last backward."""
 
     done: float  # seconds of the update that are done
-    hidden: float  # seconds saved compared with running both one after the other
-
-
-def share_on_drives(pages: Sequence[Page]) -> float:
-    """Return the share of the update whose pages are on drives."""
-    return sum(page.elements for page in pages if on_drive(page.home)) / (sum(page.elements for page in pages) or 1)
-
-
-def share_that_is_last(units: Sequence[Unit], pages: Sequence[Page]) -> float:
-    """Return the share of the pages on drives that belong to units before the blocks, which complete last."""
-    first = _first_block(units)
-    away = [page for page in pages if on_drive(page.home)]
-    return sum(page.elements for page in away if page.unit < first) / (sum(page.elements for page in away) or 1)
+    hidden: float  # seconds saved compared with running both one after the other; negative if copying takes longer
 
 
 def ahead_of(
-    found: Forecast, units: Sequence[Unit], *, on_drives: float, last: float, micro_batches: int, gpu: bool
+    found: Forecast, units: Sequence[Unit], early: EarlyPages, *, micro_batches: int, gpu: bool
 ) -> BackwardOverlap:
     """Return how much of the update runs during the last backward.
 
-    `on_drives` is the share of the update on drives, `last` the result of `share_that_is_last`. Shared resources, such
-    as a CPU that computes the model, make the backward longer.
+    Shared resources, such as a CPU that computes the model, make the backward longer.
     """
     update, backward = found.seconds["update"], found.seconds["backward"]
-    if not update or backward is None or not on_drives:
+    if not update or backward is None or not early.share:
         return BackwardOverlap(0.0, 0.0)
     backward /= micro_batches
     forwards = [part.forward for part in parts_of(units)]
     blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
     first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
-    asked: dict[str, float] = {}  # seconds of each resource that pages on drives use
+    asked: dict[str, float] = {}  # seconds of each resource that early pages use
     others: dict[str, float] = {}  # seconds of each resource that the last backward uses
     for bound in found.bounds:
         of, seconds = _asked_of(bound, gpu=gpu), bound.seconds or 0.0
         if bound.phase == "update" and bound.kind != "adamw_gpu":
-            asked[of] = asked.get(of, 0.0) + seconds * (1.0 if bound.kind == "drive" else on_drives)
+            all_of_it = bound.kind == "drive" and early.on_drives > 0
+            asked[of] = asked.get(of, 0.0) + seconds * (1.0 if all_of_it else early.share)
         elif bound.phase == "backward":
             others[of] = others.get(of, 0.0) + seconds / micro_batches
-    whole = (1 - last) * min(update, max(asked.values(), default=0.0))
-    done, both = 0.0, backward
+    could = (1 - early.last) * min(update, max(asked.values(), default=0.0))
+    asked["cpu"] = asked.get("cpu", 0.0) + early.copying
+    whole = max(could, (1 - early.last) * max(asked.values()))
+    part, both = 0.0, backward
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
-        done = min(whole, both - first)
-        part = done / whole if whole else 0.0
+        part = min(1.0, (both - first) / whole) if whole else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
-    return BackwardOverlap(done, max(0.0, backward + done - both))
+    return BackwardOverlap(part * could, backward + part * could - both)
 
 
-def left_after(found: Forecast, ahead: BackwardOverlap, *, on_drives: float) -> Forecast:
-    """Return the forecast of the rest of the update after the clipping factor is known; pages in RAM wait for it."""
+def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Forecast:
+    """Return the forecast of the rest of the update after the clipping factor is known; other pages wait for it."""
     update = found.seconds["update"] or 0.0
-    inside = [bound for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]
-    left = max([update - ahead.done, *((1 - on_drives) * (bound.seconds or 0.0) for bound in inside)])
+    waiting = {"drive": 0.0, "adamw_gpu": 1.0}  # share of a bound's work that waits; of other kinds all but early pages
+    inside = [
+        waiting.get(bound.kind, 1 - early.share) * (bound.seconds or 0.0)
+        for bound in found.bounds
+        if bound.phase == "update"
+    ]
+    left = max([update - ahead.done, *inside])
     part = left / update if update else 1.0
     bounds = [
         replace(bound, seconds=bound.seconds and bound.seconds * part) if bound.phase == "update" else bound
@@ -473,7 +490,7 @@ def left_after(found: Forecast, ahead: BackwardOverlap, *, on_drives: float) -> 
 
 def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: float) -> list[UnitShare]:
     """Return the shares of the remaining update; the forward waits for all of the units before the blocks."""
-    parts, first = parts_of(units), _first_block(units)
+    parts, first = parts_of(units), first_block(units)
     before = sum(part.update for part in parts[:first])
     inside = sum(bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind == "adamw")
     waits = max(last * (found.seconds["update"] or 0.0), before * inside)
@@ -483,8 +500,8 @@ def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: 
 
 
 def _asked_of(bound: Bound, *, gpu: bool) -> str:
-    """Return the resource that a bound uses."""
-    if bound.kind in ("adamw", "compute"):
+    """Return the resource that a bound uses. Adding gradients takes the memory bandwidth that AdamW needs."""
+    if bound.kind in ("adamw", "compute", "memory"):
         return "gpu" if gpu and bound.kind == "compute" else "cpu"
     return {"adamw_gpu": "gpu", "drive": bound.place}.get(bound.kind, bound.kind)
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.positionwise import with_tiles
 from offload_trainer.model.probes.submodules import in_parts
 from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease
@@ -120,8 +122,11 @@ def _counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch
 
 
 @contextmanager
-def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) -> Iterator[Any]:
-    """Yield the engine that the command would build for `words`. With several ranks, all must call it."""
+def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float = 0.0, **extra: Any) -> Iterator[Any]:
+    """Yield the engine that the command would build for `words`. With several ranks, all must call it.
+
+    `shadows` is the share of the blocks' state in RAM with shadow memory; a plan has some only for a GPU.
+    """
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
     always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
@@ -143,14 +148,14 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
     nodes = ranks.nodes()
     first = next(its.start for its in nodes if rank in its)
     plan = make_plan(config, source.shape, machine, world=world, nodes=len(nodes))
-    assert plan.engine == "tiered"
+    assert isinstance(plan.sizes, TierSizes)
     leases = [DriveLease(drive) for drive in drives] if plan.uses_drives and rank == first else []
     made = TieredEngine(
         source,
         workload(config, source.shape, world=world, nodes=len(nodes)),
         config.optim,
         placement=plan.placement,
-        sizes=plan.sizes,  # type: ignore[arg-type]
+        sizes=replace(plan.sizes, shadow_fraction=shadows),
         drives=ranks.all_gather_json([lease.path for lease in leases], list[Path])[first],
         **extra,
     )

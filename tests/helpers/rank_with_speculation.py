@@ -71,7 +71,8 @@ def plant(ours: Any, *, accumulate: int) -> None:
         seen[0] += 1
         ahead, end = updater._speculative, time.monotonic() + 300
         if ahead is not None:
-            wanted = {n for n in updater.numbers if store.pages[n].home >= 0 and store.pages[n].unit in told}
+            early = (n for n in updater.numbers if store.pages[n].home >= 0 or n in updater.shadows)
+            wanted = {number for number in early if store.pages[number].unit in told}
             while not (ahead.error or wanted <= ahead.written.keys()):
                 assert time.monotonic() < end
                 time.sleep(0.0005)
@@ -84,7 +85,7 @@ def plant(ours: Any, *, accumulate: int) -> None:
 @contextmanager
 def engine(model: Path, *words: str, **more: Any) -> Iterator[Any]:
     accumulate = int(words[words.index("--accumulate") + 1])
-    with plain_engine(model, *words, **more) as made:
+    with plain_engine(model, *words, shadows=0.6, **more) as made:
         plant(made, accumulate=accumulate)
         yield made
 

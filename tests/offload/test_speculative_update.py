@@ -82,7 +82,8 @@ def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> No
         ahead, end = updater._speculative, time.monotonic() + 300
         if ahead is not None:
             complete = {unit for unit, lacking in gradients._missing.items() if not lacking}
-            wanted = {number for number, page in enumerate(pages) if page.home >= 0 and page.unit in complete}
+            early = (n for n, page in enumerate(pages) if page.home >= 0 or n in updater.shadows)
+            wanted = {number for number in early if pages[number].unit in complete}
             while not (ahead.error or wanted <= ahead.written.keys()):
                 assert time.monotonic() < end
                 time.sleep(0.0005)

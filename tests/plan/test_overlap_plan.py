@@ -15,6 +15,7 @@ from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.step_time import (
     BackwardOverlap,
     Bound,
+    EarlyPages,
     Forecast,
     UnitShare,
     ahead_of,
@@ -128,13 +129,16 @@ def test_more_of_the_update_is_hidden_with_more_tokens() -> None:
 # -- overlap with the backward -----------------------------------------------------------------------------------------
 
 
+ON_DRIVES = EarlyPages(on_drives=1.0)
+
+
 def behind_the_backward(
-    update: float, *bounds: Bound, micro_batches: int = 1, on_drives: float = 1.0, last: float = 0.0
+    update: float, *bounds: Bound, micro_batches: int = 1, early: EarlyPages = ON_DRIVES, gpu: bool = False
 ) -> BackwardOverlap:
     """Return the overlap of an update with a backward of 1 s over 1000 blocks."""
     shape = replace(SHAPES["gpt2"], weights=tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000)))
     found, units = forecast(update, 1.0, *bounds), units_of(shape)
-    return ahead_of(found, units, on_drives=on_drives, last=last, micro_batches=micro_batches, gpu=False)
+    return ahead_of(found, units, early, micro_batches=micro_batches, gpu=gpu)
 
 
 def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
@@ -143,8 +147,8 @@ def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
     assert behind_the_backward(4.0, drive, cpu, micro_batches=4).hidden == pytest.approx(0.25, rel=0.01)
     little = replace(drive, seconds=0.5)
     assert behind_the_backward(0.5, little, cpu) == BackwardOverlap(pytest.approx(0.5), pytest.approx(0.5))
-    assert behind_the_backward(4.0, drive, cpu, on_drives=0.0) == BackwardOverlap(0.0, 0.0)
-    assert behind_the_backward(0.5, little, cpu, last=0.2).done == pytest.approx(0.4)
+    assert behind_the_backward(4.0, drive, cpu, early=EarlyPages(0.0)) == BackwardOverlap(0.0, 0.0)
+    assert behind_the_backward(0.5, little, cpu, early=EarlyPages(1.0, last=0.2)).done == pytest.approx(0.4)
 
 
 def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
@@ -158,13 +162,44 @@ def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
     assert behind_the_backward(1.0, adamw, cpu).hidden == pytest.approx(0.0, abs=1e-9)
 
 
+def test_pages_in_ram_with_shadow_memory_take_seconds_of_a_cpu_that_is_free() -> None:
+    """A GPU computes the model. Copying the old bytes takes time in which no page is updated."""
+    adamw, compute = Bound("update", 0.8, "", "adamw"), Bound("backward", 1.0, "", "compute")
+
+    def found(update: float, *more: Bound, **early: float) -> BackwardOverlap:
+        bounds = replace(adamw, seconds=update), compute, *more
+        return behind_the_backward(update, *bounds, early=EarlyPages(0.0, **early), gpu=True)
+
+    for share in (0.25, 0.5, 1.0):
+        its = pytest.approx(0.8 * share)
+        assert found(0.8, in_ram=share) == BackwardOverlap(its, its)
+    assert found(0.8, in_ram=0.0) == BackwardOverlap(0.0, 0.0)
+    assert found(3.0, in_ram=1.0).done == pytest.approx(1.0, rel=0.01)
+    assert found(3.0, in_ram=1.0, copying=3.0).done == pytest.approx(0.5, rel=0.01)
+    assert found(0.4, in_ram=1.0, copying=0.4) == BackwardOverlap(pytest.approx(0.4), pytest.approx(0.4))
+    adding = Bound("backward", 0.5, "", "memory")  # takes half of the memory's bandwidth
+    assert found(3.0, adding, in_ram=1.0).hidden == pytest.approx(0.5, rel=0.01)
+
+
+def test_where_the_cpu_computes_the_model_starting_early_costs_the_copies() -> None:
+    adamw, compute = Bound("update", 0.4, "", "adamw"), Bound("backward", 1.0, "", "compute")
+    found = behind_the_backward(0.4, adamw, compute, early=EarlyPages(0.0, in_ram=1.0, copying=0.1))
+    assert found == BackwardOverlap(pytest.approx(0.4), pytest.approx(-0.1))
+
+
 def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
     bounds = Bound("update", 2.0, "", "drive", "sda"), Bound("update", 1.0, "", "adamw")
-    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(1.8, 1.8), on_drives=0.4)
+    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(1.8, 1.8), EarlyPages(0.4))
     assert left.seconds["update"] == pytest.approx(0.6)
-    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(0.5, 0.5), on_drives=0.4)
+    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(0.5, 0.5), EarlyPages(0.4))
     assert left.seconds["update"] == pytest.approx(1.5)
     assert [bound.seconds for bound in left.bounds] == [pytest.approx(1.5), pytest.approx(0.75)]
+    early = EarlyPages(on_drives=0.4, in_ram=0.4)  # 0.2 of the pages in RAM wait, and all on the GPU
+    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(1.9, 1.9), early)
+    assert left.seconds["update"] == pytest.approx(0.2)
+    on_gpu = Bound("update", 0.5, "", "adamw_gpu")
+    left = left_after(forecast(2.0, 1.0, *bounds, on_gpu), BackwardOverlap(1.9, 1.9), early)
+    assert left.seconds["update"] == pytest.approx(0.5)
 
 
 def test_a_forward_waits_for_all_that_is_complete_last() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from sample_plans import GB, SHAPES, machine, wish
 from test_time import timed
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, REMAINDER
-from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
+from offload_trainer.plan.tiered.spec import TierSizes, left_free
+from offload_trainer.plan.tiers import RAM, TierKind
 from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]
@@ -135,6 +138,90 @@ def test_without_drives_there_is_nothing_to_choose() -> None:
         plan = planned("--ram-fraction", "1", "--params", "gpu", on=on)
         assert plan.ways == ()
         assert (sizes(plan).overlap, sizes(plan).places, sizes(plan).remainders) == (False, 1, False)
+
+
+# -- pages in RAM ------------------------------------------------------------------------------------------------------
+
+ONE_MICRO_BATCH = ("--micro-batch", "4", "--accumulate", "1", "--seq-len", "1024", "--params", "gpu")
+ONE_MICRO_BATCH += ("model.activation_checkpointing=on", "--gpu-fraction", "0", "--ram-fraction", "1")
+
+
+def on_a100(*words: str, ram: int | None = None, accumulate: int = 1) -> Plan:
+    """Return a plan of GPT-2 with 10e9 parameters and all state in RAM."""
+    here = read_machine("a100-40gb")
+    words = (*ONE_MICRO_BATCH, "--accumulate", str(accumulate), *words)
+    return make_plan(wish(*words), SHAPES["gpt2-10b"], replace(here, ram_bytes=ram or here.ram_bytes))
+
+
+def shadow_memory(plan: Plan) -> int:
+    return sum(item.bytes for item in plan.items if item.name == "shadow memory")
+
+
+def test_pages_in_ram_are_updated_during_the_backward_where_that_is_faster() -> None:
+    plan = on_a100()
+    assert plan.way == FULL
+    assert not plan.uses_drives
+    assert sizes(plan).ahead
+    steps = {one: on_a100(one).forecast.step or 0.0 for one in (OFF, FORWARD, FULL)}
+    assert {one.words: one.seconds for one in plan.ways} == pytest.approx(steps)
+    assert steps[FULL] <= 0.95 * min(steps[OFF], steps[FORWARD])
+    assert plan.forecast.if_clipped > 0
+    assert f"auto chose {FULL}" in plan.describe()
+
+
+def test_where_it_gains_little_nothing_is_said_of_it() -> None:
+    plan = on_a100(accumulate=32)
+    assert plan.ways == ()
+    assert not sizes(plan).ahead
+    assert shadow_memory(plan) == 0
+    assert (on_a100(FULL, accumulate=32).forecast.step or 0.0) > 0.95 * (plan.forecast.step or 0.0)
+
+
+def test_shadow_memory_is_as_much_as_fits_in_the_ram_that_is_left() -> None:
+    """Each tenth of it hides more of the update. Without any, only the next forward hides it."""
+    forward = on_a100(FORWARD)
+    need, state = (sum(item.bytes for item in forward.items if item.tier == "ram" and each in item.name)
+                   for each in ("", "state in RAM"))  # fmt: skip
+    found = []
+    for tenths in range(13):
+        have = need + tenths * state // 10
+        plan = on_a100(FULL, ram=have + left_free(have * 100 // 95))
+        kept = shadow_memory(plan)
+        assert plan.fits
+        assert kept <= max(0, plan.tiers["ram"]["have"] - left_free(plan.tiers["ram"]["have"]) - need)
+        assert plan.tiers["ram"]["need"] == need + kept
+        found.append((sizes(plan).shadow_fraction, kept, plan.forecast.hidden))
+    fractions, bytes_, hidden = zip(*found, strict=True)
+    assert fractions[0] < 0.01
+    assert fractions[-1] == 1.0
+    assert all(a <= b for values in (fractions, bytes_, hidden) for a, b in pairwise(values))
+    assert 0.9 * state < bytes_[-1] < state  # the embeddings before the blocks have none
+    none = on_a100(FULL, ram=need)
+    assert (sizes(none).shadow_fraction, none.forecast.hidden) == (0.0, pytest.approx(forward.forecast.hidden))
+
+
+def test_without_a_gpu_pages_in_ram_wait_for_the_decision() -> None:
+    plans = [planned("--ram-fraction", "1", "--params", "gpu", way) for way in (FORWARD, FULL)]
+    assert [shadow_memory(plan) for plan in plans] == [0, 0]
+    assert plans[0].forecast.step == pytest.approx(plans[1].forecast.step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, ranks: int) -> None:
+    units = units_of(SHAPES["gpt2-medium"])
+    pages = pages_of(units, page=1 << 18, shares=((RAM, 1.0),), speeds=(), ranks=ranks, ahead=True)
+    kinds = {"params": TierKind.GPU, "gradients": TierKind.RAM}
+    homes = with_shadows(homes_of(units, pages, **kinds, speeds=(), ranks=ranks), units, share=share)
+    blocks = [unit for unit in units if unit.block]
+    assert all(pages[number].unit >= blocks[0].index for number in homes.shadows)
+    for unit in blocks:
+        for rank in range(ranks):
+            its = [n for n, page in enumerate(pages) if page.unit == unit.index and homes.of_rank(n, rank)]
+            some = [number for number in its if number in homes.shadows]
+            largest = max(pages[number].elements for number in its)
+            given = sum(pages[number].elements for number in some)
+            assert abs(given - share * sum(pages[number].elements for number in its)) <= 2 * largest
 
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])

@@ -1,21 +1,22 @@
 """Stage pages of optimizer state for the update: read them from their drive into host buffers, and write them back.
 
     drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
+    memory                  ──kernel──> memory                                         pages entirely in RAM: no slot
 
 A page is what the update reads and writes at a time (`offloading/__init__.py`). It is staged in a slot: a host buffer
 for the parts of one page that are not in RAM. The page there is being read, is ready, or is being written. When a write
-completes, its thread starts the next read into the slot immediately. Pages arrive after all gradients are complete, in
-the order of the next forward. Before that, pages on drives may be offered unit by unit as their gradients complete
-(`update/step_params.py`), again in the order of the next forward. Otherwise idle slots prefetch the state of pages
-whose gradients are not complete yet.
+completes, its thread starts the next read into the slot immediately. `next` returns staged pages as they arrive, and
+pages entirely in RAM while none has arrived. Pages arrive after all gradients are complete, in the order of the next
+forward. Before that, some pages may be offered unit by unit as their gradients complete (`update/step_params.py`),
+again in the order of the next forward. Otherwise idle slots prefetch the state of pages whose gradients are not
+complete yet.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,14 +35,14 @@ from offload_trainer.storage.transfer import Future, done, together
 
 @dataclass
 class StagedPage:
-    """A page in a slot. Parts that are not staged are empty tensors."""
+    """A page in a slot, or entirely in RAM. Parts that are not staged are empty tensors."""
 
     route: Route
     state: torch.Tensor  # uint8
     gradient: torch.Tensor
     out: torch.Tensor
     loaded: list[Future]
-    slot: int
+    slot: int | None  # None: all parts are in RAM
     after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
 
 
@@ -53,8 +54,38 @@ class PendingWrite:
     whole: Future  # the new weights and the state are written
 
 
+class _Arrivals:
+    """A queue of pages to update: staged ones in the order of their arrival, then those in RAM by number."""
+
+    def __init__(self) -> None:
+        self._staged: deque[StagedPage | BaseException | None] = deque()
+        self._in_ram: list[StagedPage] = []  # the next one is last
+        self._changed = threading.Condition()
+
+    def put(self, arrived: StagedPage | BaseException | None) -> None:
+        """Add a staged page, an error, or None for an interrupt."""
+        with self._changed:
+            self._staged.append(arrived)
+            self._changed.notify()
+
+    def put_in_ram(self, pages: Sequence[StagedPage]) -> None:
+        with self._changed:
+            self._in_ram = sorted([*self._in_ram, *pages], key=lambda page: page.route.number, reverse=True)
+            self._changed.notify()
+
+    def drop_in_ram(self) -> None:
+        with self._changed:
+            self._in_ram.clear()
+
+    def get(self) -> StagedPage | BaseException | None:
+        """Return what comes next; wait for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._staged or self._in_ram)
+            return self._staged.popleft() if self._staged else self._in_ram.pop()
+
+
 class PagePipeline:
-    """The staged pages of `store`."""
+    """The pages of `store` that the CPU updates, and those of the device that pass through host memory."""
 
     def __init__(
         self,
@@ -65,10 +96,15 @@ class PagePipeline:
         device: Device,
         routes: Sequence[Route],
         slots: int,
+        shadows: Container[int] = (),
     ) -> None:
-        """Allocate `slots` buffers for the staged pages of `routes`, which arrive in that order."""
+        """Allocate `slots` buffers for the staged pages of `routes`, which arrive in that order.
+
+        `shadows` are the pages in RAM that may be offered to a speculative step, as all pages on drives may.
+        """
         self._store, self._weights, self._gradients = store, weights, gradients
         self._routes = [route for route in routes if route.through_host]
+        self._in_ram = [route for route in routes if not route.through_host and not route.on_device]
         sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
         parts = host_slot(routes, format=store.format, **sizes)
         self._slots = [
@@ -76,15 +112,17 @@ class PagePipeline:
             for _ in range(min(slots, len(self._routes)))
         ]
         self._free = list(range(len(self._slots)))
-        self._on_drives: dict[int, list[Route]] = {}  # pages on drives by unit
-        for route in self._routes:
-            if on_drive(route.page.home):
-                self._on_drives.setdefault(route.page.unit, []).append(route)
+        self._offered: dict[int, list[Route]] = {}  # pages that are offered to a speculative step, by unit
+        for route in (*self._routes, *self._in_ram):
+            if on_drive(route.page.home) or route.number in shadows:
+                self._offered.setdefault(route.page.unit, []).append(route)
+        # Prefetched pages leave one slot to pages that have nothing to prefetch and are offered without their turn.
+        self._one_stays_free = any(route.number in shadows for route in self._routes)
         self._waiting: deque[Route] = deque()  # pages with complete gradients, not in a slot yet
         self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete
         self._prefetched: list[StagedPage] = []  # prefetched pages in slots
         self._prefetching = False  # gradients are not complete yet
-        self._ready: queue.SimpleQueue[StagedPage | BaseException | None] = queue.SimpleQueue()
+        self._ready = _Arrivals()
         self._in_slots: set[int] = set()  # pages in slots that are not updated yet
         self._offered_to: object = None  # the speculative step that pages are offered to
         self._order: list[int] = []  # order in which its units (or the previous step's) were offered
@@ -95,7 +133,7 @@ class PagePipeline:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._routes)
+        return len(self._routes) + len(self._in_ram)
 
     def prefetch(self) -> None:
         """Prefetch the first pages' state while gradients are still being computed."""
@@ -128,6 +166,8 @@ class PagePipeline:
             self._after, self._offered_to, self._prefetching = after, None, False
             self._gradients_ready.clear()
             self._expected.clear()
+            self._ready.drop_in_ram()
+            self._put_in_ram(route for route in self._in_ram if route.number not in skip)
             early, self._prefetched = self._prefetched, []
             left = (one for one in self._routes if one.number not in self._in_slots and one.number not in skip)
             self._waiting = deque(left)
@@ -137,12 +177,12 @@ class PagePipeline:
         for slot in free:
             self._fill(slot)
 
-    def next(self, *, wait: bool) -> StagedPage | None:
-        """Return a page that has arrived, or None if there is none or at an `interrupt`; raise transfer errors."""
-        try:
-            arrived = self._ready.get(block=wait)
-        except queue.Empty:
-            return None
+    def next(self) -> StagedPage | None:
+        """Wait for the next page and return it, or None at an `interrupt`; raise transfer errors.
+
+        Staged pages that have arrived come before pages in RAM, so that drives do not wait.
+        """
+        arrived = self._ready.get()
         if isinstance(arrived, BaseException):
             raise arrived
         return arrived
@@ -151,8 +191,9 @@ class PagePipeline:
         """Write an updated page back after `computed`, and then reuse its slot."""
         with self._lock:
             self._in_slots.discard(page.route.number)
-        sent = PendingWrite(Future(), Future())
-        sent.whole.then(lambda error: self._refill(page.slot, error))
+        sent, slot = PendingWrite(Future(), Future()), page.slot
+        if slot is not None:
+            sent.whole.then(lambda error: self._refill(slot, error))
         computed.then(lambda error: self._start_write(page, sent, error))
         return sent
 
@@ -168,10 +209,11 @@ class PagePipeline:
             self._offered_to = step
             order, self._order = self._order, []
             self._turns = {unit: turn for turn, unit in enumerate(order)}
-        self._prefetch([route for unit in order for route in self._on_drives.get(unit, ())])
+        offered = [route for unit in order for route in self._offered.get(unit, ())]
+        self._prefetch([route for route in offered if "state" in route.through_host])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
-        """Stage a unit's pages on drives; its gradients are complete after the event `made`."""
+        """Stage a unit's pages that may be offered; its gradients are complete after the event `made`."""
         if error is not None:
             self._ready.put(error)
             return
@@ -182,7 +224,9 @@ class PagePipeline:
             self._order.append(unit)
             early = [page for page in self._prefetched if page.route.page.unit == unit]
             self._prefetched = [page for page in self._prefetched if page.route.page.unit != unit]
-            new = [route for route in self._on_drives.get(unit, ()) if route.number not in self._in_slots]
+            offered = self._offered.get(unit, ())
+            self._put_in_ram(route for route in offered if not route.through_host)
+            new = [route for route in offered if route.through_host and route.number not in self._in_slots]
             self._waiting = deque(sorted([*self._waiting, *new], key=lambda route: route.number))
             overdue = self._overdue_pages(self._turns.get(unit, -1))
             free, self._free = self._free, []
@@ -191,6 +235,7 @@ class PagePipeline:
         for slot in free:
             self._fill(slot)
         for page, read in overdue:
+            assert page.slot is not None
             read.then(partial(self._refill, page.slot))
 
     def _overdue_pages(self, turn: int) -> list[tuple[StagedPage, Future]]:
@@ -212,7 +257,7 @@ class PagePipeline:
         return overdue
 
     def interrupt(self) -> None:
-        """Make `next` return None after the pages that have arrived."""
+        """Make `next` return None after the staged pages that have arrived, and before any page in RAM."""
         self._ready.put(None)
 
     def withdraw(self) -> None:
@@ -220,20 +265,21 @@ class PagePipeline:
         with self._lock:
             self._offered_to = None
             self._gradients_ready.clear()
+            self._ready.drop_in_ram()
         self.drop_prefetched()
         while self._in_slots:
-            page = self.next(wait=True)
+            page = self.next()
             assert page is not None
             self._free_slot(page)
 
-    def read_back(self, numbers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the valid state of each of these pages on drives; the slots must be empty."""
-        for number in numbers:
-            data = self._slots[0][0][: self._store.bytes_of(number)]
-            self._store.read(number, data).wait()
-            yield number, data
+    def read_back(self, number: int) -> torch.Tensor:
+        """Return the valid state of a page on a drive until the next call; the slots must be empty."""
+        data = self._slots[0][0][: self._store.bytes_of(number)]
+        self._store.read(number, data).wait()
+        return data
 
     def _free_slot(self, page: StagedPage) -> None:
+        assert page.slot is not None
         with self._lock:
             self._in_slots.discard(page.route.number)
             self._free.append(page.slot)
@@ -245,7 +291,7 @@ class PagePipeline:
         with self._lock:
             early = not self._waiting
             coming = self._expected if early else self._waiting
-            if not coming:
+            if not coming or (early and self._one_stays_free and not self._free):
                 self._free.append(slot)
                 return
             page = self._start_read(coming.popleft(), slot)
@@ -253,6 +299,11 @@ class PagePipeline:
                 self._prefetched.append(page)
                 return
         self._complete(page)
+
+    def _put_in_ram(self, routes: Iterable[Route]) -> None:
+        """Let `next` return these pages, which are entirely in RAM. The caller holds the lock."""
+        none = torch.empty(0, dtype=torch.uint8)
+        self._ready.put_in_ram([StagedPage(route, none, none, none, loaded=[], slot=None) for route in routes])
 
     def _start_read(self, route: Route, slot: int) -> StagedPage:
         """Start reading a page's state into a slot."""

@@ -1,14 +1,15 @@
 """Define the parameters of one step's update, and what is updated before they are known.
 
-`StepParams` holds hyperparameters and step counts per weight, the gradient factor and the noise. Pages on drives may be
-updated during the backward, with the parameters that are expected:
+`StepParams` holds hyperparameters and step counts per weight, the gradient factor and the noise. Pages on drives, and
+some in RAM, may be updated during the backward, with the parameters that are expected:
 
-    a unit's gradients are complete ──> its pages on drives are read and updated as if the step were not clipped
-    state      is written to the page's second copy (`page_copies.py`); the copy of the previous step stays valid
+    a unit's gradients are complete ──> its pages are read and updated as if the step were not clipped
+    state      on a drive: is written to the page's second copy (`page_copies.py`), and the previous step's stays valid
+               in RAM: is updated in place, after its old bytes were copied to shadow memory (`ShadowPages`)
     weights    are written in place: a unit whose gradients are complete is not used again in this step
     decision   step as expected: the pages are valid; at the step's end one small record switches all copies
-               step clipped: the pages are updated again from the valid copies
-               step skipped: the pages are discarded, and the weights are rounded again from the valid masters
+               step clipped: the pages are updated again from their old state
+               step skipped: the pages get their old state, and the weights are rounded again from its masters
 
 The same kernel computes the same page from the same parameters, so no bit depends on speculation. Keeping new weights
 back until the decision would need 2 bytes of RAM for each parameter on a drive. Reading masters again only costs time
@@ -82,7 +83,7 @@ class SpeculativeStep:
 
     def __init__(self, expected: StepParams) -> None:
         self.expected = expected
-        self.written: dict[int, PendingWrite] = {}  # updated pages, whose state is being written to the second copy
+        self.written: dict[int, PendingWrite] = {}  # updated pages; those on drives are being written
         self.began: float | None = None  # time of the first page
         self.error: BaseException | None = None  # the error that ended speculation
 

@@ -6,15 +6,14 @@
 
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
-the order does not change a bit. `UpdateProgress` records each page that has been written back. Pages on drives
-may be updated before the step's clipping factor is known (`SpeculativeStep`).
+the order does not change a bit. `UpdateProgress` records each page that has been written back. Pages on drives, and
+pages in RAM with shadow memory, may be updated before the step's clipping factor is known (`SpeculativeStep`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -25,7 +24,7 @@ import torch
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.snapshot import PageSnapshot
-from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.pages.store import PageStore, ShadowPages
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
@@ -52,6 +51,7 @@ class _Step:
     params: StepParams
     after: Any  # event on the device after which all gradients are complete
     kept: Collection[int] = ()  # pages whose speculative update is valid
+    undone: Collection[int] = ()  # pages in RAM whose speculative update is invalid, to be restored first
 
 
 class Updater:
@@ -70,6 +70,7 @@ class Updater:
         slots: int,
         overlap_forward: bool,
         overlap_backward: bool = False,
+        shadows: Container[int] = (),
     ) -> None:
         """Prepare the update.
 
@@ -83,16 +84,18 @@ class Updater:
             routes: the pages to update and how they are staged, in the order in which a forward needs them.
             slots: number of host staging buffers.
             overlap_forward: run the update on a thread, so that it overlaps the next forward.
-            overlap_backward: allow pages on drives to be updated during the backward.
+            overlap_backward: allow pages on drives and `shadows` to be updated during the backward.
+            shadows: pages in RAM for whose old bytes memory is allocated.
         """
         self._store, self._weights, self._gradients, self._update_progress = store, weights, gradients, update_progress
         self._device, (self._kernel, self._device_kernel) = device, kernels
-        self.pipeline = PagePipeline(store, weights, gradients, device=device, routes=routes, slots=slots)
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
-        in_place = [path for path in self._paths.values() if not path.route.through_host]
-        self._ram_paths = [path for path in in_place if not path.route.on_device]
-        there = [path for path in in_place if path.route.on_device]
+        self.shadows = ShadowPages(store, [number for number in self.numbers if number in shadows])
+        self.pipeline = PagePipeline(
+            store, weights, gradients, device=device, routes=routes, slots=slots, shadows=self.shadows
+        )
+        there = [path for path in self._paths.values() if path.route.on_device and not path.route.through_host]
         self._device_paths = {unit: list(paths) for unit, paths in groupby(there, lambda path: path.route.page.unit)}
         inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
@@ -146,7 +149,7 @@ class Updater:
     def _run(self, step: _Step, at_end: Callable[[], None], speculative: SpeculativeStep | None) -> None:
         try:
             self._pending_writes = []
-            self._update_all(step if speculative is None else replace(step, kept=self._keep(speculative, step)))
+            self._update_all(step if speculative is None else self._decided(speculative, step))
             self._update_progress.wait_for_pages()
             together([sent.whole for sent in self._pending_writes]).wait()
             at_end()
@@ -163,23 +166,19 @@ class Updater:
                 for path in paths:
                     self._compute_on_device(path, None, step)
                 self._device.reached().then(self._update_progress.completion_callback(unit, pages=len(paths)))
-        in_ram, left = deque(self._ram_paths), len(self.pipeline) - len(step.kept)
-        while in_ram or left:
-            page = self.pipeline.next(wait=not in_ram)
-            if page is None:
-                path = in_ram.popleft()
-                self._compute(path, None, step)
-                self._update_progress.completion_callback(path.route.page.unit)(None)
-                continue
-            left -= 1
+        for _ in range(len(self.pipeline) - len(step.kept)):
+            page = self.pipeline.next()
+            assert page is not None  # the interrupt of the speculative step has been received
             path = self._paths[page.route.number]
             if page.route.on_device:
                 with self._device.side_stream(after=step.after):
                     self._compute_on_device(path, page, step)
                     self._report_written(page.route, self.pipeline.write_back(page, self._device.reached()))
-            else:
-                self._compute(path, page, step)
-                self._report_written(page.route, self.pipeline.write_back(page, done()))
+                continue
+            if page.route.number in step.undone:
+                self.shadows.restore(page.route.number)
+            self._compute(path, page, step)
+            self._report_written(page.route, self.pipeline.write_back(page, done()))
 
     def _report_written(self, route: Route, sent: PendingWrite) -> None:
         self._pending_writes.append(sent)
@@ -206,8 +205,8 @@ class Updater:
     def begin_last_backward(self) -> None:
         """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
 
-        Without expected parameters this prefetches the first pages. With them, pages on drives are updated as soon as
-        their gradients are complete.
+        Without expected parameters this prefetches the first pages. With them, pages on drives and pages with shadow
+        memory are updated as soon as their gradients are complete.
         """
         coming, self._next_speculative = self._next_speculative, None
         if coming is None:
@@ -241,22 +240,26 @@ class Updater:
         """Update offered pages on the thread until interrupted."""
         step = _Step(speculative.expected, after=None)
         try:
-            while (page := self.pipeline.next(wait=True)) is not None:
+            while (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
-                self._compute(self._paths[page.route.number], page, step)
-                speculative.written[page.route.number] = self.pipeline.write_back(page, done())
+                number = page.route.number
+                if number in self.shadows:
+                    self.shadows.keep(number)
+                self._compute(self._paths[number], page, step)
+                speculative.written[number] = self.pipeline.write_back(page, done())
         except BaseException as error:
             speculative.error = error
 
-    def _keep(self, speculative: SpeculativeStep, step: _Step) -> set[int]:
-        """Return the pages whose speculative update is valid; wait until the others can be updated again."""
+    def _decided(self, speculative: SpeculativeStep, step: _Step) -> _Step:
+        """Return the step with the pages that need no other update; wait until the others can be updated again."""
         if speculative.error is not None:
             raise speculative.error
         kept = speculative.kept(step.params, self._store.pages)
-        together([sent.whole for number, sent in speculative.written.items() if number not in kept]).wait()
+        others = speculative.written.keys() - kept
+        together([speculative.written[number].whole for number in others]).wait()
         for number in kept:
             self._report_written(self._paths[number].route, speculative.written[number])
-        return kept
+        return replace(step, kept=kept, undone={number for number in others if number in self.shadows})
 
     def _undo(self, speculative: SpeculativeStep) -> None:
         """Discard speculative pages, and restore their weights from the masters that are still valid."""
@@ -265,7 +268,8 @@ class Updater:
         self.pipeline.withdraw()
         together([sent.whole for sent in speculative.written.values()]).wait()
         self._store.forget_written()
-        for number, data in self.pipeline.read_back(sorted(speculative.written)):
+        for number in sorted(speculative.written):
+            data = self.shadows.restore(number) if number in self.shadows else self.pipeline.read_back(number)
             page = self._store.pages[number]
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
         self._weights.flush()

@@ -23,18 +23,30 @@ from offload_trainer.plan.step_time import (
     Forecast,
     Traffic,
     ahead_of,
+    early_pages,
     hidden_seconds,
     in_turn,
     left_after,
     parts_left,
     parts_of,
-    share_on_drives,
-    share_that_is_last,
     update_rate,
 )
-from offload_trainer.plan.tiered.footprint import added_bytes, gathered_weights, tiered_items, tiered_traffic
+from offload_trainer.plan.tiered.footprint import (
+    added_bytes,
+    gathered_weights,
+    shadow_bytes,
+    tiered_items,
+    tiered_traffic,
+)
 from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
-from offload_trainer.plan.tiered.spec import Layouts, TierSizes, shares_in_words, shares_that_fit, tier_sizes
+from offload_trainer.plan.tiered.spec import (
+    Layouts,
+    TierSizes,
+    shadows_that_fit,
+    shares_in_words,
+    shares_that_fit,
+    tier_sizes,
+)
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
@@ -244,7 +256,9 @@ class Tiered:
             return sum_of(sized(sizes).items(), tier)
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
-        return sized(shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
+        sizes = shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs)
+        ram = tiers_of(one.machine).ram
+        return sized(shadows_that_fit(sizes, one.machine, needs=lambda sizes: needs(sizes, ram)))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
         """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.
@@ -450,15 +464,28 @@ class TieredCandidate:
         `hidden` is the seconds hidden by an update that overlaps only the next forward.
         """
         micro, gpu = self.work.passes, self.machine.gpu is not None
-        pages = self._laid_out.pages
-        share, last = share_on_drives(pages), share_that_is_last(self.units, pages)
-        ahead = ahead_of(found, self.units, on_drives=share, last=last, micro_batches=micro, gpu=gpu)
-        left = left_after(found, ahead, on_drives=share)
-        early = (found.seconds["update"] or 0.0) - (left.seconds["update"] or 0.0)
-        parts = parts_left(found, left, self.units, last=last)
+        early = early_pages(self.units, self._laid_out, copying=self._copying_shadows)
+        ahead = ahead_of(found, self.units, early, micro_batches=micro, gpu=gpu)
+        left = left_after(found, ahead, early)
+        before = (found.seconds["update"] or 0.0) - (left.seconds["update"] or 0.0)
+        parts = parts_left(found, left, self.units, last=early.last)
         whole = hidden_seconds(left, parts, micro_batches=micro, gpu=gpu)
-        whole += max(0.0, early - (ahead.done - ahead.hidden))
-        return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=max(0.0, whole - hidden))
+        whole += before - (ahead.done - ahead.hidden)
+        longer = max(0.0, whole - hidden) + early.copying  # old bytes are copied back
+        return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
+
+    @property
+    def _copying_shadows(self) -> float:
+        """Return the seconds of copying the old bytes of all pages with shadow memory: each is read and written.
+
+        If the memory's rate was not measured, it is that of the update, which is bound by memory.
+        """
+        size, rate = shadow_bytes(self._laid_out, self.sizes.format), self.machine.rates.memory
+        if rate is not None:
+            return 2 * size / rate.value
+        updates = update_rate(self.work, self.machine) or 0.0
+        moved = updates * (2 * self.work.state.bytes_each + 4)  # with a 16-bit gradient and weight
+        return 2 * size / moved if moved else 0.0
 
     def stretch(self) -> float:
         """Return the factor by which the update's drive time exceeds simultaneous reading and writing of its bytes."""

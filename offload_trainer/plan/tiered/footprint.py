@@ -112,6 +112,9 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
         items.append(tier.item("state", held, why))
         if sizes.places > 1:
             items.append(tier.item("state, second copy", held, "of the previous step (tiered.state_copies=2)"))
+    if kept := shadow_bytes(homes, sizes.format):
+        why = f"old bytes of {len(homes.shadows)} pages, whose update may be undone (tiered.overlap=backward)"
+        items.append(tiers.ram.item("shadow memory", kept, why))
     routes = [
         (route_of(one.number, one.page, homes, is_gpu=tiers.has_gpu), one)
         for one in homes.page_groups
@@ -131,6 +134,11 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: in
         why = "one page of gradients or updated weights in transfer"
         items.append(tiers.device.item("update buffers", each, why))
     return items
+
+
+def shadow_bytes(homes: TierMap, format: StateFormat) -> int:
+    """Return the bytes of shadow memory for pages in RAM."""
+    return sum(format.page_bytes(homes.pages[number]) for number in homes.shadows)
 
 
 def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, tiers: Tiers, e: int) -> list[Item]:

@@ -20,7 +20,7 @@ from typing import Annotated
 from pydantic import Field, Strict, with_config
 
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind
+from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind, in_memory
 from offload_trainer.safe_files import EXACT, Count
 
 ALIGN = 4096  # elements
@@ -120,6 +120,11 @@ def units_of(shape: ModelShape) -> tuple[Unit, ...]:
     return tuple(units)
 
 
+def first_block(units: Sequence[Unit]) -> int:
+    """Return the index of the first unit that is a block; 0 without blocks."""
+    return next((unit.index for unit in units if unit.block), 0)
+
+
 def range_of_rank(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
     """Return the range [first, end) of a unit's trainable part that `rank` updates, in elements and aligned.
 
@@ -166,7 +171,7 @@ def pages_of(
     with ranges of equal length get the same pages relative to the start of each range, so the assignment is computed
     once for them.
     """
-    last = next((unit.index for unit in units if unit.block), 0) if ahead else 0
+    last = first_block(units) if ahead else 0
     page_groups: dict[tuple[int, ...], tuple[Page, ...]] = {}
     found: list[Page] = []
     for rank in range(ranks):
@@ -297,6 +302,7 @@ class TierMap:
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
     owners: tuple[int, ...] = ()  # the rank that updates each page; empty with one rank
+    shadows: frozenset[int] = frozenset()  # pages in RAM with shadow memory, see `with_shadows`
 
     def of_rank(self, number: int, rank: int) -> bool:
         """Return whether `rank` updates page `number`."""
@@ -356,6 +362,26 @@ def homes_of(
     )
 
 
+def with_shadows(homes: TierMap, units: Sequence[Unit], *, share: float) -> TierMap:
+    """Return the tiers with shadow memory for at most `share` of the blocks' state in RAM.
+
+    Shadow memory holds the old bytes of a page that is updated during the backward. What the backward cannot update
+    is left to the next forward, and hides best there if no block has more of it than others. So the pages are spread
+    evenly, for each rank. Units before the blocks have none: their gradients come last, when the step is decided.
+    """
+    first = first_block(units)
+    found, seen, held = set[int](), Counter[int](), Counter[int]()
+    for number, page in enumerate(homes.pages) if share else ():
+        if not in_memory(page.home) or page.unit < first:
+            continue
+        rank = homes.owners[number] if homes.owners else 0
+        seen[rank] += page.elements
+        if held[rank] + page.elements <= share * seen[rank]:
+            held[rank] += page.elements
+            found.add(number)
+    return replace(homes, shadows=frozenset(found))
+
+
 def on_node(homes: TierMap, here: range) -> TierMap:
     """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
     if not homes.owners:
@@ -364,7 +390,8 @@ def on_node(homes: TierMap, here: range) -> TierMap:
         page if rank in here else Page(page.unit, page.start, page.elements, ELSEWHERE)
         for page, rank in zip(homes.pages, homes.owners, strict=True)
     ]
-    return replace(homes, pages=tuple(pages))
+    shadows = frozenset(number for number in homes.shadows if pages[number].home != ELSEWHERE)
+    return replace(homes, pages=tuple(pages), shadows=shadows)
 
 
 # -- blocks divided into submodules that are fetched separately (tiered.fetch_granularity=module)

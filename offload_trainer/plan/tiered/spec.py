@@ -22,6 +22,7 @@ from offload_trainer.plan.tiered.layout import (
     pages_of,
     range_of_rank,
     units_of,
+    with_shadows,
 )
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
@@ -52,7 +53,7 @@ class TierSizes:
     page_buffers: int
     unit_buffers: int  # blocks on the device at a time, if weights are elsewhere
     overlap: bool  # the update overlaps the next forward
-    ahead: bool  # the update of pages on drives also overlaps the last backward
+    ahead: bool  # the update of pages on drives, and of pages with shadow memory, also overlaps the last backward
     speeds: tuple[float, ...]  # relative speed of each drive
     io: str  # backend for drive I/O (tiered.io)
     checksums: bool  # verify everything that is read from drives, not only the state
@@ -64,6 +65,7 @@ class TierSizes:
     nodes: int = 1  # nodes, each with the same number of ranks
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
+    shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
 
     @property
     def here(self) -> int:
@@ -173,6 +175,7 @@ class Layouts:
             speeds=sizes.speeds,
             ranks=sizes.ranks,
         )
+        homes = with_shadows(homes, self.units, share=sizes.shadow_fraction if sizes.ahead else 0.0)
         return on_node(homes, range(node * sizes.here, (node + 1) * sizes.here))
 
 
@@ -262,6 +265,20 @@ def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> Tie
     spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))
     share = max(0, spare) / (sizes.format.bytes_each * trained)
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
+
+
+def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:
+    """Return `sizes` with shadow memory for as much of the state in RAM as the RAM that is left holds.
+
+    `needs` returns the bytes of RAM that sizes need. Without a GPU there is none: model and update share the cores, so
+    starting early only moves the update's seconds into the backward, and adds those of copying the old bytes.
+    """
+    if not sizes.ahead or machine.gpu is None:
+        return sizes
+    have, used = machine.ram_bytes - left_free(machine.ram_bytes), needs(sizes)
+    whole = needs(replace(sizes, shadow_fraction=1.0)) - used
+    share = min(1.0, max(0, have - used) / whole) if whole else 0.0
+    return replace(sizes, shadow_fraction=int(1000 * share) / 1000)
 
 
 def shares_in_words(shares: dict[str, float]) -> str:

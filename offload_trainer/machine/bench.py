@@ -95,7 +95,6 @@ def bench_machine(
     budget: Budget,
     say: Callable[[str], None],
     layer: LayerSizes | None = None,
-    sums: Sequence[GradientKernel] = (),
 ) -> MachineProfile:
     """Return `machine` with the rates that it lacks; those that it has are not measured again.
 
@@ -103,16 +102,11 @@ def bench_machine(
 
     `transfers` maps the settings that select a transfer method to a factory; the fastest is kept for each drive.
     `updates` are pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in
-    elements, it returns a function that performs update number `step`. `sums` are the kernels that add gradients.
+    elements, it returns a function that performs update number `step`.
 
     Raises TrainerError if a drive fails or has too little room.
     """
     rates = _compute_rates(machine, updates=updates, dtypes=dtypes, budget=budget, say=say, layer=layer)
-    if lacking := [kernel for kernel in sums if sums_key(kernel.name, measured=True) not in rates.sums]:
-        say("bench: adding gradients")
-        for kernel in lacking:
-            found = _rates_of_adding(kernel, budget.memory_elements // 2, halving=machine.gpu is not None)
-            rates = replace(rates, sums=rates.sums | found)
     drives: list[DriveFacts] = []
     for drive in machine.drives:
         if drive.rates is None:
@@ -208,6 +202,18 @@ def _triad(size: int) -> Rate:
     one, two, three = (torch.ones(size) for _ in range(3))
     taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=size / (64 << 20))
     return Rate(12 * size / median(taken), "measured", f"triad of {4 * size >> 20} MiB arrays, median of {len(taken)}")
+
+
+def bench_sums(
+    machine: MachineProfile, kernels: Sequence[GradientKernel], *, budget: Budget, say: Callable[[str], None]
+) -> MachineProfile:
+    """Return `machine` with the rates of adding gradients with `kernels` that it lacks."""
+    sums = dict(machine.rates.sums)
+    for kernel in kernels:
+        if sums_key(kernel.name, measured=True) not in sums:
+            say(f"bench: adding gradients, {kernel.name}")
+            sums |= _rates_of_adding(kernel, budget.memory_elements // 2, halving=machine.gpu is not None)
+    return replace(machine, rates=replace(machine.rates, sums=sums))
 
 
 def _rates_of_adding(kernel: GradientKernel, size: int, *, halving: bool) -> dict[str, Rate]:

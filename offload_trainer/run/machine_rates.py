@@ -56,7 +56,7 @@ def bench_here(
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.op_builder import is_built
     from offload_trainer.engine.timed_updates import available_updates, gradient_kernels
-    from offload_trainer.machine.bench import Budget, bench_machine, dtypes_to_time
+    from offload_trainer.machine.bench import Budget, bench_machine, bench_sums, dtypes_to_time
     from offload_trainer.machine.link_rates import bench_links
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
@@ -78,11 +78,11 @@ def bench_here(
         machine,
         transfers=io,
         updates=available_updates(say=say),
-        sums=gradient_kernels("auto", "torch"),
         dtypes=dtypes_to_time(machine, dtype),
         budget=budget,
         say=say,
     )
+    timed = bench_sums(timed, gradient_kernels("auto", "torch"), budget=budget, say=say)
     if count > 1:
         timed = replace(timed, links=bench_links(timed.links, ranks=count, say=say))
     try:
@@ -144,7 +144,7 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.timed_updates import gradient_kernels, updates_of_run
-    from offload_trainer.machine.bench import Budget, bench_machine
+    from offload_trainer.machine.bench import Budget, bench_machine, bench_sums
     from offload_trainer.machine.rate_cache import keep_rates
     from offload_trainer.storage.tensorfile import DTYPES
 
@@ -172,12 +172,12 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
             replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
             transfers=_ways_to_drives(kernel=False),
             updates=updates,
-            sums=gradient_kernels(config.optim.kernel),
             dtypes=[config.model.dtype],
             budget=budget,
             say=lambda _: None,
             layer=_layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None),
         )
+        timed = bench_sums(timed, gradient_kernels(config.optim.kernel), budget=budget, say=lambda _: None)
     except TrainerError as error:
         say(
             f"note: this machine's speed could not be measured, and choices that depend on it stay at defaults: {error}"

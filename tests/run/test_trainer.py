@@ -46,6 +46,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),
         commit=None,
+        revised=None,
         telemetry=None,
         sample=None,
     )

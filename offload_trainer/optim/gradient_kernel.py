@@ -129,18 +129,28 @@ class _Addition(ctypes.Structure):
         ("first", ctypes.c_int32),
         ("order", ctypes.c_int32),
         ("lanes", ctypes.c_int32),
+        ("group", ctypes.c_int32),
     )
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """The order in which torch's norm may add squares, as gradients.h's LANES and FUSED_LANES."""
+
+    count: int
+    fused: bool  # each square and its addition are rounded once
+    group: int = 1  # if not: of the elements that fill no vector, whole groups of so many are not fused, the rest is
+
+
 class NativeGradients:
-    """The compiled gradient kernel. It measures with torch's bits if `lanes` and `fused` are those of torch's norm."""
+    """The compiled gradient kernel. It measures with torch's bits if `lanes` is the order of torch's norm."""
 
     name = "native"
 
-    def __init__(self, library: NativeLibrary, *, lanes: int, fused: bool) -> None:
+    def __init__(self, library: NativeLibrary, lanes: Lanes) -> None:
         self._library, self._add = library, library.functions.add_gradient
         self._add.restype = ctypes.c_int32
-        self._lanes, self._order = lanes, _FUSED_LANES if fused else _LANES
+        self._lanes = lanes
 
     def add(
         self,
@@ -156,7 +166,9 @@ class NativeGradients:
         results = torch.empty(0) if pieces is None else pieces.results(count)
         if not count:
             return results
-        order = _NO_NORM if pieces is None else _HALVES if pieces.halving else self._order
+        order = (
+            _NO_NORM if pieces is None else _HALVES if pieces.halving else _FUSED_LANES if self._lanes.fused else _LANES
+        )
         addition = _Addition(
             sums=sums.data_ptr(),
             values=None if values is None else values.data_ptr(),
@@ -167,7 +179,8 @@ class NativeGradients:
             values_type=TYPES[None if values is None else values.dtype],
             first=first,
             order=order,
-            lanes=self._lanes,
+            lanes=self._lanes.count,
+            group=self._lanes.group,
         )
         if self._add(ctypes.byref(addition), ctypes.c_int32(self._library.threads())):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
@@ -184,18 +197,23 @@ def gradient_kernel(kernel: Kernel) -> GradientKernel:
 
 
 def _candidates(library: NativeLibrary) -> Iterator[NativeGradients]:
-    """Yield the orders of addition of torch's norm on CPUs with AVX2, AVX-512, and neither."""
-    for lanes in (8, 16, 4):
-        for fused in (False, True):
-            yield NativeGradients(library, lanes=lanes, fused=fused)
+    """Yield kernels with the orders of addition of torch's norm on CPUs with AVX2, AVX-512, and neither."""
+    for count in (8, 16, 4):
+        for group in (4, 8, 16, 1):
+            yield NativeGradients(library, Lanes(count, fused=False, group=group))
+        yield NativeGradients(library, Lanes(count, fused=True))
 
 
 def adds_like_torch(kernel: GradientKernel) -> bool:
     """Return whether a gradient kernel has the bits of `TorchGradients`.
 
-    A wrong order of addition changes the result of about one piece in five, so that many small pieces are compared.
+    A wrong order of addition changes the result of few pieces, so that many small pieces of all lengths are compared.
     """
-    random = torch.Generator().manual_seed(3)
+    random, small = torch.Generator().manual_seed(3), Pieces(256, halving=False)
+    for length in (length for length in range(1, 32) for _ in range(30)):
+        sums = torch.randn(length, generator=random)
+        if not torch.equal(kernel.add(sums, None, pieces=small), TorchGradients().add(sums, None, pieces=small)):
+            return False
     for count, given, stored in (
         (80 * 256 + 203, torch.bfloat16, torch.float32),
         (80 * 256, torch.float32, torch.float32),
@@ -204,7 +222,7 @@ def adds_like_torch(kernel: GradientKernel) -> bool:
     ):
         size = torch.empty(count).uniform_(-3, 3, generator=random).exp_()
         before, more = (torch.randn(2, count, generator=random) * size).unbind()
-        for pieces in (Pieces(256, halving=False), Pieces(4096, halving=True), None):
+        for pieces in (small, Pieces(4096, halving=True), None):
             results = []
             for candidate in (kernel, TorchGradients()):
                 sums = before.to(stored, copy=True)

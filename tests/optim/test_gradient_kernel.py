@@ -11,6 +11,7 @@ import torch
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
 from offload_trainer.optim.gradient_kernel import (
     GradientKernel,
+    Lanes,
     NativeGradients,
     Pieces,
     TorchGradients,
@@ -89,14 +90,22 @@ def test_overflow_and_nan_reach_the_norm(native: GradientKernel, *, ordered: boo
 
 
 def test_a_wrong_order_of_addition_is_found() -> None:
-    """At most one of the six orders has torch's bits; the others are refused."""
+    """Orders with torch's bits differ at most in what cannot matter: groups that are as large as a vector."""
     library = NativeKernel().library
-    right = [
-        (lanes, fused)
-        for lanes, fused in product((4, 8, 16), (False, True))
-        if adds_like_torch(NativeGradients(library, lanes=lanes, fused=fused))
-    ]
-    assert len(right) <= 1
+    orders = [Lanes(count, fused=False, group=group) for count in (4, 8, 16) for group in (1, 4, 8, 16)]
+    orders += [Lanes(count, fused=True) for count in (4, 8, 16)]
+    right = [order for order in orders if adds_like_torch(NativeGradients(library, order))]
+    assert len({(order.count, order.fused, min(order.group, order.count)) for order in right}) <= 1
+
+
+@pytest.mark.parametrize("size", range(1, 40))
+def test_norms_of_small_weights_have_torchs_bits(native: GradientKernel, size: int) -> None:
+    """The elements that fill no vector are added in an order of their own."""
+    random = torch.Generator().manual_seed(size)
+    norm = PiecewiseNorm(size, ordered=False)
+    for _ in range(100):
+        sums = torch.randn(size, generator=random)
+        assert torch.equal(norm.of(sums, native), norm_of(sums))
 
 
 def test_another_update_kernel_leaves_gradients_to_torch() -> None:

@@ -4,7 +4,7 @@
 //                            └──squares──> one result a piece of `width` elements
 //
 // torch's norm of a contiguous fp32 tensor keeps one running sum in each lane of a vector, adds the lanes in order, and
-// then the elements that fill no vector. How many lanes there are, and whether a square and its addition are fused,
+// then the elements that fill no vector. How many lanes there are, and where a square and its addition are fused,
 // depends on how torch was built and on the CPU; gradient_kernel.py finds the order with torch's bits. HALVES is the
 // order of norms.py's `ordered_norm`: element i + half is added to element i until one is left.
 #pragma once
@@ -33,6 +33,7 @@ struct Addition {
     int32_t first;  // 1: the gradient replaces the sum
     Order order;
     int32_t lanes;
+    int32_t group;  // LANES: of the elements that fill no vector, whole groups of so many are not fused, the rest is
 };
 
 void write_sums(const Addition& call, int64_t at, int64_t count, float* __restrict values) {
@@ -98,7 +99,9 @@ void measure_lanes(const Addition& call, int64_t start) {
     for (int64_t p = 0; p < TOGETHER && count[p]; p++) {
         float sum = sums[p][0];
         for (int64_t lane = 1; lane < N; lane++) sum += sums[p][lane];
-        for (int64_t i = 0; i < count[p] % N; i++) sum = add_square<FUSED>(sum, tails[p][i]);
+        const int64_t left = count[p] % N, unfused = FUSED ? 0 : left / call.group * call.group;
+        for (int64_t i = 0; i < left; i++)
+            sum = i < unfused ? add_square<false>(sum, tails[p][i]) : add_square<true>(sum, tails[p][i]);
         call.results[start + p] = std::sqrt(sum);
     }
 }

@@ -35,7 +35,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-STEPS, COMPARED = 20, 100_000  # of the comparison of bits; torch rounds the last numel % 16 elements in its own way
+STEPS, COMPARED = (
+    20,
+    100_000,
+)  # The bits are compared after so many steps. torch rounds the last numel % 16 elements differently.
 _UPDATE = 8 + 16 + 4  # bytes an element: master and moments are read and written, the gradient is read
 _CASTS = 2 + 4 + 4 + 2  # a bf16 gradient becomes fp32, and a master becomes a bf16 weight
 _FUSED_CASTS = 8 + 16 + 2 + 2  # all in one pass

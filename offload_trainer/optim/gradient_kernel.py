@@ -24,7 +24,7 @@ from offload_trainer.optim.rules import TYPES
 
 @dataclass(frozen=True)
 class Pieces:
-    """How sums are measured: in pieces of `width` elements, a multiple of 256 unless there is one piece.
+    """Sums are measured in pieces of `width` elements, a multiple of 256 unless there is one piece.
 
     `halving`: a piece's result is its sum of squares, added by halves; `width` is a power of two. Otherwise it is the
     norm of the piece with the bits of torch on this CPU.
@@ -44,12 +44,7 @@ class GradientKernel(Protocol):
     name: str
 
     def add(
-        self,
-        sums: torch.Tensor,
-        values: torch.Tensor | None,
-        *,
-        first: bool = False,
-        pieces: Pieces | None = None,
+        self, sums: torch.Tensor, values: torch.Tensor | None, *, first: bool = False, pieces: Pieces | None = None
     ) -> torch.Tensor:
         """Add `values` to `sums`, and return the partial results of the new sums.
 
@@ -71,12 +66,7 @@ class TorchGradients:
     name = "torch"
 
     def add(
-        self,
-        sums: torch.Tensor,
-        values: torch.Tensor | None,
-        *,
-        first: bool = False,
-        pieces: Pieces | None = None,
+        self, sums: torch.Tensor, values: torch.Tensor | None, *, first: bool = False, pieces: Pieces | None = None
     ) -> torch.Tensor:
         if values is not None:
             sums.copy_(values) if first else sums.add_(values)
@@ -153,12 +143,7 @@ class NativeGradients:
         self._lanes = lanes
 
     def add(
-        self,
-        sums: torch.Tensor,
-        values: torch.Tensor | None,
-        *,
-        first: bool = False,
-        pieces: Pieces | None = None,
+        self, sums: torch.Tensor, values: torch.Tensor | None, *, first: bool = False, pieces: Pieces | None = None
     ) -> torch.Tensor:
         count = sums.numel()
         assert sums.is_contiguous()

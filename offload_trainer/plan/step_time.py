@@ -136,7 +136,7 @@ def forecast(
     def ratio(phase: str, kind: str) -> float:
         return ratios.get(correction_key(engine, phase, kind, ranks=work.world), 1.0)
 
-    # Each resource is corrected by itself, so a plan that another one limits does not escape a slow one.
+    # Each resource is corrected by itself, so that a slow one also counts in plans that another one limits.
     every = [
         replace(bound, seconds=bound.seconds and bound.seconds * ratio(bound.phase, bound.kind)) for bound in every
     ]
@@ -182,11 +182,15 @@ def _longest(bounds: Sequence[Bound]) -> float | None:
     return max(known) if known and len(known) == len(bounds) else None
 
 
+def kernels_of(work: Workload) -> tuple[str, ...]:
+    """Return the CPU update kernels that the run may use, the first one that was measured first."""
+    return ("native", "torch") if work.kernel == "auto" else (work.kernel,)
+
+
 def update_rate(work: Workload, machine: MachineProfile) -> float | None:
     """Return the parameters per second of the CPU update kernel that the run will use, for its moment format."""
     rates, states = machine.rates.update, work.state.moments.name
-    names = ["native", "torch"] if work.kernel == "auto" else [work.kernel]
-    for name in names:
+    for name in kernels_of(work):
         if timed := rates.get(update_key(name, states)):
             return timed.value
         if whole := rates.get(name):
@@ -408,7 +412,7 @@ class EarlyPages:
     """Pages that may be updated during the last backward, as shares of the elements whose state is not on the GPU."""
 
     on_drives: float
-    in_ram: float = 0.0  # with shadow memory
+    in_ram: float = 0.0  # those with shadow memory
     last: float = 0.0  # share of those on drives that belong to units before the blocks, whose gradients come last
     copying: float = 0.0  # seconds of the CPU that copying the old bytes to shadow memory takes
 

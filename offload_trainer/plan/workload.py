@@ -36,7 +36,7 @@ class Workload:
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
     partition: bool = False  # tensor-parallel ranks divide the checkpointed block inputs
     compiled: bool = False  # the inside of blocks is compiled
-    kernels: str = "torch"  # whose kernels the model's modules run
+    kernels: str = "torch"  # library of the kernels that the model's modules run (`model.kernels`)
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
 
     @property

@@ -129,8 +129,8 @@ def is_due_in_session(planned: Planned) -> bool:
 def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
     """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
 
-    This takes about 5 s, and 2 s for each further drive. On a new machine, the first build of the update kernel comes
-    before that; the run would build it otherwise. By its budget:
+    By the budget below this takes 4.5 s, and 2 s for each further drive; two slow cores and a drive of 400 MB/s took
+    9 s. On a new machine, the first build of the update kernel comes before that; the run would build it otherwise.
 
     | what | s | what it decides |
     | --- | --- | --- |

@@ -24,6 +24,7 @@ from offload_trainer.plan.planner import resolve_and_plan, workload
 from offload_trainer.plan.step_time import PHASES, Forecast, correction_key
 from offload_trainer.plan.tiered.engine import WORTH
 from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.workload import Workload
 from offload_trainer.run.build import Setup, resolve
 from offload_trainer.run.planning import Planned
 from offload_trainer.telemetry.metrics import StepRecord
@@ -45,7 +46,7 @@ class ScheduleChange:
     """Another schedule for the rest of a run."""
 
     planned: Planned  # the run's configuration and plan from now on
-    told: str  # what was measured, what changes, and what it saves
+    told: str  # a line for the user: the measurement, the change and the seconds that it saves
 
 
 class ScheduleWatch:
@@ -53,7 +54,7 @@ class ScheduleWatch:
 
     def __init__(self, setup: Setup, *, build_seconds: float, say: Callable[[str], None]) -> None:
         """Watch a run. `build_seconds`: the time that building its engine took. `say`: prints the decision."""
-        self.setup = setup  # with the new plan, once `__call__` has returned a record
+        self.setup = setup  # It has the new plan once `__call__` has returned a record.
         self._build_seconds, self._say = build_seconds, say
         self._rows: list[StepRecord] = []
         self._seen = 0
@@ -182,7 +183,7 @@ def _told(
         f"{format_seconds(expected)}: changing from {schedule_in_words(now)} to {schedule_in_words(new)}, by these "
         f"measurements {format_seconds(steps[1])} a step instead of {format_seconds(steps[0])}. That saves about "
         f"{saved} in the {format_count(left)} steps left and takes about {format_seconds(cost)}, to save and load "
-        f"a checkpoint of {format_bytes(_saved_bytes(new))}"
+        f"a checkpoint of {format_bytes(checkpoint_bytes(_workload(new)))}"
     )
 
 
@@ -199,7 +200,7 @@ def machines_as_measured(planned: Planned, rows: Sequence[StepRecord]) -> list[M
     others.
     """
     now, rates = with_schedule(planned, planned.plan), planned.machine.rates
-    plan, found = planned.plan, planned.plan.forecast
+    plan, found, timed_as = planned.plan, planned.plan.forecast, _workload(planned).timed_as(planned.plan.engine)
     taken = {phase: median(row.phases.get(phase, 0.0) for row in rows) for phase in ("forward", "backward")}
     measured = median(map(_seconds, rows))
     if measured < _LEAST_SECONDS:
@@ -217,7 +218,7 @@ def machines_as_measured(planned: Planned, rows: Sequence[StepRecord]) -> list[M
         corrections = dict(rates.corrections)
         for phase, ratio in {**ratios, "update": of_update}.items():
             for kind, times in _times_of_kinds(found, phase, ratio, slowest=slowest).items():
-                key = correction_key(plan.engine, phase, kind, ranks=plan.world)
+                key = correction_key(timed_as, phase, kind, ranks=plan.world)
                 corrections[key] = corrections.get(key, 1.0) * times
         return replace(planned.machine, rates=replace(rates, corrections=corrections))
 
@@ -274,9 +275,8 @@ def _ratio_for(step: Callable[[float], float | None], measured: float) -> float 
 # -- what a change costs -----------------------------------------------------------------------------------------------
 
 
-def _saved_bytes(planned: Planned) -> int:
-    plan = planned.plan
-    return checkpoint_bytes(workload(planned.config, planned.source.shape, world=plan.world, nodes=plan.nodes))
+def _workload(planned: Planned) -> Workload:
+    return workload(planned.config, planned.source.shape, world=planned.plan.world, nodes=planned.plan.nodes)
 
 
 def seconds_of_change(planned: Planned, *, build_seconds: float) -> float:
@@ -286,7 +286,7 @@ def seconds_of_change(planned: Planned, *, build_seconds: float) -> float:
     """
     machine, plan = planned.machine, planned.plan
     read, write = _rates_of(machine.output, machine)
-    seconds = build_seconds + _saved_bytes(planned) * (1 / read + 1 / write)
+    seconds = build_seconds + checkpoint_bytes(_workload(planned)) * (1 / read + 1 / write)
     for drive in machine.drives:
         held = sum(item.bytes for item in plan.items if item.tier == drive.directory)
         read, write = _rates_of(drive, machine)

@@ -86,7 +86,7 @@ def test_micro_batches_pass_breadth_first_through_compiled_blocks(folder: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_losses_are_those_of_torch_without_compilation(kind: str, folder: Path) -> None:
-    """In fp32 the operations differ only in their last bits. Dropout would draw other numbers, so there is none."""
+    """fp32 operations differ only in their last bits. The model has no dropout, which would draw other numbers."""
     model = model_directory(folder / f"{kind}, without dropout", kind)
     expected, _ = plain(model, "--dtype", "fp32")
     found, _ = plain(model, "--dtype", "fp32", ON)
@@ -202,7 +202,7 @@ def test_liger_kernels_are_refused_by_reason(gpu: bool, installed: bool, monkeyp
 
 
 def test_liger_replaces_everything_but_the_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is passed to liger_kernel turns both of its losses off; its own defaults would turn one on."""
+    """Both losses of liger_kernel are turned off; its defaults would turn one on."""
     asked = pretend_liger(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = load_config(

@@ -73,7 +73,7 @@ def note_undone(patch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("home", ["all in RAM", "weights and gradients on the drive", "sums on the device"])
 def test_pages_in_ram_are_updated_before_the_backward_has_ended(home: str, folder: Path, drive: Path) -> None:
-    """In the backward's last block the state of all later blocks is new, and its old bytes are kept."""
+    """The state of all later blocks is new when the backward reaches its last block, and its old bytes are kept."""
     before, found = dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, torch.Tensor]]()
     with engine(gpt2(folder), *IN_RAM[home], UNCLIPPED, FULL, drives=[drive], shadows=1.0) as ours:
         hold_up(ours)
@@ -261,7 +261,7 @@ def test_late_copies_and_reads_change_nothing(
 @pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
 @pytest.mark.parametrize("home", IN_RAM)
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    """With a GPU's separate memory, new weights of pages in RAM pass through slots."""
+    """New weights of pages in RAM pass through slots if the device has memory of its own."""
     model = gpt2(folder)
     with on_streams(monkeypatch, model, *IN_RAM[home], CLIP, FULL, drives=[drive], shadows=0.8) as ours:
         assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
@@ -323,7 +323,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 @pytest.mark.parametrize("limit", [UNCLIPPED, CLIP])
 @pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
 def test_a_snapshot_is_of_its_step(home: str, limit: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """It is written while the next step's backward already updates pages, and the run goes on from it."""
+    """It is written while the next step's backward already updates pages, and a run resumes from it."""
     model = gpt2(folder)
     with engine(model, *IN_RAM[home], limit, IN_LINE, drives=[drive]) as ours:
         train(ours, batches(8)[:4])

@@ -142,6 +142,18 @@ def test_the_line_says_what_was_measured_what_changes_and_what_that_saves() -> N
     assert not may_change(change.planned)
 
 
+def test_corrections_of_compiled_blocks_are_found_by_their_plans() -> None:
+    """Ratios of compiled blocks have keys of their own. A forecast with the corrections has the measured seconds."""
+    one = planned(machine(drive=1e9, matmul=1e13), *HALF, "model.compile=on")
+    taken = rows(on_machine(one, machine(drive=3e9, matmul=1e13)))
+    found = schedule_change.machines_as_measured(one, taken)
+    assert found
+    assert on_machine(one, found[0]).plan.forecast.step == pytest.approx(sum(taken[0].phases.values()), rel=0.02)
+    change = decide(one, taken, left=1000, build_seconds=10.0)
+    assert change is not None
+    assert schedule(change.planned) == BACKWARD
+
+
 def test_a_change_must_be_earned_back() -> None:
     one, taken = fast_drive()
     change = decide(one, taken, left=1000, build_seconds=0.0)
@@ -360,7 +372,7 @@ STAGES = [
 def test_a_kill_at_any_moment_of_a_change_changes_no_bit(
     where: str, number: int, again: bool, drive: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """The same command goes on, whether it would change again (`again`) or not. It keeps the new schedule."""
+    """The same command resumes with the new schedule, whether it would change again (`again`) or not."""
     place = drive / tmp_path.name
     place.mkdir()
     words = ["--nvme", place, *WORDS, "tiered.state_copies=2", "tiered.master_format=fp32"]

@@ -178,7 +178,7 @@ class Gradients:
         unit, place = self._intake.place[name]
         first, at_hand = name not in self._intake.arrived, self._device.in_host_memory
         self._intake.arrived.add(name)
-        measured = last and (at_hand or not first)  # in host memory, as the gradient is added
+        measured = last and (at_hand or not first)  # its norm is computed in host memory as the gradient is added
         resident, host = self.on_device(unit.index), self.store.host(unit.index)
         here = slice(place.start, place.start + flat.numel())
         if last and not measured:

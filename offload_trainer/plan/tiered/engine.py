@@ -26,6 +26,7 @@ from offload_trainer.plan.step_time import (
     early_pages,
     hidden_seconds,
     in_turn,
+    kernels_of,
     left_after,
     parts_left,
     parts_of,
@@ -401,12 +402,11 @@ class TieredCandidate:
         """Return the seconds of adding gradients in RAM and of measuring the sums; 0 if no rate is known."""
         if self.work.world > 1:
             return 0.0  # several ranks exchange gradients instead (`comm_cost.py`)
-        rates, kernel = self.machine.rates, self.work.kernel
+        rates = self.machine.rates
         added = added_bytes(self.work, self.units, self._laid_out, gpu=self.machine.gpu is not None)
         seconds = 0.0
         for measured, moved in ((False, added.unmeasured), (True, added.measured)):
-            names = ("native", "torch") if kernel == "auto" else (kernel,)
-            keys = [sums_key(name, measured=measured) for name in names]
+            keys = [sums_key(name, measured=measured) for name in kernels_of(self.work)]
             rate = next((rates.sums[key] for key in keys if key in rates.sums), rates.memory)
             seconds += moved / rate.value if rate is not None else 0.0
         return seconds
@@ -484,7 +484,7 @@ class TieredCandidate:
         if rate is not None:
             return 2 * size / rate.value
         updates = update_rate(self.work, self.machine) or 0.0
-        moved = updates * (2 * self.work.state.bytes_each + 4)  # with a 16-bit gradient and weight
+        moved = updates * (2 * self.work.state.bytes_each + 4)  # the gradient and the weight have 16 bits
         return 2 * size / moved if moved else 0.0
 
     def stretch(self) -> float:

@@ -324,7 +324,7 @@ class AddedBytes:
     """Bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step."""
 
     unmeasured: int
-    measured: int  # by additions that also compute the norms of the new sums
+    measured: int  # part of additions that also compute the norms of the new sums
 
 
 def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: bool) -> AddedBytes:

@@ -270,8 +270,8 @@ def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> Tie
 def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:
     """Return `sizes` with shadow memory for as much of the state in RAM as the RAM that is left holds.
 
-    `needs` returns the bytes of RAM that sizes need. Without a GPU there is none: model and update share the cores, so
-    starting early only moves the update's seconds into the backward, and adds those of copying the old bytes.
+    `needs` returns the bytes of RAM that sizes need. Without a GPU the model and the update share the cores. Starting
+    early would only move the update's seconds into the backward and add those of copying the old bytes.
     """
     if not sizes.ahead or machine.gpu is None:
         return sizes

@@ -107,8 +107,9 @@ def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.Mon
     """Rates are shown even if the disk of the cache is full."""
     monkeypatch.setattr(rate_cache, "refuse_unwritable", lambda: None)
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
+    monkeypatch.setattr(bench, "bench_sums", lambda machine, *_, **__: f"{machine}, sums too")
     monkeypatch.setattr(rate_cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
     said: list[str] = []
     facts = {"output": ".", "dtype": "bf16", "page": 4096, "ranks": 1, "drive_bytes": None}
-    assert machine_rates.bench_here(PlacementSection(), **facts, say=said.append) == "measured"  # type: ignore[arg-type]
+    assert machine_rates.bench_here(PlacementSection(), **facts, say=said.append) == "measured, sums too"  # type: ignore[arg-type]
     assert said[-1] == "note: these rates could not be saved for later plans: No space left on device"

@@ -24,7 +24,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 Home = Literal["auto", "gpu", "cpu", "nvme"]
 Scalar = bool | int | float | str
-RuleName = Literal["adamw", "lion"]  # described in plan/tiered/state_formats.py
+RuleName = Literal["adamw", "lion", "muon"]  # described in plan/tiered/state_formats.py
 LION_BETAS = (0.9, 0.99)  # defaults of the Lion paper
 
 
@@ -175,9 +175,21 @@ class OptimSection(_Section):
     name: RuleName = Field(
         "adamw",
         description="optimizer; lion (Chen et al. 2023; tiered only) has one moment: 8 bytes a parameter with the "
-        "fp32 master weight, where AdamW has 12; its learning rate is usually a third to a tenth of AdamW's",
+        "fp32 master weight, where AdamW has 12; its learning rate is usually a third to a tenth of AdamW's; muon "
+        "(Jordan et al. 2024; tiered only) updates the matrices of blocks as torch.optim.Muon does, with 8 bytes a "
+        "parameter, and all other weights as adamw does",
     )
     lr: PositiveFloat = Field(3e-4, description="peak learning rate")
+    muon_lr: PositiveFloat | Auto = Field(
+        "auto", description="muon only: peak learning rate of the matrices of blocks; auto: optim.lr"
+    )
+    muon_momentum: Fraction = Field(0.95, description="muon only: Nesterov momentum of the matrices of blocks")
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="muon only: how the rate of a matrix depends on its shape, as torch.optim.Muon's adjust_lr_fn; "
+        "match_rms_adamw: updates are as large as AdamW's, so AdamW's rate and weight decay can be kept; original: "
+        "Jordan's, for rates of about 0.02",
+    )
     betas: tuple[Fraction, Fraction] = Field(
         (0.9, 0.95),
         description="adamw: decay rates of the first and the second moment; lion: the moment's share in the update, "

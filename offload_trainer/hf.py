@@ -130,7 +130,10 @@ class Offloaded(_Trainer):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the session's AdamW, with the Trainer's two groups: parameters with and without weight decay."""
+        """Return the session's optimizer, with the Trainer's two groups: parameters with and without weight decay.
+
+        It is AdamW, or Muon if the model was loaded with rule="muon". Muon's updates are then as large as AdamW's.
+        """
         if not self._session.trained:
             return super().create_optimizer(*(() if model is None else (model,)))
         if self.optimizer is None:
@@ -138,7 +141,10 @@ class Offloaded(_Trainer):
             decays = set(self.get_decay_parameter_names(model))
             trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
             args = self.args
-            self.optimizer = self._session.adamw(
+            make = self._session.adamw
+            if self._session.rule == "muon":
+                make = partial(self._session.muon, adjust_lr_fn="match_rms_adamw")
+            self.optimizer = make(
                 [
                     {"params": [p for name, p in trained if name in decays], "weight_decay": args.weight_decay},
                     {"params": [p for name, p in trained if name not in decays], "weight_decay": 0.0},

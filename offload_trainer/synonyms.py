@@ -217,7 +217,8 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "gradient_checkpointing_kwargs", "model.activation_checkpointing=on has no further options"),
     ("", "activation_checkpointing_kwargs", "model.activation_checkpointing=on has no further options"),
     ("", "dataset_train_split dataset_test_split dataset_config dataset_split split", _SPLIT),
-    ("", "use_galore use_badam use_apollo use_adam_mini use_muon muon adafactor", "optim.name is adamw or lion"),
+    ("optim.name", "use_muon muon", "the matrices of blocks follow Muon and all other weights AdamW: optim.name=muon"),
+    ("", "use_galore use_badam use_apollo use_adam_mini adafactor", "optim.name is adamw, lion or muon"),
     ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of these has its own key: docs/config.md"),
     ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
 )
@@ -225,7 +226,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
 _FAMILIES = {
     **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
     **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
-    **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw or lion")),
+    **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw, lion or muon")),
     **dict.fromkeys(
         ("wandb_", "trackio_", "mlflow_"), Term("save.trackers", "trackers read their own environment variables")
     ),
@@ -269,6 +270,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "placement.optimizer": dict.fromkeys(("adamw", *_RULES), "optim.name=adamw")
     | _EIGHT_BITS
     | dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit", "lion_8bit"), "optim.name=lion")
+    | {"muon": "optim.name=muon"}
     | _WHERE,
     "placement.params": _WHERE,
     "placement.gradients": _WHERE,

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from offload_trainer.optim.cpu_units import has_native_16bit
+
 _PIECE = 1 << 20  # elements that are copied to fp32 at a time
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -23,15 +25,6 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _kept = threading.local()
 
 _library: torch.library.Library | None = None
-
-
-def has_native_16bit(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies `dtype` matrices in hardware."""
-    if dtype is torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    if dtype is torch.float16:
-        return torch.cpu._is_amx_fp16_supported()
-    return True
 
 
 def use_fp32_products(dtype: torch.dtype) -> bool:

@@ -226,7 +226,9 @@ class TieredEngine:
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
         """Return each trainable weight's hyperparameters in this step."""
-        rule, group = self.offloaded.store.format.rule, dict(self._optim) | {"lr": lr}
+        rule, optim = self.offloaded.store.format.rule, self._optim
+        group = dict(optim) | {"lr": lr, "momentum": optim.muon_momentum, "adjust_lr_fn": optim.muon_adjust_lr}
+        group["muon_lr"] = lr if optim.muon_lr == "auto" else optim.muon_lr * (lr / optim.lr)
         return hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
 
     def _update(self, rules: Mapping[str, Hyper]) -> float | None:

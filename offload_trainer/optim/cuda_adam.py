@@ -131,7 +131,11 @@ class CudaKernel:
 
     def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
         self.gpu = gpu
-        self._kernels = gpu.load(SOURCE, [str(format) for format in state_formats()], defines=defines(fuses=fuses))
+        self._kernels = gpu.load(
+            SOURCE,
+            [str(format) for format in state_formats() if not format.rule.matrices],
+            defines=defines(fuses=fuses),
+        )
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
 

@@ -1,15 +1,12 @@
-"""Update rules (AdamW, Lion): the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
+"""Update rules: the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
 
-A rule consists of a class here, an `UpdateRule` with its state in `plan/tiered/state_formats.py`, its name in
-`config.py`, a branch in native/adam.cpp and in adam.cu, and the numbers that the kernels are compared with
-(`kernels.py`). native/adam.cpp and adam.cu declare the structures below with the same fields: change all three
-together.
+An elementwise rule (AdamW, Lion) consists of a class here, an `UpdateRule` with its state in
+`plan/tiered/state_formats.py`, its name in `config.py`, a branch in native/adam.cpp and in adam.cu, and the numbers
+that the kernels are compared with (`kernels.py`). native/adam.cpp and adam.cu declare the structures below with the
+same fields: change all three together. Pages and the ranges of ranks may begin and end anywhere in a matrix.
 
-Both rules update each element by itself, and pages and the ranges of ranks may begin and end anywhere in a matrix. A
-rule on whole matrices (Muon) needs more, each in one place: `units_of` places the weights of a unit, `range_of_rank`
-and `_cut` cut ranges and pages (`plan/tiered/layout.py`); `Field` says how many entries a page and a weight have
-(`state_formats.py`); `hypers_of` here gives each weight its hyperparameters, and can give a matrix its shape with them,
-since ranges with different ones are not merged; and a kernel that does not cut pages (`kernels.py`).
+A rule on whole matrices (Muon, `muon.py`) has `UpdateRule.matrices`. The layout then cuts neither pages nor the ranges
+of ranks inside a matrix, `MatrixKernel` updates a page matrix by matrix, and all other weights follow AdamW.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from offload_trainer.optim.muon import Muon
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
 
@@ -170,22 +168,33 @@ class Lion:
         return Step(lion=LionStep(scale, 1 - self.lr * self.decay, beta1, 1 - beta1, beta2, 1 - beta2, self.lr))
 
 
-Hyper = AdamW | Lion
+Hyper = AdamW | Lion | Muon
 
 
 @functools.lru_cache(maxsize=64)
-def step_constants(hyper: Hyper, *, scale: float, step: int) -> Step:
+def step_constants(hyper: AdamW | Lion, *, scale: float, step: int) -> Step:
     """Return the step's constants as torch computes them: in double precision, then rounded to nearest even."""
     return hyper.constants(scale=scale, step=step)
 
 
-def hyper_of(rule: UpdateRule, group: Mapping[str, Any]) -> Hyper:
-    """Return the current hyperparameters of a torch parameter group, or of other settings with the same keys."""
+def hyper_of(rule: UpdateRule, group: Mapping[str, Any]) -> AdamW | Lion:
+    """Return the current hyperparameters of a torch parameter group, or of other settings with the same keys.
+
+    With Muon these are the ones of weights that are not matrices of blocks.
+    """
     lr, betas, decay = float(group["lr"]), (float(group["betas"][0]), float(group["betas"][1])), group["weight_decay"]
-    return AdamW(lr, betas, float(group["eps"]), float(decay)) if rule is ADAMW else Lion(lr, betas, float(decay))
+    return Lion(lr, betas, float(decay)) if rule is LION else AdamW(lr, betas, float(group["eps"]), float(decay))
 
 
 def hypers_of(rule: UpdateRule, group: Mapping[str, Any], weights: Iterable[Weight]) -> dict[str, Hyper]:
     """Return the current hyperparameters of the weights of a group by name."""
-    hyper = hyper_of(rule, group)
-    return {weight.name: hyper for weight in weights}
+    others = hyper_of(rule, group)
+    found: dict[str, Hyper] = {}
+    for weight in weights:
+        found[weight.name] = _muon(group, weight.matrix) if rule.matrices and weight.matrix else others
+    return found
+
+
+def _muon(group: Mapping[str, Any], shape: tuple[int, int]) -> Muon:
+    lr, decay = float(group.get("muon_lr", group["lr"])), float(group["weight_decay"])
+    return Muon(lr, float(group["momentum"]), decay, group["adjust_lr_fn"], shape)

@@ -13,6 +13,7 @@ import torch
 
 from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, within
 from offload_trainer.optim.moments import stored_moment
+from offload_trainer.optim.muon import Muon
 from offload_trainer.optim.split_masters import read_masters, write_masters
 from offload_trainer.plan.tiered.state_formats import FP32, StateFormat
 
@@ -60,6 +61,7 @@ class TorchKernel:
                 scaled = self._scratch[: piece.stop - start].copy_(grad[here][piece])
                 if scale != 1.0:
                     scaled.mul_(scale)
+                assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
                 part.hyper.update(master[piece], [values[piece] for values in wide], scaled, step=part.step)
                 if out is not None and not format.remainders:
                     out[here][piece].copy_(master[piece])

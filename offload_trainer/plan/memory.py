@@ -138,7 +138,7 @@ def saved_items(work: Workload, *, output: str) -> list[Item]:
 def checkpoint_bytes(work: Workload) -> int:
     """Return the bytes of a checkpoint: masters and moments as stored, frozen weights in the run's dtype."""
     frozen = work.shape.parameters - work.shape.trainable
-    return int(work.state.bytes_each * work.shape.trainable) + work.item_bytes * frozen
+    return int(work.state.mean_bytes(work.shape) * work.shape.trainable) + work.item_bytes * frozen
 
 
 # -- the block inputs that activation checkpointing keeps, in RAM or on drives. The engine allocates with these numbers

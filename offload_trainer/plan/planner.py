@@ -169,7 +169,8 @@ def make_plan(
         chosen = replace(chosen, too_large=_too_large(work, machine))
     notes = list(chosen.notes)
     if note := work.state.rule.note:
-        notes.append(note.format(**dict(config.optim)))
+        matrices = format_count(sum(weight.numel for weight in shape.weights if weight.matrix))
+        notes.append(note.format(**dict(config.optim), matrices=matrices))
     notes += _note_of_stock(config, chosen, work, machine)
     return replace(chosen, notes=tuple(notes))
 

@@ -112,6 +112,19 @@ class Weight:
         return len(self.shape) > 1 and not self.spared
 
     @property
+    def matrix(self) -> tuple[int, int] | None:
+        """Return the shape of the matrices that an update rule on whole matrices (Muon) treats as such, or None.
+
+        These are the matrices of blocks that take part in products, and each expert's matrix of a weight that stacks
+        those of all experts. Embeddings, heads, vectors and convolutions are updated element by element.
+        """
+        if not (self.block and self.trainable and self.decays and self.products):
+            return None
+        if len(self.shape) == 2:
+            return self.shape[0], self.shape[1]
+        return self.shape[1:] if len(self.shape) == 3 and ".experts." in self.name else None
+
+    @property
     def scales(self) -> bool:
         """Return whether this is the scale of a norm, which is applied before its unit's matrices."""
         return len(self.shape) == 1 and not self.name.endswith("bias")

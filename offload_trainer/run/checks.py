@@ -24,8 +24,8 @@ import torch
 from offload_trainer import __version__
 from offload_trainer.checkpoint import check_identity, find_resume
 from offload_trainer.data.run_data import check_data, unknown_identity
-from offload_trainer.engine.cpu_matmul import has_native_16bit
 from offload_trainer.errors import PeerFailed, UserError
+from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.planner import on_another, workload
 from offload_trainer.ranks import all_gather_json, broadcast_json, on_rank_zero, on_some, place_here

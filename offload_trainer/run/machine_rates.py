@@ -118,7 +118,7 @@ def is_due_in_session(planned: Planned) -> bool:
     It should if a run of ten such steps should. A CPU that computes 16-bit products in fp32 is left out: a run replaces
     torch's products there (`engine/cpu_matmul.py`), which a session does not, and both would store one rate.
     """
-    from offload_trainer.engine.cpu_matmul import has_native_16bit
+    from offload_trainer.optim.cpu_units import has_native_16bit
     from offload_trainer.storage.tensorfile import DTYPES
 
     dtype, gpu = planned.config.model.dtype, planned.machine.gpu is not None

@@ -55,7 +55,7 @@ class _State(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Optimizer of a Session, created by `Session.adamw` or `Session.lion`.
+    """Optimizer of a Session, created by `Session.adamw`, `Session.lion` or `Session.muon`.
 
     `param_groups` have `lr`, `betas`, `weight_decay` and, for AdamW, `eps`. They are read at each step.
     """
@@ -76,7 +76,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Args:
             params: parameters or groups, as for torch.optim.Optimizer.
             model: gives the names of parameters that are not offloaded.
-            rule: AdamW or Lion.
+            rule: AdamW, Lion or Muon.
             defaults: options of groups that do not set them.
             update: runs the session's update.
             clear: drops all gradients.

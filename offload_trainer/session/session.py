@@ -15,7 +15,7 @@ from functools import partial, wraps
 from math import isfinite
 from pathlib import Path
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from offload_trainer.offloading.weights.parameter import (
     refuse_written,
 )
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
+from offload_trainer.plan.tiered.state_formats import ADAMW, LION, MUON, UpdateRule
 from offload_trainer.session.extra_params import Changes, changes_of, counted_in, norm_of_all, with_gradient
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.saving import Saves, Stateful, merging, steps_done
@@ -154,6 +154,27 @@ class Session:
         The session must have been created with rule="lion". Raises UserError as `adamw` does.
         """
         return self._made(LION, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def muon(
+        self,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> OffloadedOptimizer:
+        """Create the session's optimizer with the Muon rule, which orthogonalises the updates of whole matrices.
+
+        The matrices of the model's blocks are updated as torch.optim.Muon does, with its arguments, its Nesterov
+        momentum and five iterations. All other parameters of the groups are updated by AdamW with `betas` and `eps`;
+        put them in groups of their own to give them another rate or decay. `adjust_lr_fn`: None means "original".
+        The session must have been created with rule="muon". Raises UserError as `adamw` does.
+        """
+        muon = {"momentum": momentum, "adjust_lr_fn": adjust_lr_fn or "original"}
+        return self._made(MUON, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **muon})
 
     def _made(self, rule: UpdateRule, params: Iterable[Any] | None, defaults: dict[str, Any]) -> OffloadedOptimizer:
         self._refuse_closed()
@@ -285,6 +306,11 @@ class Session:
         return self._saves.record.model
 
     @property
+    def rule(self) -> str:
+        """The update rule whose state the session stores: "adamw", "lion" or "muon"."""
+        return self._offloaded.store.format.rule.name
+
+    @property
     def trained(self) -> Sequence[str]:
         """Names of the weights with optimizer state, those that are not offloaded last."""
         return (*self._offloaded.trained, *(self._optimizer.residents if self._optimizer else ()))
@@ -375,9 +401,9 @@ class Session:
 
     @property
     def optimizer(self) -> OffloadedOptimizer:
-        """The optimizer that `adamw` or `lion` returned. Raises UserError if neither was called."""
+        """The optimizer that `adamw`, `lion` or `muon` returned. Raises UserError if none was called."""
         if self._optimizer is None:
-            raise UserError("call adamw() or lion() first: a save holds the rates of its groups")
+            raise UserError("call adamw(), lion() or muon() first: a save holds the rates of its groups")
         return self._optimizer
 
     # -- closing ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload_trainer.engine import cpu_matmul
+from offload_trainer.optim import cpu_units
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,7 +82,7 @@ def test_attention_backward(dtype: torch.dtype, masked: bool) -> None:
 def test_products_into_a_tensor_are_the_same(dtype: torch.dtype) -> None:
     """Compiled code uses the `out=` forms, with any strides of the result; fp32 still uses torch's own kernel."""
     cpu_matmul.use_fp32_products(torch.bfloat16)
-    if cpu_matmul.has_native_16bit(torch.bfloat16):
+    if cpu_units.has_native_16bit(torch.bfloat16):
         pytest.skip("torch's own products are used on this CPU")
     generator = torch.Generator().manual_seed(1)
     left, right, more = (torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 40), (40, 6), (6,)))

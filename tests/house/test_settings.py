@@ -276,6 +276,7 @@ BESIDE = [
     ["--engine", "deepspeed", "--nvme", "/x"],
     ["--engine", "deepspeed", "parallel.tensor=2"],
     ["optim.schedule=wsd"],
+    ["optim.name=muon"],
 ]
 
 

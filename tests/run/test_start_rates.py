@@ -10,7 +10,7 @@ import torch
 from commands import TINY, call_and_kill
 
 import offload_trainer as ot
-from offload_trainer.engine import cpu_matmul
+from offload_trainer.optim import cpu_units
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.plan import Plan
@@ -121,7 +121,7 @@ def test_a_session_does_not_measure_where_torch_computes_otherwise_than_a_run(
 ) -> None:
     """A run's 16-bit products in fp32 are not a session's, and must not be installed in the caller's process."""
     monkeypatch.setattr(machine_rates, "_WORTH_BYTES", 1)
-    monkeypatch.setattr(cpu_matmul, "has_native_16bit", lambda dtype: dtype is torch.float32)
+    monkeypatch.setattr(cpu_units, "has_native_16bit", lambda dtype: dtype is torch.float32)
     told: list[str] = []
     session(drive, told, dtype="bf16")
     assert not [line for line in told if line.startswith("measured")]

@@ -73,6 +73,10 @@ class TieredState:
             weight_steps={name: count for name, count in steps.items() if count != most},
         )
 
+    def holds(self, field: str, name: str) -> bool:
+        """Return whether a weight has a field: Muon's matrices have no second moment."""
+        return self.store.format.whole.fields[field].holds(self.places[name][1].weight)
+
     def entry(self, field: str, name: str) -> TensorEntry:
         """Return the name, dtype and shape of one field of a weight in its file."""
         kind = self.store.format.whole.fields[field]
@@ -137,7 +141,7 @@ class TieredState:
         names, theirs, stored = self.names(trainable=True), state.format, dict[str, StoredKind]()
         with ExitStack() as stack:
             for kind in ours.rule.kinds:
-                shapes = {name: self.entry(kind, name).shape for name in names}
+                shapes = {name: self.entry(kind, name).shape for name in names if self.holds(kind, name)}
                 stored[kind] = stack.enter_context(StoredKind(directory, kind, shapes=shapes))
             for kind, held in stored.items():
                 if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
@@ -169,7 +173,7 @@ class TieredState:
             start = page.start + part.start
             within = start - self.places[name][1].start
             master[part].copy_(stored["master"].in_fp32(name, within, part.stop - part.start))
-            for moment in moments:
+            for moment in (moment for moment in moments if self.holds(moment.name, name)):
                 here, source = stored_moment(moment, fields, part), stored[moment.name]
                 count = here.values.numel()
                 if converted:
@@ -216,7 +220,8 @@ class TieredSnapshot:
         """
         names = self.owner.names(trainable=True)
         fields = self.owner.store.format.whole.fields
-        entries = {field: [self.owner.entry(field, name) for name in names] for field in fields}
+        holds = self.owner.holds
+        entries = {field: [self.owner.entry(field, name) for name in names if holds(field, name)] for field in fields}
         written: dict[str, Any] = {}
         headers: dict[str, Piece] = {}
 
@@ -249,6 +254,8 @@ class TieredSnapshot:
     def _put(self, writer: PlacedWriter, field: str, number: int, values: torch.Tensor) -> None:
         kind, page = self.owner.store.format.whole.fields[field], self.owner.store.pages[number]
         for name, part in self.owner.pieces(number):
+            if not self.owner.holds(field, name):
+                continue
             stored = values[part.start // kind.per : kind.entries(part.stop)]
             refuse_to_save(name, stored, field=field)
             within = page.start + part.start - self.owner.places[name][1].start

@@ -62,7 +62,10 @@ def step_params_of(
 
 
 def _ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[ParamRange]:
-    """Return the unit's ranges that are updated (weights in `rules`), merged where hyperparameters and steps agree."""
+    """Return the unit's ranges that are updated (weights in `rules`), merged where hyperparameters and steps agree.
+
+    Ranges include the padding after a weight, except those of weights that consist of matrices updated as a whole.
+    """
     places = [place for place in unit.places if place.weight.trainable]
     ends = [place.start for place in places[1:]] + [unit.trained]
     found: list[ParamRange] = []
@@ -71,7 +74,9 @@ def _ranges_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int])
         if name not in rules:
             continue
         same = (rules[name], steps[name])
-        if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == same:
+        if place.start < unit.matrices:
+            found.append(ParamRange(place.start, place.start + place.weight.numel, *same))
+        elif found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == same:
             found[-1] = ParamRange(found[-1].start, end, *same)
         else:
             found.append(ParamRange(place.start, end, *same))

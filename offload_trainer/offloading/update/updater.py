@@ -30,6 +30,7 @@ from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, within
+from offload_trainer.optim.matrix_kernel import MatrixKernel
 from offload_trainer.plan.tiered.update_staging import Route, device_slot
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
@@ -88,7 +89,13 @@ class Updater:
             shadows: pages in RAM for whose old bytes memory is allocated.
         """
         self._store, self._weights, self._gradients, self._update_progress = store, weights, gradients, update_progress
-        self._device, (self._kernel, self._device_kernel) = device, kernels
+        self._device = device
+        if store.format.rule.matrices:
+            place = device.place if device.is_cuda else None
+            threads = cores_beside(device) if overlap_forward else torch.get_num_threads()
+            on_cpu, on_device = (MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels)
+            kernels = on_cpu, on_device
+        self._kernel, self._device_kernel = kernels
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
         self.shadows = ShadowPages(store, [number for number in self.numbers if number in shadows])

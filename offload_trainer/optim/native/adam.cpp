@@ -59,6 +59,12 @@ void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t 
     stream(static_cast<uint16_t*>(out) + at, rounded, count * 2);
 }
 
+}  // namespace
+
+#include "muon.h"  // uses the constants and functions above
+
+namespace {
+
 // -- one block -------------------------------------------------------------------------------------------------------
 
 // The constants of one step, rounded to fp32 as torch rounds them. rules.py has the same fields.

@@ -40,6 +40,7 @@ from offload_trainer.plan.tiered.footprint import (
     tiered_traffic,
 )
 from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
+from offload_trainer.plan.tiered.orthogonalisation import seconds_of
 from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
@@ -151,6 +152,7 @@ class Tiered:
             f"{work.world} ranks: split masters are for one rank": work.world > 1,
             "tiered.state_copies=2: weights have only one copy": section.state_copies == 2,
             "tiered.overlap=backward: a clipped step needs its old weights again": section.overlap == "backward",
+            f"optim.name={work.state.rule.name}: it updates fp32 masters": work.state.rule.matrices,
         }
         wrong = [reason for reason, here in reasons.items() if here]
         if split and wrong:
@@ -174,6 +176,11 @@ class Tiered:
             found.append(
                 "tiered.fetch_granularity=module: a trial with a tiny model of this architecture found no block whose "
                 "modules need their weights one after the other and are much smaller than the block; leave it out"
+            )
+        if work.state.rule.matrices and not any(weight.matrix for weight in work.shape.weights):
+            found.append(
+                f"optim.name={work.state.rule.name}: no repeated block of this model has a trainable matrix; use "
+                "optim.name=adamw"
             )
         return found
 
@@ -257,7 +264,8 @@ class Tiered:
             return sum_of(sized(sizes).items(), tier)
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
-        sizes = shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs)
+        each = one.sizes.format.mean_bytes(one.work.shape)
+        sizes = shares_that_fit(self.place, one.sizes, one.machine, trained=trained, each=each, needs=needs)
         ram = tiers_of(one.machine).ram
         return sized(shadows_that_fit(sizes, one.machine, needs=lambda sizes: needs(sizes, ram)))
 
@@ -414,26 +422,38 @@ class TieredCandidate:
     def _updates(self) -> list[Bound]:
         """Return the bounds of the update kernels on GPU and CPU.
 
-        Rates were measured with AdamW and 16-bit gradients. Lion, which moves fewer bytes, is assumed to be as fast.
+        Rates were measured with AdamW and 16-bit gradients. Rules that move fewer bytes are assumed to be as fast; the
+        products of a rule on whole matrices come in addition.
         """
         work, rates, bounds = self.work, self.machine.rates.update, []
         on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
         trained = work.shape.trainable / work.nodes
         inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
-        moved, title = 2 * work.state.bytes_each + 2, work.state.rule.title  # bytes per parameter without the gradient
+        moved, title = 2 * self._state_bytes + 2, work.state.rule.title  # bytes per parameter without the gradient
         longer = (moved + work.gradient_bytes) / (moved + 2)
+        products: float | None = 0.0
+        if work.state.rule.matrices:
+            products = seconds_of(work.shape, self.machine)
+            products = None if products is None else products / work.world
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
             timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
             rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
-            seconds = inside / rate * longer if rate else None
+            seconds = inside / rate * longer + products * on_gpu if rate and products is not None else None
             what = f"{title} on {format_count(inside)} parameters on the GPU"
             bounds.append(Bound("update", seconds, what, "adamw_gpu"))
         if outside:
             speed = update_rate(work, self.machine)
-            seconds = outside / speed * longer + UPDATE_START if speed else None
+            seconds = None
+            if speed and products is not None:
+                seconds = outside / speed * longer + products * (1 - on_gpu) + UPDATE_START
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
+
+    @property
+    def _state_bytes(self) -> float:
+        """Return the mean bytes of state per trainable parameter."""
+        return self.work.state.mean_bytes(self.work.shape)
 
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
@@ -484,7 +504,7 @@ class TieredCandidate:
         if rate is not None:
             return 2 * size / rate.value
         updates = update_rate(self.work, self.machine) or 0.0
-        moved = updates * (2 * self.work.state.bytes_each + 4)  # the gradient and the weight have 16 bits
+        moved = updates * (2 * self._state_bytes + 4)  # the gradient and the weight have 16 bits
         return 2 * size / moved if moved else 0.0
 
     def stretch(self) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from offload_trainer.plan.memory import activation_items, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, TierMap, Unit, largest_range
+from offload_trainer.plan.tiered.orthogonalisation import workspace_bytes
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -54,6 +55,9 @@ def tiered_items(
         *_weight_items(units, homes.weights, sizes, tiers=tiers, e=e),
         *_gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g),
     ]
+    if work.state.rule.matrices:
+        size = here * workspace_bytes(work.shape, gpu=tiers.has_gpu)
+        items.append(device("orthogonalisation", size, "of the largest matrix, one at a time"))
     if work.world == 1:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=tiers.has_gpu)
         items.append(ram("gradient staging", ring, "buffer between the device and gradient sums in RAM or on drives"))
@@ -101,7 +105,8 @@ def tiered_items(
 def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: int) -> list[Item]:
     moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
     master = "low 16 bits of the master" if sizes.remainders else "fp32 master"
-    why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
+    less = " (4 B less for Muon's matrices)" if sizes.format.rule.matrices else ""
+    why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter{less}"
     share = "of the optimizer state"
     items = []
     for home, tier in tiers.by_home.items():

@@ -11,10 +11,12 @@ one range of every unit. The planner counts with these functions, and the engine
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Annotated
 
 from pydantic import Field, Strict, with_config
@@ -53,6 +55,12 @@ class Unit:
     trained: int  # the trainable weights occupy [0, trained); a multiple of ALIGN
     elements: int  # trainable and frozen weights; a multiple of ALIGN
     within: str = ""  # name of the block that contains the unit, or is the unit
+    cuts: tuple[int, ...] = (0,)  # where its matrices may be separated, from 0 to the end of the last one
+
+    @property
+    def matrices(self) -> int:
+        """Return the end of the elements whose pages consist of whole matrices. They come first."""
+        return self.cuts[-1]
 
     def stored_bytes(self, item_bytes: int) -> int:
         """Return the bytes of the unit's weights in RAM or on a drive, with `item_bytes` for an element in use.
@@ -87,22 +95,33 @@ class Page:
     start: Count
     elements: Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
     home: Annotated[int, Strict(), Field(ge=min(NOT_DRIVES), lt=1000)]
+    matrices: bool = False  # it consists of whole matrices, which are updated as such
 
 
-def units_of(shape: ModelShape) -> tuple[Unit, ...]:
-    """Return the model's units, in the order of their first weight."""
+def units_of(shape: ModelShape, *, matrices: bool = False) -> tuple[Unit, ...]:
+    """Return the model's units, in the order of their first weight.
+
+    `matrices`: the update rule works on whole matrices. They come first in a unit then, each at a multiple of ALIGN, so
+    that pages and the ranges of ranks can end between any two.
+    """
     held: dict[str, list[Weight]] = {}
     for weight in shape.weights:
         held.setdefault(weight.part or weight.unit, []).append(weight)
     units: list[Unit] = []
     for name, weights in held.items():
         places: list[Place] = []
+        cuts = [0]
         end = trained = 0
-        for weight in sorted(weights, key=lambda weight: (not weight.trainable, not weight.decays)):
+        whole = {weight.name for weight in weights if matrices and weight.matrix}
+        for weight in sorted(
+            weights, key=lambda weight: (not weight.trainable, weight.name not in whole, not weight.decays)
+        ):
             if not weight.trainable:
                 end = max(end, aligned(trained))
             places.append(Place(weight, end))
-            end = aligned(end + weight.numel, _WEIGHT_ALIGN)
+            end = aligned(end + weight.numel, ALIGN if weight.name in whole else _WEIGHT_ALIGN)
+            if weight.name in whole:
+                cuts += _cuts_of(places[-1])
             if weight.trainable:
                 trained = end
         first = weights[0]
@@ -115,9 +134,18 @@ def units_of(shape: ModelShape) -> tuple[Unit, ...]:
                 trained=aligned(trained),
                 elements=aligned(end),
                 within=first.unit if first.block else "",
+                cuts=tuple(cuts),
             )
         )
     return tuple(units)
+
+
+def _cuts_of(place: Place) -> list[int]:
+    """Return the multiples of ALIGN at which one of the weight's matrices ends, and the aligned end of the weight."""
+    assert place.weight.matrix is not None
+    size = prod(place.weight.matrix)
+    inner = range(place.start + size, place.start + place.weight.numel, size)
+    return [*(cut for cut in inner if cut % ALIGN == 0), aligned(place.start + place.weight.numel)]
 
 
 def first_block(units: Sequence[Unit]) -> int:
@@ -129,9 +157,18 @@ def range_of_rank(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
     """Return the range [first, end) of a unit's trainable part that `rank` updates, in elements and aligned.
 
     The ranges of all ranks in order cover the unit. They differ by at most ALIGN, so a small unit leaves some ranks
-    without elements.
+    without elements. A range that would end inside a matrix that is updated as a whole ends at the nearest end of one.
     """
-    return part_of(unit.trained, rank, ranks=ranks)
+    first, end = part_of(unit.trained, rank, ranks=ranks)
+    return _between_matrices(unit, first), _between_matrices(unit, end)
+
+
+def _between_matrices(unit: Unit, element: int) -> int:
+    """Return the nearest position that is not inside a matrix that is updated as a whole."""
+    if element >= unit.matrices:
+        return element
+    after = bisect_right(unit.cuts, element)
+    return min(unit.cuts[after - 1 : after + 1], key=lambda cut: abs(cut - element))
 
 
 def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
@@ -147,11 +184,19 @@ def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
 
 def largest_range(units: Sequence[Unit], *, ranks: int) -> int:
     """Return the largest number of elements of one unit that a single rank updates."""
-    return max((-(-unit.trained // ALIGN // ranks) * ALIGN for unit in units), default=0)
+    return max((_largest_range(unit, ranks) for unit in units), default=0)
+
+
+def _largest_range(unit: Unit, ranks: int) -> int:
+    if not unit.matrices:
+        return -(-unit.trained // ALIGN // ranks) * ALIGN
+    return max(end - first for first, end in (range_of_rank(unit, rank, ranks=ranks) for rank in range(ranks)))
 
 
 def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
     """Return the rank that updates an element of the unit."""
+    if unit.matrices:
+        return next(rank for rank in range(ranks) if element < range_of_rank(unit, rank, ranks=ranks)[1])
     return -(-(element // ALIGN + 1) * ranks // (unit.trained // ALIGN)) - 1
 
 
@@ -168,29 +213,37 @@ def pages_of(
 
     `shares` are pairs of a home and its share of the state; `speeds` divides the rest over the drives. With `ahead`,
     pages on drives are updated during the backward. RAM then takes the pages whose gradients are computed last. Ranks
-    with ranges of equal length get the same pages relative to the start of each range, so the assignment is computed
-    once for them.
+    whose ranges have equal lengths and equal ends of matrices get the same pages relative to the start of each range,
+    so the assignment is computed once for them.
     """
     last = first_block(units) if ahead else 0
-    page_groups: dict[tuple[int, ...], tuple[Page, ...]] = {}
+    page_groups: dict[tuple[tuple[int, ...], ...], tuple[Page, ...]] = {}
     found: list[Page] = []
     for rank in range(ranks):
-        stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
-        lengths = tuple(end - first for first, end in stretches)
-        if lengths not in page_groups:
-            page_groups[lengths] = _pages_of_rank(
-                [piece for unit, length in zip(units, lengths, strict=True) for piece in _cut(unit, length, page=page)],
+        begins = {unit.index: range_of_rank(unit, rank, ranks=ranks)[0] for unit in units}
+        cuts = tuple(_cuts_of_rank(unit, rank, ranks=ranks) for unit in units)
+        if cuts not in page_groups:
+            page_groups[cuts] = _pages_of_rank(
+                [piece for unit, its in zip(units, cuts, strict=True) for piece in _cut(unit, its, page=page)],
                 shares=dict(shares),
                 speeds=speeds,
                 last=last,
             )
-        begins = {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
         found += (
-            [Page(one.unit, begins[one.unit] + one.start, one.elements, one.home) for one in page_groups[lengths]]
+            [
+                Page(one.unit, begins[one.unit] + one.start, one.elements, one.home, one.matrices)
+                for one in page_groups[cuts]
+            ]
             if any(begins.values())
-            else page_groups[lengths]
+            else page_groups[cuts]
         )
     return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
+
+
+def _cuts_of_rank(unit: Unit, rank: int, *, ranks: int) -> tuple[int, ...]:
+    """Return where the rank's matrices end and where its range ends, from the start of its range."""
+    first, end = range_of_rank(unit, rank, ranks=ranks)
+    return (*(cut - first for cut in unit.cuts if first < cut <= end), end - first)
 
 
 def _pages_of_rank(
@@ -201,8 +254,9 @@ def _pages_of_rank(
     The device holds the first units. All of them are whole except the last one, so that their gradients can stay there
     and the next forward finds its first weights updated in place. RAM holds the first `last` units until its share is
     used up. After that RAM and the drives alternate, so that updating pages in RAM hides the drives' transfers. All
-    shares are exact to ALIGN elements, rounded up; a page is cut where a share ends. `speeds` has one number per drive.
-    It may be empty if the shares sum to 1.
+    shares are exact to ALIGN elements, rounded up; a page is cut where a share ends. A page of matrices is not: a share
+    of such pages may be smaller by less than one page. `speeds` has one number per drive. It may be empty if the shares
+    sum to 1.
     """
     left = total = sum(piece.elements for piece in bare)
     wished = {home: aligned(int(-(-total * share // 1))) for home, share in shares.items()}
@@ -215,7 +269,8 @@ def _pages_of_rank(
     assert in_ram == left or speeds, "state outside memory needs a drive"
     whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
     inside, bare = _first(bare, whole, home=RAM)
-    left, in_ram = left - whole, in_ram - whole
+    taken_here = sum(piece.elements for piece in inside)
+    left, in_ram = left - taken_here, in_ram - taken_here
     if in_ram == left:
         return (*pages, *inside, *_first(bare, left, home=RAM)[0])
     drives = sum(speeds)
@@ -228,7 +283,7 @@ def _pages_of_rank(
         done += piece.elements
         home = max(wanted, key=lambda home: wanted[home] * done - held[home])
         held[home] += piece.elements
-        others.append(Page(piece.unit, piece.start, piece.elements, home))
+        others.append(_moved_to(piece, home))
     return (*pages, *inside, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
 
 
@@ -237,25 +292,40 @@ def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Pag
     inside: list[Page] = []
     for place, page in enumerate(pages):
         if page.elements > elements:
-            if not elements:
+            if not elements or page.matrices:
                 return inside, list(pages[place:])
             head, rest = _split(page, elements)
             return [*inside, replace(head, home=home)], [rest, *pages[place + 1 :]]
-        inside.append(Page(page.unit, page.start, page.elements, home))
+        inside.append(_moved_to(page, home))
         elements -= page.elements
     return inside, []
 
 
-# -- where pages end: `_cut` and `_split` decide it alone, at any multiple of ALIGN, also inside a matrix. The range of
-# a rank ends at a multiple of ALIGN too (`range_of_rank`).
+# -- where pages end: `_cut` and `_split` decide it alone, at any multiple of ALIGN, but not inside a matrix that is
+# updated as a whole. The same holds for the range of a rank (`range_of_rank`).
 
 
-def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
-    """Cut the first `elements` of a unit into pages of nearly equal size, none larger than `page`."""
-    if not elements:
-        return []
-    size = aligned(-(-elements // -(-elements // page)))
-    return [Page(unit.index, start, min(size, elements - start), RAM) for start in range(0, elements, size)]
+def _cut(unit: Unit, cuts: Sequence[int], *, page: int) -> list[Page]:
+    """Cut a rank's range of a unit into pages; `cuts` are the ends of its matrices, and the range's end.
+
+    A page of matrices has at most `page` elements or a single matrix. The others are nearly equal in size, and none is
+    larger than `page`.
+    """
+    *matrices, end = cuts
+    pages, start = list[Page](), 0
+    for number, cut in enumerate(matrices, 1):
+        if number == len(matrices) or matrices[number] - start > page:
+            pages.append(Page(unit.index, start, cut - start, RAM, matrices=True))
+            start = cut
+    if start == end:
+        return pages
+    size = aligned(-(-(end - start) // -(-(end - start) // page)))
+    return pages + [Page(unit.index, at, min(size, end - at), RAM) for at in range(start, end, size)]
+
+
+def _moved_to(page: Page, home: int) -> Page:
+    """Return the page in another tier; faster than `replace`, since a plan may count millions of pages."""
+    return Page(page.unit, page.start, page.elements, home, page.matrices)
 
 
 def _split(page: Page, elements: int) -> tuple[Page, Page]:
@@ -270,6 +340,8 @@ def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
     for page in reversed(pages):
         movable = page.elements if (page.home == RAM) == (missing < 0) else 0
         moved = min(abs(missing), movable)
+        if page.matrices and moved < page.elements:
+            moved = 0
         target = RAM if missing > 0 else page.unit % max(1, drives)
         missing += moved if missing < 0 else -moved
         if moved == page.elements:
@@ -313,7 +385,7 @@ class TierMap:
         """Return all pages in groups, in the order of each group's first page. A plan may count millions of pages."""
         owners = self.owners or (0,) * len(self.pages)
         kinds = [
-            (rank, self.weights[page.unit], self.gradients[page.unit], page.home, page.elements)
+            (rank, self.weights[page.unit], self.gradients[page.unit], page.home, page.elements, page.matrices)
             for page, rank in zip(self.pages, owners, strict=True)
         ]
         first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
@@ -387,7 +459,7 @@ def on_node(homes: TierMap, here: range) -> TierMap:
     if not homes.owners:
         return homes
     pages = [
-        page if rank in here else Page(page.unit, page.start, page.elements, ELSEWHERE)
+        page if rank in here else _moved_to(page, ELSEWHERE)
         for page, rank in zip(homes.pages, homes.owners, strict=True)
     ]
     shadows = frozenset(number for number in homes.shadows if pages[number].home != ELSEWHERE)

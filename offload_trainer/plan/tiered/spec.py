@@ -151,7 +151,7 @@ class Layouts:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        return units_of(self.work.shape)
+        return units_of(self.work.shape, matrices=self.work.state.rule.matrices)
 
     @cached_property
     def pages(self) -> Callable[..., tuple[Page, ...]]:
@@ -209,20 +209,22 @@ def shares_that_fit(
     machine: MachineProfile,
     *,
     trained: int,
+    each: float,
     needs: Callable[[TierSizes, Tier], int],
 ) -> TierSizes:
     """Return `sizes` with the shares of `auto` computed.
 
-    `trained` is the number of elements that have state. `needs` returns the bytes that sizes need on a tier.
+    `trained` is the number of elements that have state, `each` the mean bytes of an element's. `needs` returns the
+    bytes that sizes need on a tier.
     """
     if wish.optimizer != "auto":
         return sizes
     tiers = tiers_of(machine)
     if wish.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
         room = machine.gpu_bytes - gpu_reserve(machine)
-        sizes = _fill_gpu(wish, sizes, room, trained=trained, needs=lambda sizes: needs(sizes, tiers.gpu))
+        sizes = _fill_gpu(wish, sizes, room, trained=trained, each=each, needs=lambda sizes: needs(sizes, tiers.gpu))
     if wish.ram_fraction == "auto" and wish.nvme:
-        sizes = _fill_ram(sizes, machine.ram_bytes, trained=trained, needs=lambda sizes: needs(sizes, tiers.ram))
+        sizes = _fill_ram(sizes, machine.ram_bytes, state=each * trained, needs=lambda sizes: needs(sizes, tiers.ram))
     return sizes
 
 
@@ -235,7 +237,9 @@ def left_free(ram: int) -> int:
     return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
 
 
-def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
+def _fill_gpu(
+    wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, each: float, needs: Needs
+) -> TierSizes:
     """Return the sizes with the largest GPU share that needs at most `have` bytes.
 
     The share is a multiple of 1/1000, or all that the other tiers' shares leave.
@@ -247,23 +251,22 @@ def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: i
         return replace(one, ram_fraction=one.on_drives) if wish.ram_fraction == "auto" else one
 
     share = replace(sizes, gpu_fraction=0.0, ram_fraction=in_ram).on_drives
-    each = trained * sizes.format.bytes_each
     while share > 0:
         over = needs(shared(share)) - have
         if over <= 0:
             return shared(share)
         # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
-        share = max(0.0, int(1000 * (share - over / (each + _GRADIENT * trained))) / 1000)
+        share = max(0.0, int(1000 * (share - over / (trained * (each + _GRADIENT)))) / 1000)
     return sizes
 
 
-def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
+def _fill_ram(sizes: TierSizes, have: int, *, state: float, needs: Needs) -> TierSizes:
     """Return `sizes` if its RAM share fits, otherwise with the largest multiple of 1/1000 that leaves a margin."""
     if needs(sizes) <= have:
         return sizes
     # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
     spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))
-    share = max(0, spare) / (sizes.format.bytes_each * trained)
+    share = max(0, spare) / state
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
 
 

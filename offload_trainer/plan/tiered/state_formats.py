@@ -2,7 +2,8 @@
 
     AdamW   master, exp_avg, exp_avg_sq        a moment as   fp32   4 bytes
     Lion    master, exp_avg                                  bf16   2 bytes, rounded stochastically
-                                                             8bit   1 byte, and a scale of fp32 for each 256
+    Muon    master, exp_avg for its matrices,                8bit   1 byte, and a scale of fp32 for each 256
+            as AdamW for all other weights
 
     a master as   fp32         4 bytes
                   remainder    2 bytes in addition to its bf16 weight, and a tie count for each 256 elements
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from offload_trainer.config import RuleName
-from offload_trainer.plan.shape import Weight
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT, Page, aligned
 
 _BYTES = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
@@ -63,6 +64,7 @@ class UpdateRule:
     no_other: str = ""  # why they may not be stored in another format, and what to use
     ignores: tuple[str, ...] = ()  # keys of `optim` that it has no use for
     note: str = ""  # a sentence of the plan, with the values of `optim`
+    matrices: bool = False  # it updates whole matrices (`Weight.matrix`), with the first moment only; the rest as AdamW
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -81,7 +83,18 @@ LION = UpdateRule(
     ignores=("eps",),
     note="optimizer Lion: betas {betas[0]:g} and {betas[1]:g} (optim.betas), one moment a parameter",
 )
-RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION)}
+MUON = UpdateRule(
+    "muon",
+    "Muon",
+    (EXP_AVG, EXP_AVG_SQ),
+    (FP32,),
+    no_other="its momentum would be rounded before it is orthogonalised, which was not tried; use fp32",
+    note="optimizer Muon for the matrices of blocks, {matrices} parameters: momentum {muon_momentum:g} "
+    "(optim.muon_momentum), learning rate {muon_lr} (optim.muon_lr), scaled by shape as {muon_adjust_lr} "
+    "(optim.muon_adjust_lr); all other weights by AdamW",
+    matrices=True,
+)
+RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, MUON)}
 
 
 @dataclass(frozen=True)
@@ -90,9 +103,14 @@ class Field:
 
     dtype: str
     per: int = 1
+    for_matrices: bool = True  # pages of whole matrices have it; without it, their field is empty
 
     def entries(self, elements: int) -> int:
         return -(-elements // self.per)
+
+    def holds(self, weight: Weight) -> bool:
+        """Return whether a weight has entries."""
+        return self.for_matrices or weight.matrix is None
 
     def shape_of(self, weight: Weight) -> tuple[int, ...]:
         """Return the shape of a weight's entries in a checkpoint."""
@@ -100,7 +118,7 @@ class Field:
 
     def bytes(self, page: Page) -> int:
         """Return the bytes of a page's entries, without padding."""
-        return _BYTES[self.dtype] * self.entries(page.elements)
+        return _BYTES[self.dtype] * self.entries(page.elements) if self.for_matrices or not page.matrices else 0
 
     def padded(self, page: Page) -> int:
         """Return the bytes of a page's entries, padded to whole sectors."""
@@ -130,15 +148,21 @@ class StateFormat:
         if self.remainders:
             fields = {"remainder": Field("int16"), "ties": Field("int16", per=BLOCK_8BIT)}
         for moment in self.rule.moments:
-            fields[moment.name] = Field(self.moments.dtype)
+            fields[moment.name] = Field(self.moments.dtype, for_matrices=moment is EXP_AVG or not self.rule.matrices)
             if self.moments.block:
                 fields[scales_of(moment.name)] = Field("fp32", per=self.moments.block)
         return fields
 
     @cached_property
     def bytes_each(self) -> float:
-        """Return the bytes per parameter, without the padding of weights and pages."""
+        """Return the bytes per parameter, without the padding of weights and pages; of Muon's matrices less."""
         return sum(_BYTES[field.dtype] / field.per for field in self.fields.values())
+
+    def mean_bytes(self, shape: ModelShape) -> float:
+        """Return the bytes per trainable parameter of a model, without the padding of weights and pages."""
+        less = sum(_BYTES[field.dtype] for field in self.fields.values() if not field.for_matrices)
+        matrices = sum(weight.numel for weight in shape.weights if weight.matrix) if less else 0
+        return self.bytes_each - less * matrices / max(1, shape.trainable)
 
     def page_bytes(self, page: Page) -> int:
         """Return the bytes of a page."""

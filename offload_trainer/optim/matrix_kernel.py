@@ -1,0 +1,243 @@
+"""The update kernel for rules on whole matrices: matrices by Muon, pages of other weights by an AdamW kernel.
+
+Where the matrices are orthogonalised is decided once: on the GPU if there is one, even for pages that the CPU updates.
+Each matrix then moves there and back with 16 bits an element, which is a hundredth of what the CPU's products take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from offload_trainer.optim.cpu_units import has_native_16bit
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.muon import (
+    Lerp,
+    Muon,
+    MuonArithmetic,
+    Products,
+    TorchMuon,
+    orthogonalised,
+    to_fp32,
+)
+from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
+from offload_trainer.optim.rules import TYPES
+from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
+
+_ROWS = 256  # rows of a product that one thread computes
+
+
+class MatrixKernel:
+    """A kernel for Muon, whose results depend neither on placement nor on the number of threads."""
+
+    name = "muon"
+
+    def __init__(self, elementwise: Kernel, *, gpu: torch.device | None, threads: int = 1) -> None:
+        """Update pages of other weights with `elementwise`.
+
+        `gpu` orthogonalises the matrices; None: `threads` of the CPU do.
+        """
+        self._elementwise, self._gpu = elementwise, gpu
+        self._stream = None if gpu is None else torch.cuda.Stream(gpu)
+        self._products = Products() if gpu is not None else BlockedProducts(threads)
+        self._arithmetic: MuonArithmetic = TorchMuon()
+        if isinstance(elementwise, NativeKernel):
+            native = NativeMuon(elementwise.library)
+            self._arithmetic = native if has_bits_of(TorchMuon(), native) else self._arithmetic
+
+    @torch.no_grad()
+    def update_page(
+        self,
+        fields: Mapping[str, torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor | None,
+        parts: Sequence[ParamRange],
+        *,
+        format: StateFormat,
+        scale: float,
+        noise: RoundingNoise | None,
+    ) -> None:
+        """Update the page; see `Kernel.update_page`. A part of a page of matrices is one weight's, without padding."""
+        if not any(isinstance(part.hyper, Muon) for part in parts):
+            form = StateFormat(ADAMW, format.moments, format.remainders)
+            self._elementwise.update_page(fields, grad, out, parts, format=form, scale=scale, noise=noise)
+            return
+        for part in parts:
+            assert isinstance(part.hyper, Muon), "a page has either matrices or other weights"
+            size = math.prod(part.hyper.shape)
+            for start in range(part.start, part.end, size):
+                self._update(slice(start, start + size), part.hyper, fields, grad, out, scale=scale)
+
+    def _update(
+        self,
+        here: slice,
+        hyper: Muon,
+        fields: Mapping[str, torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor | None,
+        *,
+        scale: float,
+    ) -> None:
+        """Update one matrix, at the page's elements `here`."""
+        direction = self._arithmetic.direction(hyper, grad[here], fields["exp_avg"][here], scale=scale)
+        orthogonal = self._orthogonal(direction.view(hyper.shape)).view(-1)
+        self._arithmetic.apply(hyper, fields["master"][here], orthogonal, None if out is None else out[here])
+
+    def _orthogonal(self, direction: torch.Tensor) -> torch.Tensor:
+        """Return the orthogonalised direction, contiguous and where `direction` is."""
+        if self._gpu is None or direction.is_cuda:
+            return orthogonalised(direction, self._products).contiguous()
+        with torch.cuda.stream(self._stream):  # or it would wait for the model's products
+            return orthogonalised(direction.to(self._gpu), self._products).contiguous().cpu()
+
+
+class BlockedProducts(Products):
+    """Products on the CPU in blocks of rows, one thread each: their bits do not depend on the number of threads.
+
+    Without units for bf16 the CPU computes them from fp32 copies.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Start the threads. Call it where torch's number of threads is the one that new threads shall have."""
+        before, started = torch.get_num_threads(), threading.Barrier(threads)
+
+        def begin(_: int) -> None:
+            torch.set_num_threads(1)
+            started.wait()
+
+        self._threads = ThreadPoolExecutor(threads, "muon")
+        list(self._threads.map(begin, range(threads)))
+        torch.set_num_threads(before)
+        self._dtype = torch.bfloat16 if has_native_16bit(torch.bfloat16) else torch.float32
+
+    def norm(self, matrix: torch.Tensor) -> torch.Tensor:
+        return self._threads.submit(matrix.norm).result()
+
+    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        right = right.to(self._dtype)
+        return self._by_blocks(left, right, lambda rows: torch.mm(left[rows].to(self._dtype), right))
+
+    def addmm(
+        self, added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float
+    ) -> torch.Tensor:
+        right = right.to(self._dtype)
+
+        def block(rows: slice) -> torch.Tensor:
+            given = (added[rows].to(self._dtype), left[rows].to(self._dtype))
+            return torch.addmm(*given, right, beta=beta, alpha=alpha)
+
+        return self._by_blocks(left, right, block)
+
+    def _by_blocks(
+        self, left: torch.Tensor, right: torch.Tensor, block: Callable[[slice], torch.Tensor]
+    ) -> torch.Tensor:
+        out = left.new_empty(left.shape[0], right.shape[1])
+
+        def compute(first: int) -> None:
+            rows = slice(first, first + _ROWS)
+            out[rows] = block(rows)
+
+        list(self._threads.map(compute, range(0, left.shape[0], _ROWS)))
+        return out
+
+
+# -- compiled --------------------------------------------------------------------------------------------------------
+
+
+class _Lerp(ctypes.Structure):
+    """muon.h's Lerp."""
+
+    _fields_ = (("factor", ctypes.c_float), ("from_end", ctypes.c_int32))
+
+
+class _Direction(ctypes.Structure):
+    """muon.h's MuonDirection."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("exp_avg", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("average", _Lerp),
+        ("nesterov", _Lerp),
+        ("grad_type", ctypes.c_int32),
+    )
+
+
+class _Step(ctypes.Structure):
+    """muon.h's MuonStep."""
+
+    _fields_ = (
+        ("master", ctypes.c_void_p),
+        ("orthogonal", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("keep", ctypes.c_float),
+        ("minus_lr", ctypes.c_float),
+        ("out_type", ctypes.c_int32),
+    )
+
+
+class NativeMuon:
+    """The compiled arithmetic of native/muon.h, on the update kernel's threads."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
+        out = torch.empty(grad.numel(), dtype=torch.bfloat16)
+        average, nesterov = map(_lerp, hyper.lerps)
+        call = _Direction(
+            grad=grad.data_ptr(),
+            exp_avg=exp_avg.data_ptr(),
+            out=out.data_ptr(),
+            count=grad.numel(),
+            scale=scale,
+            average=average,
+            nesterov=nesterov,
+            grad_type=TYPES[grad.dtype],
+        )
+        self._library.functions.muon_direction(ctypes.byref(call), ctypes.c_int32(self._library.threads()))
+        return out
+
+    def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
+        call = _Step(
+            master=master.data_ptr(),
+            orthogonal=orthogonal.data_ptr(),
+            out=None if out is None else out.data_ptr(),
+            count=master.numel(),
+            keep=hyper.keep,
+            minus_lr=to_fp32(-hyper.adjusted_lr),
+            out_type=TYPES[None if out is None else out.dtype],
+        )
+        self._library.functions.muon_step(ctypes.byref(call), ctypes.c_int32(self._library.threads()))
+
+
+def _lerp(lerp: Lerp) -> _Lerp:
+    return _Lerp(lerp.factor, lerp.from_end)
+
+
+def has_bits_of(reference: MuonArithmetic, candidate: MuonArithmetic) -> bool:
+    """Return whether `candidate` has the bits of `reference` on the CPU, for numbers of all magnitudes."""
+    random, n = torch.Generator().manual_seed(1), 70_001
+    for dtype, hyper in (
+        (torch.bfloat16, Muon(3e-3, 0.95, 0.1, "match_rms_adamw", (1, n))),
+        (torch.float32, Muon(0.02, 0.3, 0.0, "original", (n, 1))),
+    ):
+        size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
+        master, grad, average, way = torch.randn(4, n, generator=random) * size
+        results = []
+        for one in (reference, candidate):
+            held, changed, out = average.clone(), master.clone(), torch.empty(n, dtype=dtype)
+            direction = one.direction(hyper, grad.to(dtype), held, scale=0.37)
+            one.apply(hyper, changed, way.bfloat16(), out)
+            results.append((held, changed, out, direction))
+        if not all(map(torch.equal, *results)):
+            return False
+    return True

@@ -1,0 +1,144 @@
+"""Muon's arithmetic: momentum, and its orthogonalisation by a Newton-Schulz iteration, for one whole matrix.
+
+    gradient ──momentum, Nesterov──> direction (bf16) ──Newton-Schulz──> nearly orthogonal ──rate──> master
+
+The steps and constants are those of torch.optim.Muon (Jordan et al. 2024; the rate by shape is that of Liu et al. 2025,
+Muon is Scalable for LLM Training, arXiv 2502.16982), whose CPU kernels fuse multiplications with additions. Here they
+are computed in double precision and rounded to fp32, which is the same on every device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+from offload_trainer.plan.tiered.orthogonalisation import ITERATIONS
+from offload_trainer.plan.tiered.state_formats import MUON, UpdateRule
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial
+_EPS = 1e-7
+_PIECE = 1 << 18  # elements that are computed in double precision at a time
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+
+
+class Products:
+    """What a Newton-Schulz iteration computes from bf16 matrices: sums are in fp32 and rounded once."""
+
+    def norm(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the Frobenius norm, bf16 and 0-dim."""
+        return matrix.norm()
+
+    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return left @ right."""
+        return torch.mm(left, right)
+
+    def addmm(
+        self, added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float
+    ) -> torch.Tensor:
+        """Return beta * added + alpha * (left @ right)."""
+        return torch.addmm(added, left, right, beta=beta, alpha=alpha)
+
+
+@dataclass(frozen=True)
+class Lerp:
+    """torch's start + weight * (end - start), which is computed from the end that is nearer."""
+
+    factor: float  # the weight if that is below 1/2, else the weight minus 1, in fp32
+    from_end: bool
+
+    @classmethod
+    def of(cls, weight: float) -> Lerp:
+        rounded = to_fp32(weight)
+        return cls(rounded, from_end=False) if rounded < 0.5 else cls(to_fp32(rounded - 1), from_end=True)
+
+    def __call__(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Return the result for fp32 tensors, rounded twice: the difference, and the whole."""
+        way = (end - start).double()
+        return torch.add((end if self.from_end else start).double(), way, alpha=self.factor).float()
+
+
+@dataclass(frozen=True)
+class Muon:
+    """The hyperparameters of one matrix in one step."""
+
+    rule: ClassVar[UpdateRule] = MUON
+    lr: float
+    momentum: float
+    decay: float  # the matrix is multiplied by 1 - lr * decay
+    adjust: AdjustLr
+    shape: tuple[int, int]
+
+    @property
+    def adjusted_lr(self) -> float:
+        """Return the rate of this shape, as torch.optim.Muon's `adjust_lr_fn` defines it."""
+        rows, columns = self.shape
+        ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
+        return self.lr * ratio
+
+    @property
+    def keep(self) -> float:
+        """Return the factor of weight decay."""
+        return 1 - self.lr * self.decay
+
+    @property
+    def lerps(self) -> tuple[Lerp, Lerp]:
+        """Return the lerp from the momentum to the gradient, and the one from the gradient to the new momentum."""
+        return Lerp.of(1 - self.momentum), Lerp.of(self.momentum)
+
+
+class MuonArithmetic(Protocol):
+    """The elementwise part of Muon for one matrix. All tensors are 1-D, contiguous and on one device."""
+
+    def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
+        """Add a gradient times `scale` to the momentum (fp32); return the direction to orthogonalise (bf16)."""
+        ...
+
+    def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Update the master (fp32) in place by the orthogonal direction (bf16), and round it to `out`, if any."""
+        ...
+
+
+class TorchMuon:
+    """The reference, by torch's operations on any device."""
+
+    def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
+        average, nesterov = hyper.lerps
+        found = torch.empty(grad.numel(), dtype=torch.bfloat16, device=grad.device)
+        for piece in _pieces(grad):
+            scaled = grad[piece].float() * scale
+            exp_avg[piece] = average(exp_avg[piece], scaled)
+            found[piece] = nesterov(scaled, exp_avg[piece])
+        return found
+
+    def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
+        for piece in _pieces(master):
+            kept = master[piece].mul_(hyper.keep).double()
+            master[piece] = torch.add(kept, orthogonal[piece].double(), alpha=to_fp32(-hyper.adjusted_lr))
+        if out is not None:
+            out.copy_(master)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
+    return (slice(start, start + _PIECE) for start in range(0, tensor.numel(), _PIECE))
+
+
+def to_fp32(value: float) -> float:
+    """Round a constant as torch's fp32 kernels do."""
+    return ctypes.c_float(value).value
+
+
+def orthogonalised(direction: torch.Tensor, products: Products) -> torch.Tensor:
+    """Return the matrix (bf16) with its singular values pushed to about 1; overwrites `direction`."""
+    tall = direction.shape[0] > direction.shape[1]
+    matrix = direction.T if tall else direction
+    matrix.div_(products.norm(matrix).clamp(min=_EPS))
+    for _ in range(ITERATIONS):
+        gram = products.mm(matrix, matrix.T)
+        gram = products.addmm(gram, gram, gram, beta=_B, alpha=_C)
+        matrix = products.addmm(matrix, gram, matrix, beta=_A, alpha=1.0)
+    return matrix.T if tall else matrix

@@ -1,0 +1,45 @@
+"""What it takes to orthogonalise the matrices of an update rule such as Muon: operations, seconds and memory."""
+
+from __future__ import annotations
+
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.step_time import stands_for
+
+ITERATIONS = 5  # of Newton and Schulz, as in torch.optim.Muon
+
+
+def products_of(shape: tuple[int, int]) -> int:
+    """Return the floating-point operations for one matrix."""
+    less, more = sorted(shape)
+    return ITERATIONS * (4 * less * less * more + 2 * less**3)
+
+
+def seconds_of(model: ModelShape, machine: MachineProfile) -> float | None:
+    """Return the seconds for all matrices of a model, on the GPU if there is one; None if no rate is known.
+
+    Pages that the CPU updates move each matrix to the GPU and back with 16 bits an element, which is not overlapped.
+    """
+    timed, rates = stands_for("bf16", machine), machine.rates
+    if timed is None:
+        return None
+    matrices = [weight for weight in model.weights if weight.matrix]
+    seconds = 0.0
+    for weight in matrices:
+        assert weight.matrix is not None
+        count = weight.numel // (weight.matrix[0] * weight.matrix[1])
+        seconds += count * products_of(weight.matrix) / rates.matmul[timed].value
+    if machine.gpu is not None and rates.to_device is not None and rates.from_device is not None:
+        moved = 2 * sum(weight.numel for weight in matrices)
+        seconds += moved / rates.to_device.value + moved / rates.from_device.value
+    return seconds
+
+
+def workspace_bytes(model: ModelShape, *, gpu: bool) -> int:
+    """Return the bytes for the largest matrix in use: the iteration's matrices, and on a CPU an fp32 copy."""
+    most = 0
+    for weight in model.weights:
+        if weight.matrix:
+            elements, least = weight.matrix[0] * weight.matrix[1], min(weight.matrix)
+            most = max(most, (6 if gpu else 8) * elements + 4 * least * least)
+    return most

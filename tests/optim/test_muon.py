@@ -1,0 +1,405 @@
+"""Tests of Muon: the bits of torch.optim.Muon and AdamW for every placement, over ranks, resumes and in sessions."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, ask, call
+from engine_bench import Step, assert_same, batches, engine, masters, model_directory, train
+from forked_ranks import Case, run_ranks
+from reference_muon import MuonWithAdamW
+from safetensors.torch import load_file
+
+import offload_trainer as ot
+from offload_trainer.engine.cpu_matmul import use_fp32_products
+from offload_trainer.errors import UserError
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.offloading.pages.stored_masters import read_store
+from offload_trainer.optim.matrix_kernel import BlockedProducts, MatrixKernel, NativeMuon, has_bits_of
+from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered.layout import ALIGN, pages_of, range_of_rank, rank_of, units_of
+from offload_trainer.plan.tiers import DEVICE, RAM
+from offload_trainer.settings import load_config
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_small"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference has the CPU's products"),
+]
+
+RATE = 3e-3
+MUON = ["optim.name=muon", "--lr", str(RATE)]
+CLIPPED = ["--dtype", "fp32", "--accumulate", "2", "optim.max_grad_norm=0.3", "--lr", str(RATE)]
+HOMES = {
+    "in RAM": ["optim.kernel=native"],
+    "by torch's kernel": ["optim.kernel=torch"],
+    "on the device": ["--optimizer", "gpu"],
+    "on two drives and in RAM": ["--optimizer", "nvme", "--ram-fraction", "0.3"],
+    "all on the drives": ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme"],
+    "behind the forward": ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.overlap=forward"],
+    "behind the backward": ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.overlap=backward"],
+    "small pages": ["--optimizer", "nvme", "tiered.page_size=4096"],
+}
+
+
+@pytest.fixture(autouse=True)
+def same_products() -> None:
+    """torch.optim.Muon multiplies bf16 matrices, which torch rounds otherwise on a CPU without units for them."""
+    use_fp32_products(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("gpt2", "qwen3", "mixtral")
+    return {name: model_directory(tmp_path_factory.mktemp(name), name, tied=name == "gpt2") for name in names}
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / "one", tmp_path / "two"]
+    for drive in made:
+        drive.mkdir()
+    return made
+
+
+@cache
+def by_torch(
+    model: Path, steps: int, *words: str, accumulate: int = 1, adjust_lr_fn: str = "match_rms_adamw", lr: float = RATE
+) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """Train on plain torch with its own Muon and AdamW."""
+    with engine(model, "--engine", "plain", *words) as reference:
+        shape = resolve_model(load_config(["--model", str(model), "--scratch"]).model, seed=0).shape
+        matrices = [reference._masters[weight.name] for weight in shape.weights if weight.matrix]
+        reference._adam = MuonWithAdamW(reference._adam.param_groups, matrices, lr=RATE, adjust_lr_fn=adjust_lr_fn)
+        return train(reference, batches(steps * accumulate), accumulate=accumulate, lr=lr), masters(reference)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_twenty_clipped_steps_have_torchs_bits_wherever_the_state_lives(
+    architecture: str, home: str, models: dict[str, Path], drives: list[Path]
+) -> None:
+    """Every step is clipped and has two micro-batches."""
+    with engine(models[architecture], *MUON, *CLIPPED, *HOMES[home], drives=drives) as ours:
+        steps = train(ours, batches(40), accumulate=2, lr=RATE)
+        expected, right = by_torch(models[architecture], 20, *CLIPPED, accumulate=2)
+        assert steps == expected
+        assert_same(masters(ours), right)
+    assert all(norm > 0.3 for _, norm in steps)
+    assert steps[-1][0] < steps[0][0]
+
+
+def test_each_expert_is_a_matrix(models: dict[str, Path], drives: list[Path]) -> None:
+    """Two experts of 6,144 elements end together at a multiple of 4,096, so their pages may end there."""
+    words = ["--dtype", "fp32", "--lr", str(RATE)]
+    with engine(models["mixtral"], *MUON, *words, *HOMES["small pages"], drives=drives) as ours:
+        assert train(ours, batches(4), lr=RATE) == by_torch(models["mixtral"], 4, *words)[0]
+        assert_same(masters(ours), by_torch(models["mixtral"], 4, *words)[1])
+        sizes = {page.elements for page in ours.offloaded.store.pages if page.matrices}
+    assert 3 * ALIGN in sizes
+
+
+def test_other_settings_are_torchs_too(models: dict[str, Path]) -> None:
+    """With a rate of its own, in bf16, and scaled as in Jordan's own code."""
+    words = ["--dtype", "bf16", "--lr", str(RATE)]
+    expected = by_torch(models["qwen3"], 6, *words, adjust_lr_fn="original")
+    with engine(models["qwen3"], *MUON, *words, "optim.muon_adjust_lr=original") as ours:
+        assert train(ours, batches(6), lr=RATE) == expected[0]
+        assert_same(masters(ours), expected[1])
+    others = ("optim.muon_lr=0.01", "optim.muon_momentum=0.3")
+    results = []
+    for word in others:
+        with engine(models["qwen3"], *MUON, *words, "optim.muon_adjust_lr=original", word) as ours:
+            results.append(train(ours, batches(6), lr=RATE))
+    assert len({str(steps) for steps in (expected[0], *results)}) == 3
+
+
+@pytest.mark.slow
+def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+    """Ranks own whole matrices, so that two and three of them give the losses, norms and files of one."""
+    model = str(model_directory(tmp_path / "model", "gpt2"))
+    (tmp_path / "drive").mkdir()
+    words = (*MUON, "--dtype", "bf16", "--optimizer", "nvme", "--ram-fraction", "0.5")
+    results = []
+    for ranks in (1, 2, 3):
+        case = Case(
+            model,
+            (*words, "--accumulate", str(6 // ranks)),
+            str(tmp_path / str(ranks)),
+            steps=3,
+            micro=6,
+            drives=(str(tmp_path / "drive"),),
+        )
+        run_ranks([case], count=ranks, folder=tmp_path / f"ranks-{ranks}")
+        results.append((case.seen, case.files))
+    assert results[1:] == results[:1] * 2
+
+
+def test_a_checkpoint_has_no_second_moment_of_matrices_and_goes_on_elsewhere(
+    models: dict[str, Path], drives: list[Path], tmp_path: Path
+) -> None:
+    model = models["qwen3"]
+    (tmp_path / "half").mkdir()
+    with engine(model, *MUON, *HOMES["on two drives and in RAM"], drives=drives) as ours:
+        steps = train(ours, batches(8)[:4], lr=RATE)
+        ours.snapshot().write(tmp_path / "half")
+        steps += train(ours, batches(8)[4:], lr=RATE)
+        weights, shape = masters(ours), {place.weight for unit in ours.offloaded.units for place in unit.places}
+    assert steps == by_torch(model, 8, "--lr", str(RATE))[0]
+    held = {kind: load_file(tmp_path / "half" / f"{kind}.safetensors") for kind in ("exp_avg", "exp_avg_sq")}
+    assert held["exp_avg"].keys() == weights.keys()
+    assert held["exp_avg_sq"].keys() == {weight.name for weight in shape if weight.matrix is None}
+    assert 0 < len(held["exp_avg_sq"]) < len(weights)
+    with engine(model, *MUON, *HOMES["small pages"], drives=drives, load_weights=False) as other:
+        other.load(tmp_path / "half")
+        assert train(other, batches(8)[4:], lr=RATE) == steps[4:]
+        assert_same(masters(other), weights)
+    with engine(model) as adamw, pytest.raises(UserError, match=r"optim\.name=muon"):
+        adamw.load(tmp_path / "half")
+
+
+def test_masters_of_a_dead_run_are_where_its_index_says(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    with engine(models["qwen3"], *MUON, *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
+        ours.offloaded.enable_manifest(model=tmp_path)
+        train(ours, batches(2), lr=RATE)
+        ours.synchronize()
+        (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")
+        assert_same(dict(read_store(index.parent).weights()), masters(ours))
+        assert json.loads(index.read_text())["rule"] == "muon"
+
+
+# -- layout ----------------------------------------------------------------------------------------------------------
+
+
+def uneven(*shapes: tuple[int, ...]) -> ModelShape:
+    """Return a shape with three blocks, each with these weights, and an embedding."""
+    weights = [Weight("wte", (500, 60), unit="wte")]
+    for block in range(3):
+        names = (f"h.{block}.experts.{n}" if len(shape) == 3 else f"h.{block}.{n}" for n, shape in enumerate(shapes))
+        weights += [
+            Weight(name, shape, unit=f"h.{block}", block=True) for name, shape in zip(names, shapes, strict=True)
+        ]
+    return ModelShape(tuple(weights), 3, 60, 500, 64)
+
+
+@pytest.mark.parametrize("page", [ALIGN, 20_000, 1 << 20])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, page: int) -> None:
+    shape = uneven((60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,))
+    for shares in ([(DEVICE, 0.0), (RAM, 1.0)], [(DEVICE, 0.2), (RAM, 0.3)], [(DEVICE, 0.0), (RAM, 0.0)]):
+        units = units_of(shape, matrices=True)
+        pages = pages_of(units, page=page, shares=shares, speeds=[1.0, 3.0], ranks=ranks)
+        assert sum(one.elements for one in pages) == sum(unit.trained for unit in units)
+        for unit in units:
+            its = [one for one in pages if one.unit == unit.index]
+            assert its[0].start == 0
+            assert all(one.start + one.elements == after.start for one, after in pairwise(its))
+            for one in its:
+                owners = {rank_of(unit, at, ranks=ranks) for at in (one.start, one.start + one.elements - 1)}
+                assert len(owners) == 1
+                (owner,) = owners
+                first, end = range_of_rank(unit, owner, ranks=ranks)
+                assert first <= one.start
+                assert one.start + one.elements <= end
+            matrices = [
+                (place.start + at, place.start + at + math.prod(place.weight.matrix))
+                for place in unit.places
+                if place.weight.matrix
+                for at in range(0, place.weight.numel, math.prod(place.weight.matrix))
+            ]
+            for first, end in matrices:
+                held = [one for one in its if one.start < end and first < one.start + one.elements]
+                assert len(held) == 1
+                assert held[0].matrices
+            rest = [one for one in its if not one.matrices]
+            assert sum(one.elements for one in rest) == unit.trained - unit.matrices
+
+
+def test_only_matrices_of_blocks_are_updated_as_such() -> None:
+    given: list[tuple[dict[str, Any], tuple[int, int] | None]] = [
+        ({"shape": (4, 6)}, (4, 6)),
+        ({"shape": (4,)}, None),
+        ({"shape": (4, 6), "block": False}, None),
+        ({"shape": (4, 6), "trainable": False}, None),
+        ({"shape": (4, 6), "spared": True}, None),
+        ({"shape": (4, 6), "products": 0.0}, None),
+        ({"shape": (8, 1, 4)}, None),
+        ({"shape": (8, 6, 4), "name": "h.0.experts.up"}, (6, 4)),
+    ]
+    for keys, expected in given:
+        assert Weight(**{"name": "h.0.w", "unit": "h.0", "block": True, **keys}).matrix == expected
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (160, 48), (300, 700)])
+@pytest.mark.parametrize("native", [True, False])
+def test_a_matrix_has_torchs_bits(shape: tuple[int, int], native: bool) -> None:
+    torch.manual_seed(0)
+    kernel = NativeKernel()
+    arithmetic = NativeMuon(kernel.library) if native else TorchMuon()
+    weight = torch.randn(shape) * 0.02
+    parameter, average = torch.nn.Parameter(weight.clone()), torch.zeros(shape)
+    reference, hyper = torch.optim.Muon([parameter], lr=0.01), Muon(0.01, 0.95, 0.1, "original", shape)
+    out = torch.empty(weight.numel(), dtype=torch.bfloat16)
+    for _ in range(4):
+        parameter.grad = torch.randn(shape)
+        grad = parameter.grad.clone()
+        reference.step()
+        direction = arithmetic.direction(hyper, grad.view(-1), average.view(-1), scale=1.0)
+        orthogonal = orthogonalised(direction.view(shape), Products()).contiguous()
+        arithmetic.apply(hyper, weight.view(-1), orthogonal.view(-1), out)
+        assert torch.equal(average, reference.state[parameter]["momentum_buffer"])
+        assert torch.equal(weight, parameter.detach())
+        assert torch.equal(out.view(shape), parameter.detach().bfloat16())
+
+
+def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = NativeKernel()
+    assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, NativeMuon)
+    direction = NativeMuon.direction
+
+    def wrong(self: NativeMuon, hyper: Muon, *tensors: torch.Tensor, scale: float) -> torch.Tensor:
+        return direction(self, replace(hyper, momentum=0.94), *tensors, scale=scale)
+
+    monkeypatch.setattr(NativeMuon, "direction", wrong)
+    assert not has_bits_of(TorchMuon(), NativeMuon(kernel.library))
+    assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, TorchMuon)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(700, 900).bfloat16()
+    results = [orthogonalised(matrix.clone(), BlockedProducts(threads)) for threads in (1, 2, 5)]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    singular = torch.linalg.svdvals(results[0].float())
+    assert singular.min() > 0.3
+    assert singular.max() < 1.4
+
+
+# -- for users -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    words = [*TINY, *MUON, "--steps", 4, "--save-every", 2, "--nvme", tmp_path / "drive"]
+    words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "optim.schedule=constant", "train.eval_every=0"]
+    whole = call(*words, output=tmp_path / "whole")
+    assert "optimizer Muon for the matrices of blocks, " in whole.text
+    shutil.copytree(whole.output, tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000004")
+    (tmp_path / "half" / "metrics.jsonl").unlink()
+    other = call(*words, "--ram-fraction", "1", output=tmp_path / "half")
+    assert other.losses == whole.losses[2:]
+    exported = ask("export", tmp_path / "half", tmp_path / "hf", "--dtype", "fp32")
+    assert exported.returncode == 0, exported.stderr
+    held = load_file(tmp_path / "hf" / "model.safetensors")
+    saved = load_file(whole.output / "checkpoints" / "step-00000004" / "master.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in held.items() if name in saved)
+    assert "Muon, peak rate" in (tmp_path / "hf" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("home", [{"params": "gpu"}, {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}])
+def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
+    """Groups have rates of their own, and a scheduler changes them."""
+
+    def trained(network: torch.nn.Module, make: Any) -> list[float]:
+        optimizer = make(network)
+        schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5) for one in optimizer]
+        losses = []
+        for step in range(8):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+            loss = (network(x) - x.roll(1, dims=1)).square().mean()
+            loss.backward()
+            for one in optimizer:
+                one.step()
+                one.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def of_torch(network: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in network.parameters() if p.dim() > 1]
+        vectors = [p for p in network.parameters() if p.dim() < 2]
+        return [
+            torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1),
+            torch.optim.AdamW(vectors, lr=1e-3, weight_decay=0.0, fused=True),
+        ]
+
+    def of_session(network: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in network.parameters() if p.dim() > 1]
+        vectors = [p for p in network.parameters() if p.dim() < 2]
+        return [session.muon([{"params": matrices}, {"params": vectors, "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)]
+
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)) for _ in range(3)]
+    network = torch.nn.Sequential(*blocks)
+    expected = copy.deepcopy(network)
+    losses = trained(expected, of_torch)
+    (tmp_path / "drive").mkdir()
+    keys = {"nvme": [str(tmp_path / "drive")], "dtype": "fp32", "page_size": 4096, "say": lambda line: None, **home}
+    with ot.offload(network, rule="muon", **keys) as session:
+        with pytest.raises(UserError, match="the session stores Muon's state: call muon"):
+            session.adamw()
+        assert trained(session.model, of_session) == losses
+        held = dict(session.named_masters())
+    assert all(torch.equal(held[name], weight) for name, weight in expected.named_parameters())
+    with pytest.raises(UserError, match="no repeated block of this model has a trainable matrix"):
+        ot.offload(torch.nn.Linear(32, 32), rule="muon", **keys)
+
+
+def test_the_plan_counts_eight_bytes_for_matrices() -> None:
+    def planned(*words: str) -> dict[str, int]:
+        shared = ["--model", "gpt2-10b", "--dtype", "fp16", "--nvme", "/ssd", "--gpu-fraction", "0"]
+        config = load_config([*shared, "--ram-fraction", "0.25", *words])
+        plan = make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("v100-32gb"))
+        return {item.name: item.bytes for item in plan.items}
+
+    config = load_config(["--model", "gpt2-10b"])
+    shape = resolve_model(config.model, seed=0).shape
+    matrices = sum(weight.numel for weight in shape.weights if weight.matrix)
+    muon, adamw = planned("optim.name=muon"), planned()
+    for name in ("state in RAM", "state"):
+        assert 1e9 < muon[name] < 0.7 * adamw[name]
+    whole = muon["state in RAM"] + muon["state"]
+    assert whole == pytest.approx(12 * shape.trainable - 4 * matrices, rel=1e-3)
+    assert muon["checkpoints"] == pytest.approx(adamw["checkpoints"] * whole / (12 * shape.trainable), rel=1e-3)
+    assert muon["orthogonalisation"] > 1e8
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["optim.name=muon", "--engine", "plain"], "optim.name=muon belongs to --engine tiered, not to plain"),
+        (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
+        (["optim.name=muon", "optim.moment_dtype=8bit"], "use fp32"),
+        (["optim.muon_lr=0.02"], "belongs to optim.name=muon, not to adamw"),
+        (["optim.name=lion", "optim.muon_momentum=0.9"], "belongs to optim.name=muon, not to lion"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        load_config(words)
+
+
+def test_split_masters_are_refused() -> None:
+    config = load_config(["--model", "gpt2-mini", "optim.name=muon", "tiered.master_format=split"])
+    with pytest.raises(UserError, match="optim.name=muon: it updates fp32 masters"):
+        make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("h200"))

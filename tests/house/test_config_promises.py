@@ -66,7 +66,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "optim.name": ([], ["optim.name=lion"], "losses"),
     "optim.betas": ([], ["optim.betas=[0.8, 0.95]"], "losses"),
     "optim.eps": ([], ["optim.eps=1e-3"], "losses"),
-    "optim.muon_lr": (["optim.name=muon"], ["optim.muon_lr=0.01"], "losses"),
+    "optim.muon_lr": (["optim.name=muon"], ["optim.muon_lr=0.02"], "losses"),
     "optim.muon_momentum": (["optim.name=muon"], ["optim.muon_momentum=0.5"], "losses"),
     "optim.muon_adjust_lr": (["optim.name=muon"], ["optim.muon_adjust_lr=original"], "losses"),
     "optim.moment_dtype": ([], ["optim.moment_dtype=8bit"], "checkpoint"),

@@ -401,5 +401,5 @@ def test_what_does_not_go_together_is_refused(words: list[str], told: str) -> No
 
 def test_split_masters_are_refused() -> None:
     config = load_config(["--model", "gpt2-mini", "optim.name=muon", "tiered.master_format=split"])
-    with pytest.raises(UserError, match="optim.name=muon: it updates fp32 masters"):
+    with pytest.raises(UserError, match=r"optim\.name=muon: it updates fp32 masters"):
         make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("h200"))

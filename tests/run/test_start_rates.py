@@ -10,8 +10,8 @@ import torch
 from commands import TINY, call_and_kill
 
 import offload_trainer as ot
-from offload_trainer.optim import cpu_units
 from offload_trainer.machine.rate_cache import cache_file
+from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.run import machine_rates

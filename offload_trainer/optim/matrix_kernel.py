@@ -63,7 +63,9 @@ class MatrixKernel:
         noise: RoundingNoise | None,
     ) -> None:
         """Update the page; see `Kernel.update_page`. A part of a page of matrices is one weight's, without padding."""
-        if not any(isinstance(part.hyper, Muon) for part in parts):
+        if not parts:
+            return
+        if not isinstance(parts[0].hyper, Muon):
             form = StateFormat(ADAMW, format.moments, format.remainders)
             self._elementwise.update_page(fields, grad, out, parts, format=form, scale=scale, noise=noise)
             return

@@ -246,13 +246,13 @@ def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> P
     default, other = (FORWARD, OFF) if first.forecast.behind else (OFF, FORWARD)
     if first.fits and first.forecast.step is None:
         open_ways = [default, *([other] if engine.section.overlap == "auto" else [])]
-        open_ways += [way for way, why_not in engine.open_schedules(work) if not why_not]
+        open_ways += [way for way, why_not in engine.open_schedules(work, machine) if not why_not]
         ways = tuple(UpdateSchedule(way, None, None) for way in open_ways)
         return replace(first, ways=ways, way=default) if len(ways) > 1 else first
     taken, tried = default, [_schedule_of(default, first)]
     if engine.section.overlap == "auto" and first.fits:
         tried.append(_schedule_of(other, replace(first, forecast=first.forecast.otherwise)))
-    for words, why_not in engine.open_schedules(work):
+    for words, why_not in engine.open_schedules(work, machine):
         if in_memory and (words != FULL or why_not):
             continue
         plan = None if why_not else _best_placement(engine.with_setting(words), work, machine)

@@ -32,6 +32,7 @@ from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import ALIGN, pages_of, range_of_rank, rank_of, units_of
+from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.settings import load_config
 
@@ -75,15 +76,20 @@ def drives(tmp_path: Path) -> list[Path]:
     return made
 
 
+def with_muon(reference: Any, model: Path, *, adjust_lr_fn: str = "match_rms_adamw") -> None:
+    """Give a plain engine torch's Muon for the matrices of blocks."""
+    shape = resolve_model(load_config(["--model", str(model), "--scratch"]).model, seed=0).shape
+    matrices = [reference._masters[weight.name] for weight in shape.weights if weight.matrix]
+    reference._adam = MuonWithAdamW(reference._adam.param_groups, matrices, lr=RATE, adjust_lr_fn=adjust_lr_fn)
+
+
 @cache
 def by_torch(
     model: Path, steps: int, *words: str, accumulate: int = 1, adjust_lr_fn: str = "match_rms_adamw", lr: float = RATE
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Train on plain torch with its own Muon and AdamW."""
     with engine(model, "--engine", "plain", *words) as reference:
-        shape = resolve_model(load_config(["--model", str(model), "--scratch"]).model, seed=0).shape
-        matrices = [reference._masters[weight.name] for weight in shape.weights if weight.matrix]
-        reference._adam = MuonWithAdamW(reference._adam.param_groups, matrices, lr=RATE, adjust_lr_fn=adjust_lr_fn)
+        with_muon(reference, model, adjust_lr_fn=adjust_lr_fn)
         return train(reference, batches(steps * accumulate), accumulate=accumulate, lr=lr), masters(reference)
 
 
@@ -110,6 +116,29 @@ def test_each_expert_is_a_matrix(models: dict[str, Path], drives: list[Path]) ->
         assert_same(masters(ours), by_torch(models["mixtral"], 4, *words)[1])
         sizes = {page.elements for page in ours.offloaded.store.pages if page.matrices}
     assert 3 * ALIGN in sizes
+
+
+@pytest.mark.parametrize("home", ["in RAM", "all on the drives"])
+def test_matrices_without_a_gradient_stay(home: str, models: dict[str, Path], drives: list[Path]) -> None:
+    """Their momentum stays as well, and no weight decay is applied, as in torch."""
+    words = ["--dtype", "fp32", "--lr", str(RATE)]
+
+    def without_last_block(trained: Any) -> Any:
+        body, whole = trained._module.model.transformer, trained._module.model.transformer.h
+
+        def before(step: int) -> None:
+            body.h = whole[:-1] if step == 2 else whole
+
+        return before
+
+    model = models["gpt2"]
+    with engine(model, "--engine", "plain", *words) as reference:
+        with_muon(reference, model)
+        expected = train(reference, batches(4), lr=RATE, before=without_last_block(reference))
+        right = masters(reference)
+    with engine(model, *MUON, *words, *HOMES[home], drives=drives) as ours:
+        assert train(ours, batches(4), lr=RATE, before=without_last_block(ours)) == expected
+        assert_same(masters(ours), right)
 
 
 def test_other_settings_are_torchs_too(models: dict[str, Path]) -> None:
@@ -403,3 +432,16 @@ def test_split_masters_are_refused() -> None:
     config = load_config(["--model", "gpt2-mini", "optim.name=muon", "tiered.master_format=split"])
     with pytest.raises(UserError, match=r"optim\.name=muon: it updates fp32 masters"):
         make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("h200"))
+
+
+def test_on_a_cpu_the_update_has_all_cores() -> None:
+    """Behind the model it would have one core, and its products take longer than all else of a step."""
+    words = ["--model", "gpt2-xl", "--nvme", "/ssd", "--optimizer", "nvme", "optim.name=muon"]
+    machine, seconds = replace(read_machine("h200"), gpu=None), []
+    for overlap in ("auto", "forward"):
+        config = load_config([*words, f"tiered.overlap={overlap}"])
+        plan = make_plan(config, resolve_model(config.model, seed=0).shape, machine)
+        assert isinstance(plan.sizes, TierSizes)
+        assert plan.sizes.overlap == (overlap == "forward")
+        seconds += [bound.seconds for bound in plan.forecast.bounds if bound.what.startswith("Muon on")]
+    assert seconds[1] > 10 * seconds[0]

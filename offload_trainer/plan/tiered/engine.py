@@ -203,7 +203,7 @@ class Tiered:
         key, value = words.removeprefix("tiered.").split("=")
         return replace(self, section=self.section.model_copy(update={key: value}))
 
-    def open_schedules(self, work: Workload) -> Iterator[tuple[str, str]]:
+    def open_schedules(self, work: Workload, machine: MachineProfile) -> Iterator[tuple[str, str]]:
         """Yield (setting, why it is impossible or "") of the update schedules that need a plan of their own.
 
         These are the ones that the configuration leaves to `auto`. Results do not depend on the schedule.
@@ -217,8 +217,10 @@ class Tiered:
         if section.master_format == "auto" and section.overlap != "backward" and section.state_copies != 2:
             yield REMAINDER, why_not(REMAINDER)
         if section.overlap == "auto" and section.state_copies != 1 and section.master_format != "split":
-            alone = f"{FULL} with {work.world} ranks: auto chooses it only for one rank" if work.world > 1 else ""
-            yield FULL, why_not(FULL) or alone
+            slower = f"{FULL} with {work.world} ranks: auto chooses it only for one rank" if work.world > 1 else ""
+            if work.state.rule.matrices and machine.gpu is None:
+                slower = f"{FULL} with optim.name={work.state.rule.name} on a CPU: the update has only one core then"
+            yield FULL, why_not(FULL) or slower
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
         """Return the candidates, from the fastest to the one that needs the least memory."""
@@ -434,7 +436,8 @@ class TieredCandidate:
         products: float | None = 0.0
         if work.state.rule.matrices:
             products = seconds_of(work.shape, self.machine)
-            products = None if products is None else products / work.world
+            cores = self.machine.cores / work.here if self._computes_products_on_cpu and self.sizes.overlap else 1
+            products = None if products is None else products * cores / work.world
         if inside:
             whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
             timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
@@ -457,7 +460,8 @@ class TieredCandidate:
 
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
-        if not (self.sizes.overlap or self.may_overlap):
+        # An update that overlaps has one core of a CPU that computes the model.
+        if not self.sizes.overlap and (self._computes_products_on_cpu or not self.may_overlap):
             return self.sizes, found
         behind = self.behind(found)
         if found.step is not None:
@@ -471,6 +475,11 @@ class TieredCandidate:
         if self.sizes.ahead:
             return self.sizes, self._ahead(found, behind.hidden)
         return replace(self.sizes, overlap=True), behind
+
+    @property
+    def _computes_products_on_cpu(self) -> bool:
+        """Return whether the update has matrix products, and the CPU computes them and the model."""
+        return self.work.state.rule.matrices and self.machine.gpu is None
 
     def behind(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""

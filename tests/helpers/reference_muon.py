@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 
-class MuonWithAdamW:
-    """torch.optim.Muon and torch.optim.AdamW(fused=True) behind one interface."""
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon and torch.optim.AdamW(fused=True) as one optimizer, which has their groups."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], matrices: Iterable[torch.Tensor], **muon: Any) -> None:
         """Take the groups of an AdamW; of these, Muon with the options `muon` updates `matrices`.
@@ -24,6 +24,8 @@ class MuonWithAdamW:
             others.append({**group, "params": [p for p in group["params"] if p not in whole]})
         self.muon = torch.optim.Muon([group for group in of_muon if group["params"]], **muon)
         self.adamw = torch.optim.AdamW([group for group in others if group["params"]], fused=True)
+        super().__init__([part for part, _, _ in self._parts], {})
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
 
     def _parts_of(self, weight: torch.Tensor) -> list[torch.nn.Parameter]:
         if weight.dim() == 2:
@@ -33,17 +35,16 @@ class MuonWithAdamW:
         self._parts += found  # type: ignore[arg-type]
         return [part for part, _, _ in found]
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [*self.muon.param_groups, *self.adamw.param_groups]
-
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part, weight, number in self._parts:
             part.grad = weight.grad if number is None or weight.grad is None else weight.grad[number]
         self.muon.step()
         self.adamw.step()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         for _, weight, _ in self._parts:
             weight.grad = None
         self.adamw.zero_grad()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: accelerate loads the state that it has just taken, and would separate the groups."""

@@ -11,10 +11,12 @@ import torch
 from commands import HELPERS, start
 from compare_trainers import assert_same, told, weights
 from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock
+from reference_muon import MuonWithAdamW
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from offload_trainer import offload
+from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, attach
 
@@ -65,6 +67,31 @@ def test_without_clipping(home: str, folder: Path, drive: Path, tmp_path: Path) 
         trainer.train()
         assert told(trainer) == told(expected)
         assert all("grad_norm" in entry for entry in told(trainer) if "loss" in entry)
+        trainer.save_model()
+    expected.save_model()
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_muon(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+    """A model loaded with rule="muon" has a Trainer's bits with torch's Muon for the matrices of blocks."""
+    use_fp32_products(torch.bfloat16)  # those of Newton and Schulz are bf16 on any CPU
+    words = {"max_steps": 8, "save_strategy": "no"}
+    expected = stock(folder, tmp_path / "stock", **words)
+    named, decays = dict(expected.model.named_parameters()), expected.get_decay_parameter_names(expected.model)
+    adamw = {"lr": expected.args.learning_rate, "betas": (0.9, 0.999), "eps": 1e-8}
+    groups = [
+        {"params": [p for name, p in named.items() if (name in decays) == decaying], "weight_decay": decay, **adamw}
+        for decaying, decay in ((True, expected.args.weight_decay), (False, 0.0))
+    ]
+    matrices = [p for name, p in named.items() if ".layers." in name and p.dim() == 2]
+    muon = {"lr": expected.args.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+    expected.optimizer = MuonWithAdamW(groups, matrices, **muon)
+    expected.train()
+    with loaded(folder, drive, home=home, rule="muon") as model:
+        trainer = ours(model, tmp_path / "ours", **words)
+        trainer.train()
+        assert told(trainer) == told(expected)
         trainer.save_model()
     expected.save_model()
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))

@@ -21,7 +21,7 @@ from offload_trainer.optim.nvrtc import Gpu, gpu_of
 from offload_trainer.optim.rules import TYPES, Step, step_constants
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import StateFormat, scales_of, state_formats
+from offload_trainer.plan.tiered.state_formats import StateFormat, elementwise_formats, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
@@ -131,11 +131,7 @@ class CudaKernel:
 
     def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
         self.gpu = gpu
-        self._kernels = gpu.load(
-            SOURCE,
-            [str(format) for format in state_formats() if not format.rule.matrices],
-            defines=defines(fuses=fuses),
-        )
+        self._kernels = gpu.load(SOURCE, list(map(str, elementwise_formats())), defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
 

@@ -13,7 +13,7 @@ from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
 from offload_trainer.optim.split_masters import with_remainders
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat, UpdateRule, state_formats
+from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat, UpdateRule, elementwise_formats
 
 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
@@ -60,8 +60,7 @@ def matches_bitwise(reference: Kernel, kernel: Kernel, *, device: str | torch.de
     """
     return all(
         _same_bits(reference, kernel, replace(format, remainders=remainders), device=device)
-        for format in state_formats()
-        if not format.rule.matrices  # of its pages only those of AdamW come to these kernels
+        for format in elementwise_formats()
         for remainders in (False, True)
     )
 

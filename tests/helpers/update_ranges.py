@@ -9,11 +9,11 @@ import torch
 
 from offload_trainer.optim.kernel_api import Kernel, ParamRange
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
-from offload_trainer.plan.tiered.state_formats import StateFormat, state_formats
+from offload_trainer.plan.tiered.state_formats import StateFormat, elementwise_formats
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 LION = Lion(lr=1e-3, betas=(0.9, 0.99), decay=0.1)
-FORMATS = {str(found).removeprefix("adamw_"): found for found in state_formats()}
+FORMATS = {str(found).removeprefix("adamw_"): found for found in elementwise_formats()}
 
 
 def form(states: str) -> StateFormat:

@@ -186,6 +186,12 @@ def state_formats() -> tuple[StateFormat, ...]:
 
 
 @cache
+def elementwise_formats() -> tuple[StateFormat, ...]:
+    """Return the formats with fp32 masters that update kernels read and write: those of rules on single elements."""
+    return tuple(format for format in state_formats() if not format.rule.matrices)
+
+
+@cache
 def state_format(rule: str, moments: str, *, remainders: bool = False) -> StateFormat:
     """Return the format for optim.name and optim.moment_dtype.
 

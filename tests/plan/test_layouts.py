@@ -117,9 +117,9 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         divided.append(str(how))
         return pages_of(units, **how)  # type: ignore[arg-type]
 
-    def lay_out(shape: ModelShape) -> object:
+    def lay_out(shape: ModelShape, **how: bool) -> object:
         laid_out.append(shape)
-        return units_of(shape)
+        return units_of(shape, **how)
 
     monkeypatch.setattr(spec, "pages_of", divide)
     monkeypatch.setattr(spec, "units_of", lay_out)

@@ -387,7 +387,7 @@ def main() -> None:
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
     titles = ["task", "kernel", "M elements/s", "least to greatest", "B/element", "GB/s", "casts", "moments"]
-    titles += ["threads", "tensors", "masters beside torch's"]
+    titles += ["threads", "tensors", "masters compared with torch's"]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for row in rows:
         cells = [row["task"], row["kernel"], f"{row['m_elements_per_second']:.0f}"]

@@ -1,4 +1,4 @@
-"""Which 16-bit matrix products this CPU computes in hardware. torch's products of other 16-bit matrices are slow."""
+"""Detect the CPU's units for 16-bit matrix products. Without them torch's products of 16-bit matrices are slow."""
 
 from __future__ import annotations
 

@@ -45,10 +45,7 @@ class MatrixKernel:
         self._elementwise, self._gpu = elementwise, gpu
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
         self._products = Products() if gpu is not None else BlockedProducts(threads)
-        self._arithmetic: MuonArithmetic = TorchMuon()
-        if isinstance(elementwise, NativeKernel):
-            native = NativeMuon(elementwise.library)
-            self._arithmetic = native if has_bits_of(TorchMuon(), native) else self._arithmetic
+        self._arithmetic = _arithmetic_of(elementwise)
 
     @torch.no_grad()
     def update_page(
@@ -66,7 +63,7 @@ class MatrixKernel:
         if not parts:
             return
         if not isinstance(parts[0].hyper, Muon):
-            form = StateFormat(ADAMW, format.moments, format.remainders)
+            form = StateFormat(ADAMW, format.moments)
             self._elementwise.update_page(fields, grad, out, parts, format=form, scale=scale, noise=noise)
             return
         for part in parts:
@@ -94,7 +91,7 @@ class MatrixKernel:
         """Return the orthogonalised direction, contiguous and where `direction` is."""
         if self._gpu is None or direction.is_cuda:
             return orthogonalised(direction, self._products).contiguous()
-        with torch.cuda.stream(self._stream):  # or it would wait for the model's products
+        with torch.cuda.stream(self._stream):  # on the default stream it would wait for the model's products
             return orthogonalised(direction.to(self._gpu), self._products).contiguous().cpu()
 
 
@@ -219,6 +216,15 @@ class NativeMuon:
             out_type=TYPES[None if out is None else out.dtype],
         )
         self._library.functions.muon_step(ctypes.byref(call), ctypes.c_int32(self._library.threads()))
+
+
+def _arithmetic_of(kernel: Kernel) -> MuonArithmetic:
+    """Return the arithmetic that belongs to an update kernel: compiled if it gives torch's bits on this CPU."""
+    if isinstance(kernel, NativeKernel):
+        native = NativeMuon(kernel.library)
+        if has_bits_of(TorchMuon(), native):
+            return native
+    return TorchMuon()
 
 
 def _lerp(lerp: Lerp) -> _Lerp:

@@ -19,7 +19,7 @@ import torch
 from offload_trainer.plan.tiered.orthogonalisation import ITERATIONS
 from offload_trainer.plan.tiered.state_formats import MUON, UpdateRule
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial
 _EPS = 1e-7
 _PIECE = 1 << 18  # elements that are computed in double precision at a time
 
@@ -27,7 +27,7 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 
 
 class Products:
-    """What a Newton-Schulz iteration computes from bf16 matrices: sums are in fp32 and rounded once."""
+    """The matrix operations of a Newton-Schulz iteration on bf16 matrices; sums are in fp32 and rounded once."""
 
     def norm(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the Frobenius norm, bf16 and 0-dim."""

@@ -1,9 +1,9 @@
 """Update rules: the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
 
-An elementwise rule (AdamW, Lion) consists of a class here, an `UpdateRule` with its state in
-`plan/tiered/state_formats.py`, its name in `config.py`, a branch in native/adam.cpp and in adam.cu, and the numbers
-that the kernels are compared with (`kernels.py`). native/adam.cpp and adam.cu declare the structures below with the
-same fields: change all three together. Pages and the ranges of ranks may begin and end anywhere in a matrix.
+An elementwise rule (AdamW, Lion) has a class here, and an `UpdateRule` in `plan/tiered/state_formats.py` that describes
+its state. Its name is in `config.py`. native/adam.cpp and adam.cu have a branch for it, and `kernels.py` the numbers
+that kernels are compared with. Both sources declare the structures below with the same fields: change all three
+together. Pages and the ranges of ranks may begin and end anywhere in a matrix.
 
 A rule on whole matrices (Muon, `muon.py`) has `UpdateRule.matrices`. The layout then cuts neither pages nor the ranges
 of ranks inside a matrix, `MatrixKernel` updates a page matrix by matrix, and all other weights follow AdamW.

@@ -273,11 +273,7 @@ def mistakes_of_rule(optim: OptimSection) -> list[str]:
         mistakes.append(f"optim.moment_dtype={optim.moment_dtype} with optim.name={optim.name}: {rule.no_other}")
     for key in rule.ignores:
         if (value := getattr(optim, key)) != getattr(default, key):
-            mistakes.append(f"optim.{key}={value:g} with optim.name={optim.name}, which has no {key}: leave it out")
-    if not rule.matrices:
-        for key in ("muon_lr", "muon_momentum", "muon_adjust_lr"):
-            if (value := getattr(optim, key)) != getattr(default, key):
-                mistakes.append(f"optim.{key}={value} belongs to optim.name=muon, not to {optim.name}: leave it out")
+            mistakes.append(f"optim.{key}={value} with optim.name={optim.name}, which has no {key}: leave it out")
     if max(optim.betas) >= 1:
         mistakes.append(f"optim.betas={list(optim.betas)}: both must be below 1")
     return mistakes

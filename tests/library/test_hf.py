@@ -75,7 +75,7 @@ def test_without_clipping(home: str, folder: Path, drive: Path, tmp_path: Path) 
 @pytest.mark.parametrize("home", HOMES)
 def test_muon(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """A model loaded with rule="muon" has a Trainer's bits with torch's Muon for the matrices of blocks."""
-    use_fp32_products(torch.bfloat16)  # those of Newton and Schulz are bf16 on any CPU
+    use_fp32_products(torch.bfloat16)  # Newton-Schulz multiplies bf16 matrices in an fp32 run, too
     words = {"max_steps": 8, "save_strategy": "no"}
     expected = stock(folder, tmp_path / "stock", **words)
     named, decays = dict(expected.model.named_parameters()), expected.get_decay_parameter_names(expected.model)

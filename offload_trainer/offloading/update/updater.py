@@ -93,8 +93,8 @@ class Updater:
         if store.format.rule.matrices:
             place = device.place if device.is_cuda else None
             threads = cores_beside(device) if overlap_forward else torch.get_num_threads()
-            on_cpu, on_device = (MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels)
-            kernels = on_cpu, on_device
+            made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
+            kernels = made[kernels[0]], made[kernels[1]]
         self._kernel, self._device_kernel = kernels
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates

@@ -55,7 +55,7 @@ class Unit:
     trained: int  # the trainable weights occupy [0, trained); a multiple of ALIGN
     elements: int  # trainable and frozen weights; a multiple of ALIGN
     within: str = ""  # name of the block that contains the unit, or is the unit
-    cuts: tuple[int, ...] = (0,)  # where its matrices may be separated, from 0 to the end of the last one
+    cuts: tuple[int, ...] = (0,)  # positions between its matrices at which pages may end, from 0 to the last one's end
 
     @property
     def matrices(self) -> int:
@@ -220,8 +220,8 @@ def pages_of(
     page_groups: dict[tuple[tuple[int, ...], ...], tuple[Page, ...]] = {}
     found: list[Page] = []
     for rank in range(ranks):
-        begins = {unit.index: range_of_rank(unit, rank, ranks=ranks)[0] for unit in units}
-        cuts = tuple(_cuts_of_rank(unit, rank, ranks=ranks) for unit in units)
+        stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
+        cuts = tuple(_cuts_within(unit, first, end) for unit, (first, end) in zip(units, stretches, strict=True))
         if cuts not in page_groups:
             page_groups[cuts] = _pages_of_rank(
                 [piece for unit, its in zip(units, cuts, strict=True) for piece in _cut(unit, its, page=page)],
@@ -229,6 +229,7 @@ def pages_of(
                 speeds=speeds,
                 last=last,
             )
+        begins = {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
         found += (
             [
                 Page(one.unit, begins[one.unit] + one.start, one.elements, one.home, one.matrices)
@@ -240,9 +241,8 @@ def pages_of(
     return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
 
 
-def _cuts_of_rank(unit: Unit, rank: int, *, ranks: int) -> tuple[int, ...]:
-    """Return where the rank's matrices end and where its range ends, from the start of its range."""
-    first, end = range_of_rank(unit, rank, ranks=ranks)
+def _cuts_within(unit: Unit, first: int, end: int) -> tuple[int, ...]:
+    """Return the ends of the matrices in a range of the unit, and the range's end, counted from its start."""
     return (*(cut - first for cut in unit.cuts if first < cut <= end), end - first)
 
 

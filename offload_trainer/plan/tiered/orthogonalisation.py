@@ -1,4 +1,4 @@
-"""What it takes to orthogonalise the matrices of an update rule such as Muon: operations, seconds and memory."""
+"""Count the operations, seconds and memory of orthogonalising matrices, for an update rule such as Muon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import stands_for
 
-ITERATIONS = 5  # of Newton and Schulz, as in torch.optim.Muon
+ITERATIONS = 5  # Newton-Schulz iterations, as in torch.optim.Muon
 
 
 def products_of(shape: tuple[int, int]) -> int:

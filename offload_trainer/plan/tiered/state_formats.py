@@ -72,7 +72,8 @@ class UpdateRule:
         return ("master", *(moment.name for moment in self.moments))
 
 
-ADAMW = UpdateRule("adamw", "AdamW", (EXP_AVG, EXP_AVG_SQ), (FP32, BF16, EIGHT_BIT))
+_OF_MUON = ("muon_lr", "muon_momentum", "muon_adjust_lr")
+ADAMW = UpdateRule("adamw", "AdamW", (EXP_AVG, EXP_AVG_SQ), (FP32, BF16, EIGHT_BIT), ignores=_OF_MUON)
 LION = UpdateRule(
     "lion",
     "Lion",
@@ -80,7 +81,7 @@ LION = UpdateRule(
     (FP32, BF16),
     no_other="its moment changes by a hundredth a step, which rounding to the nearest of 256 numbers would undo; use "
     "bf16",
-    ignores=("eps",),
+    ignores=("eps", *_OF_MUON),
     note="optimizer Lion: betas {betas[0]:g} and {betas[1]:g} (optim.betas), one moment a parameter",
 )
 MUON = UpdateRule(

@@ -327,24 +327,23 @@ def _hub_mistakes(args: TrainingArguments, session: Session) -> list[str]:
 
 def _generation_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     """Return a message for each argument of TRL's trainers that generate which cannot work with offloaded weights."""
-    given = partial(getattr, args)
     needs_reference = session.trained and _is_one_of(args, _GENERATING)
     wrong = {
         "use_vllm": (
-            given("use_vllm", False),
+            getattr(args, "use_vllm", False),
             "TRL would hand vLLM parameters whose memory is reused: leave it out, so that the model itself generates; "
             "GRPOTrainer's rollout_func may send session.named_weights() to a server of yours",
         ),
         "use_transformers_continuous_batching": (
-            given("use_transformers_continuous_batching", False),
+            getattr(args, "use_transformers_continuous_batching", False),
             "it runs the model in another thread, which was not tried with offloaded weights: leave it out",
         ),
         "cast_lm_head_to_fp32": (
-            given("cast_lm_head_to_fp32", False),
+            getattr(args, "cast_lm_head_to_fp32", False),
             "it converts an offloaded weight in place: leave it out",
         ),
         "beta": (
-            given("beta") if needs_reference else 0.0,
+            getattr(args, "beta", 0.0) if needs_reference else 0.0,
             "the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, which is then "
             "the reference",
         ),

@@ -99,7 +99,10 @@ class Offloaded(_Trainer):
         if words.get("optimizer_cls_and_kwargs") or any(words.get("optimizers", ())):
             mistakes.append("optimizers=: leave it out; the arguments' rate, betas and decay go to the session's AdamW")
         _refuse(mistakes)
-        super().__init__(model, *positional, **words)
+        if positional:
+            super().__init__(model, *positional, **words)
+        else:
+            super().__init__(model=model, **words)  # some Trainers take the model by its name only
         _refuse(argument_mistakes(self.args, self._session) + model_mistakes(self.model, self._session))
         if self._session.trained:
             self._make_own_optimizer()
@@ -107,7 +110,8 @@ class Offloaded(_Trainer):
     def _make_own_optimizer(self) -> None:
         """Call a subclass's create_optimizer now, to refuse an optimizer that would find no gradients.
 
-        Raises UserError for overrides that come after this class in the MRO and so would never be called.
+        Raises UserError for overrides that come after this class in the MRO, and so would never be called, unless a
+        class in front of this one has its own.
         """
         from transformers import Trainer
 
@@ -116,7 +120,7 @@ class Offloaded(_Trainer):
         for name in _MAKES:
             behind = next((one for one in classes[here + 1 :] if name in vars(one)), None)
             front = next((one for one in classes[:here] if name in vars(one)), None)
-            if behind not in (None, Trainer) or (front and name != "create_optimizer"):
+            if (behind not in (None, Trainer) and not front) or (front and name != "create_optimizer"):
                 raise UserError(
                     f"{name} of {(front or behind).__name__} would not be called: override create_optimizer in a class "  # type: ignore[union-attr]
                     "in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"

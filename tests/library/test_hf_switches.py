@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from compare_trainers import assert_same, told, weights
-from hf_trainers import HOMES, loaded, model_folder, ours, stock
+from hf_trainers import HOMES, arguments, loaded, model_folder, ours, rows, stock
 from huggingface_hub.utils import filter_repo_objects
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from offload_trainer.errors import UserError
+from offload_trainer.hf import Offloaded
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +137,39 @@ def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: P
 def test_switches_that_are_refused(words: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     with loaded(folder, drive) as model, pytest.raises(UserError, match=said):
         ours(model, tmp_path, **words)
+
+
+class Foreign(Trainer):
+    """A Trainer as other projects have them: it takes the model by name only, and may make an optimizer of its own."""
+
+    def __init__(self, note: str, **words: Any) -> None:
+        self.note = note
+        super().__init__(**words)
+
+    def create_optimizer(self, *positional: Any) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return super().create_optimizer(*positional)
+
+
+class OverForeign(Offloaded, Foreign):
+    pass
+
+
+class WithOwnOptimizer(Offloaded, Foreign):
+    def create_optimizer(self, *positional: Any) -> torch.optim.Optimizer:
+        return super().create_optimizer(*positional)
+
+
+def test_over_a_trainer_of_another_project(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """An optimizer behind the mixin is refused, unless the user's class returns the session's in its place."""
+    words: dict[str, Any] = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
+    expected = stock(folder, tmp_path / "stock", **words)
+    expected.train()
+    with loaded(folder, drive) as model:
+        given = {"model": model, "args": arguments(tmp_path / "ours", **words), "train_dataset": rows(48)}
+        with pytest.raises(UserError, match=r"create_optimizer of Foreign would not be called"):
+            OverForeign(note="kept", **given)
+        trainer = WithOwnOptimizer(note="kept", **given)
+        assert trainer.note == "kept"
+        trainer.train()
+        assert told(trainer) == told(expected)

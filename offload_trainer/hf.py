@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
@@ -42,9 +42,14 @@ else:
     _Trainer = object  # at run time the subclass supplies the Trainer, after Offloaded in its bases
 
 STATE = "offload"  # subdirectory of a checkpoint with the session's state
-_WORK = ".export"  # scratch directory where a model is written before its files are renamed into place
+# Scratch directory where a model is written before its files are renamed into place. The Trainer pushes no name that
+# begins with an underscore to the hub.
+_WORK = "_export"
 _TRAINER_STATE = "trainer_state.json"  # the Trainer writes this file last
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+# TRL's arguments, by the names of their classes, since TRL need not be installed
+_PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # an example is two rows, chosen and rejected
+_GENERATING = ("GRPOConfig", "RLOOConfig")  # their reference model, without adapters, is a second one unless beta is 0
 _MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # methods
 
 
@@ -94,7 +99,10 @@ class Offloaded(_Trainer):
         if words.get("optimizer_cls_and_kwargs") or any(words.get("optimizers", ())):
             mistakes.append("optimizers=: leave it out; the arguments' rate, betas and decay go to the session's AdamW")
         _refuse(mistakes)
-        super().__init__(model, *positional, **words)
+        if positional:
+            super().__init__(model, *positional, **words)
+        else:
+            super().__init__(model=model, **words)  # some Trainers take the model by its name only
         _refuse(argument_mistakes(self.args, self._session) + model_mistakes(self.model, self._session))
         if self._session.trained:
             self._make_own_optimizer()
@@ -102,7 +110,8 @@ class Offloaded(_Trainer):
     def _make_own_optimizer(self) -> None:
         """Call a subclass's create_optimizer now, to refuse an optimizer that would find no gradients.
 
-        Raises UserError for overrides that come after this class in the MRO and so would never be called.
+        Raises UserError for overrides that come after this class in the MRO, and so would never be called, unless a
+        class in front of this one has its own.
         """
         from transformers import Trainer
 
@@ -111,7 +120,7 @@ class Offloaded(_Trainer):
         for name in _MAKES:
             behind = next((one for one in classes[here + 1 :] if name in vars(one)), None)
             front = next((one for one in classes[:here] if name in vars(one)), None)
-            if behind not in (None, Trainer) or (front and name != "create_optimizer"):
+            if (behind not in (None, Trainer) and not front) or (front and name != "create_optimizer"):
                 raise UserError(
                     f"{name} of {(front or behind).__name__} would not be called: override create_optimizer in a class "  # type: ignore[union-attr]
                     "in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"
@@ -263,33 +272,92 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         "fp16": (args.fp16, f"{precision}: fp16=False"),
         "bf16_full_eval": (args.bf16_full_eval, "it converts the model in place: leave it out"),
         "fp16_full_eval": (args.fp16_full_eval, "it converts the model in place: leave it out"),
-        "torch_compile": (args.torch_compile, "compiled code keeps weights that have moved: leave it out"),
+        "torch_compile": (
+            args.torch_compile,
+            "compiled code keeps weights that have moved, so a session runs eagerly: leave it out; the command "
+            "compiles the inside of blocks, with `offload-train ... model.compile=on`",
+        ),
         "deepspeed": (args.deepspeed, "it would place the weights a second time: leave it out"),
         "fsdp": (args.fsdp, "it would place the weights a second time: leave it out"),
-        "auto_find_batch_size": (args.auto_find_batch_size, "it starts anew amid a step: leave it out; load() plans"),
-        "use_liger_kernel": (args.use_liger_kernel, "it was not tried here: leave it out"),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "it starts again with fewer rows in the middle of a step: leave it out, and give the number of rows to "
+            "load(..., micro_batch_size=N), whose plan says what they need and is refused if they do not fit",
+        ),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "it would replace modules whose weights are offloaded already, which was not tried: leave it out, and "
+            "apply liger_kernel to the module before ot.offload(module, ...)",
+        ),
         "activation_offloading": (getattr(args, "activation_offloading", False), "it would keep weights: leave it out"),
     }
     mistakes = [f"{name}={value}: {why}" for name, (value, why) in wrong.items() if value]
+    mistakes += _hub_mistakes(args, session) + _generation_mistakes(args, session)
     if session.trained and args.optim not in _ADAMW:
         mistakes.append(f"optim={str(getattr(args.optim, 'value', args.optim))!r}: AdamW alone, {' or '.join(_ADAMW)}")
     if args.n_gpu > 1:
         mistakes.append(f"{args.n_gpu} GPUs in one process would be DataParallel: set CUDA_VISIBLE_DEVICES to one")
     if args.world_size > 1:
-        mistakes.append(f"{args.world_size} processes: one, without torchrun or accelerate launch")
+        mistakes.append(
+            f"{args.world_size} processes: a session holds the gradients and the state of one process and sums no "
+            "others' gradients: start one, without torchrun or accelerate launch"
+        )
     if args.device.type != session.device.type:
         mistakes.append(f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out")
     if args.save_only_model and args.load_best_model_at_end:
         mistakes.append("save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state")
     if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
         mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
-    several = 2 if hasattr(args, "precompute_ref_log_probs") else 1  # preference training: chosen, rejected
+    several = 2 if _is_one_of(args, _PAIRS) else 1
     rows, planned = args.per_device_train_batch_size * several, session.plan.micro_batch
     if rows > planned:
         mistakes.append(
             f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"
         )
     return mistakes + _checkpointing_mistakes(args)
+
+
+def _hub_mistakes(args: TrainingArguments, session: Session) -> list[str]:
+    """Return a message if the Trainer would push a session's state, with masters and moments, to the hub."""
+    strategy = HubStrategy(args.hub_strategy)
+    whole = strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) and not args.save_only_model
+    if not (args.push_to_hub and whole and session.trained):
+        return []
+    return [
+        f"hub_strategy={strategy.value!r}: each save would push the masters and moments of all weights: "
+        "hub_strategy='every_save' or 'end' pushes the model, and save_only_model=True makes checkpoints without them"
+    ]
+
+
+def _generation_mistakes(args: TrainingArguments, session: Session) -> list[str]:
+    """Return a message for each argument of TRL's trainers that generate which cannot work with offloaded weights."""
+    needs_reference = session.trained and _is_one_of(args, _GENERATING)
+    wrong = {
+        "use_vllm": (
+            getattr(args, "use_vllm", False),
+            "TRL would hand vLLM parameters whose memory is reused: leave it out, so that the model itself generates; "
+            "GRPOTrainer's rollout_func may send session.named_weights() to a server of yours",
+        ),
+        "use_transformers_continuous_batching": (
+            getattr(args, "use_transformers_continuous_batching", False),
+            "it runs the model in another thread, which was not tried with offloaded weights: leave it out",
+        ),
+        "cast_lm_head_to_fp32": (
+            getattr(args, "cast_lm_head_to_fp32", False),
+            "it converts an offloaded weight in place: leave it out",
+        ),
+        "beta": (
+            getattr(args, "beta", 0.0) if needs_reference else 0.0,
+            "the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, which is then "
+            "the reference",
+        ),
+    }
+    return [f"{name}={value}: {why}" for name, (value, why) in wrong.items() if value]
+
+
+def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
+    """Return True if the arguments' class, or one that it derives from, has one of these names."""
+    return any(one.__name__ in names for one in type(args).__mro__)
 
 
 def _checkpointing_mistakes(args: TrainingArguments) -> list[str]:

@@ -15,7 +15,7 @@ import copy
 import json
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,7 +37,7 @@ from offload_trainer.session.extra_params import layout_of, read_residents, set_
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.storage.atomic_io import copy_tree, make_directories, put_in_place, sync_directory, write_text
 from offload_trainer.storage.owned_dirs import clear, replacing
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
+from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -108,11 +108,19 @@ class Saves:
             snapshot.close()
 
     def export(
-        self, destination: Path, offloaded: OffloadedModel, *, dtype: str, change: Change | None, step: int
+        self,
+        destination: Path,
+        offloaded: OffloadedModel,
+        *,
+        dtype: str,
+        change: Change | None,
+        step: int,
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Export the weights in `dtype`.
 
         `change`: function applied to each weight, such as merging an adapter. `step`: step count for the model card.
+        `buffers`: persistent buffers by name, which are written with a model that is not a causal language model.
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -130,7 +138,7 @@ class Saves:
         if self.causal_lm:
             write_model(source.with_buffers(), destination, dtype=dtype)
         else:
-            _write_by_name(source, destination.absolute(), dtype=dtype)
+            _write_by_name(source, buffers, destination.absolute(), dtype=dtype)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -227,9 +235,16 @@ def _newest(directory: Path) -> Path | None:
     return None
 
 
-def _write_by_name(source: Source, destination: Path, *, dtype: str) -> None:
-    """Write model.safetensors with the parameters' names, and the configuration if there is one."""
+def _write_by_name(source: Source, buffers: Mapping[str, torch.Tensor], destination: Path, *, dtype: str) -> None:
+    """Write model.safetensors with the names of parameters and buffers, and the configuration if there is one.
+
+    Raises UserError for a buffer of a dtype that safetensors files do not hold.
+    """
+    for name, buffer in buffers.items():
+        if buffer.dtype not in SAFETENSORS_DTYPES:
+            raise UserError(f"buffer {name} is {buffer.dtype}, which cannot be written: register it persistent=False")
     entries = [TensorEntry(name, DTYPES[dtype], shape) for name, shape in source.shapes.items()]
+    entries += [TensorEntry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
     check_destination(destination, sum(entry.bytes for entry in entries))
     try:
         with replacing(destination, what=EXPORT) as new:
@@ -237,6 +252,8 @@ def _write_by_name(source: Source, destination: Path, *, dtype: str) -> None:
             writer = TensorFileWriter(new / "model.safetensors", entries)
             for name, tensor in source.weights():
                 writer.write(name, tensor.to(DTYPES[dtype]))
+            for name, buffer in buffers.items():
+                writer.write(name, buffer)
             writer.close()
             sync_directory(new)
             put_in_place(new, destination)

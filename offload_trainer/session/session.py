@@ -64,6 +64,7 @@ class Session:
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
         self._equal: set[str] = set()  # keys left out of a state_dict that is being loaded
+        self._buffers = frozenset(persistent_buffers(model))  # without those of adapters, which come later
         model.register_load_state_dict_pre_hook(self._leave_equal)
         model.register_load_state_dict_post_hook(self._have_equal)
         model.register_forward_pre_hook(not_compiled(self._begin_forward), prepend=True)
@@ -315,11 +316,18 @@ class Session:
         """Names of the weights with optimizer state, those that are not offloaded last."""
         return (*self._offloaded.trained, *(self._optimizer.residents if self._optimizer else ()))
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, copy on the CPU in the model's dtype) of each offloaded weight, tied weights once."""
+    def named_weights(self, *, merge: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, copy on the CPU in the model's dtype) of each offloaded weight, tied weights once.
+
+        They are the weights after the last step, one at a time, so a generation server can take them after each step.
+        `merge`: merge LoRA adapters into them, bit for bit as PEFT's merge_and_unload; raises UserError for other
+        parameters that cannot be merged.
+        """
         self._refuse_closed()
+        change = merging(self.model) if merge else None
         for name in self._offloaded.parameters:
-            yield name, self._offloaded.weight(name)
+            weight = self._offloaded.weight(name)
+            yield name, change(name, weight) if change else weight
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a copy of one weight on the CPU, in the model's dtype."""
@@ -389,15 +397,17 @@ class Session:
     def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
         """Export the weights, streamed one at a time, to a directory that transformers can load.
 
-        `dtype`: "bf16", "fp16" or "fp32". A module that is not a transformers model is written to model.safetensors
-        under its parameters' names. `merge`: merge LoRA adapters into the weights, bit for bit as PEFT's
-        merge_and_unload; raises UserError for other parameters that cannot be merged.
+        `dtype`: "bf16", "fp16" or "fp32". A module that is not a causal language model of transformers is written to
+        model.safetensors under the names of its parameters and persistent buffers. `merge`: merge LoRA adapters into
+        the weights, bit for bit as PEFT's merge_and_unload; raises UserError for other parameters that cannot be
+        merged.
         """
         self._refuse_closed()
         refuse_written(self._model_parameters)
         change = merging(self.model) if merge else None
         step = steps_done(self._offloaded, self._optimizer)
-        self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change, step=step)
+        buffers = {name: one for name, one in persistent_buffers(self.model).items() if name in self._buffers}
+        self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change, step=step, buffers=buffers)
 
     @property
     def optimizer(self) -> OffloadedOptimizer:
@@ -449,8 +459,16 @@ def listed(
             found[prefix + name] = LazyWeight.of(parameter, partial(read, parameter.weight), keeps=keeps)
         else:
             found[prefix + name] = parameter if keep_vars else parameter.detach()
-    for owner, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                found[f"{prefix}{owner}.{leaf}" if owner else prefix + leaf] = buffer
+    for name, buffer in persistent_buffers(model).items():
+        found[prefix + name] = buffer
     return found
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state_dict of the model contains, by name."""
+    return {
+        f"{owner}.{leaf}" if owner else leaf: buffer
+        for owner, module in model.named_modules()
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None and leaf not in module._non_persistent_buffers_set
+    }

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
-TIMES = ("runtime", "per_second", "total_flos")
+TIMES = ("runtime", "per_second", "total_flos", "step_time")
 
 
 def told(trainer: Trainer) -> list[dict[str, Any]]:

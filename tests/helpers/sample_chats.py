@@ -56,3 +56,22 @@ def preferences() -> Dataset:
             for asked, told in CHATS
         ]
     )
+
+
+def labelled() -> Dataset:
+    """Return answers with a label each, good ones and bad ones."""
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": asked}],
+                "completion": [{"role": "assistant", "content": told if good else told[::-1]}],
+                "label": good,
+            }
+            for asked, told in CHATS
+            for good in (True, False)
+        ]
+    )
+
+
+def prompts() -> Dataset:
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": asked}]} for asked, _ in CHATS])

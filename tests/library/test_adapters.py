@@ -145,6 +145,8 @@ def test_a_loop_is_plain_pefts_to_the_last_bit(
         assert_same(adapters_of(model), adapters_of(reference))
         session.export(tmp_path / "merged", dtype="fp32")
         session.export(tmp_path / "base", dtype="fp32", merge=False)
+        assert_same(dict(session.named_weights(merge=True)), dict(plain(tmp_path / "merged").named_parameters()))
+        assert_same(dict(session.named_weights()), dict(plain(tmp_path / "base").named_parameters()))
         model.save_pretrained(tmp_path / "apart", save_embedding_layers=False)
         with pytest.raises(ot.UserError, match=r"session\.export"):
             session.model.state_dict()
@@ -162,9 +164,11 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
     with opened(folder, drive, dtype="bf16") as session:
         adapted(session.model, **changes)
         session.export(tmp_path / "merged", dtype="bf16")
+        streamed = dict(session.named_weights(merge=True))
     reference = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), **changes)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     assert_same(merged.state_dict(), reference.merge_and_unload().state_dict())
+    assert_same(streamed, dict(merged.named_parameters()))
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])

@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch
 from hf_trainers import model_folder
-from sample_chats import chat_tokenizer, chats, preferences
+from sample_chats import chat_tokenizer, chats, labelled, preferences, prompts
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import offload_trainer.hf as hf
@@ -23,6 +23,8 @@ DATA = {
     ),
     "trl-lib/Capybara": chats,
     "trl-lib/ultrafeedback_binarized": preferences,
+    "trl-lib/kto-mix-14k": labelled,
+    "trl-lib/ultrafeedback-prompt": prompts,
 }
 
 
@@ -56,6 +58,7 @@ def test_block(
     monkeypatch.setattr(hf, "load", load)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: DATA[name]())
     block = BLOCKS[title].replace("Qwen/Qwen3-8B", str(folder)).replace("/mnt/ssd", str(drive))
+    block = block.replace("max_completion_length=256", "max_completion_length=8")
     try:
         exec(compile(block, title, "exec"), {})
     finally:

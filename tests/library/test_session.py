@@ -19,6 +19,7 @@ import torch
 from commands import run_script
 from engine_bench import VOCABULARY, batches, model_directory
 from late_transfers import LateDevice, LateTransfers
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -621,6 +622,28 @@ def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
         assert "table.weight" not in session._offloaded.steps
         with pytest.raises(ot.UserError, match=r"table\.weight was frozen"):
             model.table.requires_grad_(True)
+
+
+def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) -> None:
+    """The file is the module's state_dict, buffers in their own dtypes included; a buffer it cannot hold is named."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        model(torch.arange(128.0).view(8, 16)).square().sum().backward()
+        optimizer.step()
+        session.export(tmp_path / "out", dtype="fp32")
+        expected = dict(session.named_weights()) | {name: one.clone() for name, one in model.named_buffers()}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).state_dict().keys()
+    assert found["1.num_batches_tracked"].dtype == torch.int64
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    odd = nn.Linear(16, 16)
+    odd.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+    said = r"buffer phase is torch\.complex64.*persistent=False"
+    with ot.offload(odd, nvme=drive, **HOMES["on the drive"]) as session, pytest.raises(UserError, match=said):
+        session.export(tmp_path / "odd")
+    assert not (tmp_path / "odd").exists()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -72,6 +73,7 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
                 products=products[name],
             )
         )
+    weights = _with_base(weights, section.base)
     # If nothing is trainable, adapters will be trained; count their passes as those of the whole model.
     trained = {weight.name for weight in weights if weight.trainable} or set(names)
     for name, parameter in model.named_parameters():
@@ -108,6 +110,25 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
         notes=_notes(model, section, whole_logits=whole),
     )
     return with_order(shape, counted.order) if counted and counted.order else shape
+
+
+def _with_base(weights: list[Weight], base: str) -> list[Weight]:
+    """Return the weights with the format `base` (`model.base`) of the frozen matrices of blocks.
+
+    Raises UserError if there are none.
+    """
+    if base == "model":
+        return weights
+    found = [
+        replace(weight, quantised=base) if weight.block_matrix and not weight.trainable else weight
+        for weight in weights
+    ]
+    if found == weights:
+        raise UserError(
+            f"model.base={base} quantises frozen matrices of the model's blocks, and none is frozen: add "
+            "model.freeze=['.'], and train adapters"
+        )
+    return found
 
 
 def _count(text: Any, name: str) -> int:

@@ -158,7 +158,9 @@ class Saves:
                 f"{save} was made with other groups of parameters (of {told} parameters): use the same groups"
             )
         if held.base != _base(offloaded):
-            raise UserError(f"{save} was made with other weights, or in another dtype: load the same model for it")
+            raise UserError(
+                f"{save} was made with other weights, or in another dtype or base: load the same model for it"
+            )
         values = read_residents(save, residents, rule=optimizer.rule)
         offloaded.load(save)
         set_residents(residents, optimizer.state, values)

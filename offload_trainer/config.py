@@ -102,8 +102,8 @@ class ModelSection(_Section):
     base: Literal["model", "nf4", "int8"] = Field(
         "model",
         description="how the frozen matrices of blocks are stored under adapters: in model.dtype, or quantised by "
-        "bitsandbytes (extra: qlora) and expanded on the device when they are used; nf4: 0.53 bytes a parameter; int8: "
-        "1.01. Library only, since this command does not train adapters",
+        "bitsandbytes (extra: qlora) and dequantised on the device when they are used; nf4: 0.53 bytes a parameter; "
+        "int8: 1.01. Library only, since this command does not train adapters",
     )
     trust_remote_code: bool = Field(False, description="allow the Python code of a model directory or hub id to run")
 

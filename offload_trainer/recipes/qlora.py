@@ -1,6 +1,6 @@
 # QLoRA (PEFT, TRL) on conversations: adapters over a base in 4 bits, which is on the GPU, in RAM or on a drive.
 # run:    python configs/qlora.py --model Qwen/Qwen3-8B --data chat.jsonl --nvme /mnt/ssd
-# Each line of the data has `messages` with role and content, or a `text`. The plan is printed before the base is loaded.
+# Each line of the data has `messages` with role and content, or a `text`. It prints its plan before it loads the base.
 # It needs pip install 'offload-trainer[hf,qlora]'; running the same command again resumes from the newest checkpoint.
 import argparse
 from pathlib import Path

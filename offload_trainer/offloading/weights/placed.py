@@ -71,18 +71,18 @@ class PlacedWeights:
     ) -> DeviceCopy:
         """Start to copy a unit from `source` to the device, after the event `after`.
 
-        It goes to `memory`, or if it is quantised to `packed`, from where `expand` brings it to `memory`.
+        It goes to `memory`, or if it is quantised to `packed`, from where `dequantise` brings it to `memory`.
         """
         if self.homes[unit] == DEVICE:
             return done()
         into = packed if unit in self._quantised else memory
         return self._device.fetch(source, into[: self._stored[unit]], after=after)
 
-    def expand(self, unit: int, packed: torch.Tensor, memory: torch.Tensor) -> None:
+    def dequantise(self, unit: int, packed: torch.Tensor, memory: torch.Tensor) -> None:
         """Fill `memory` with the elements of a unit that has been fetched, if it is quantised."""
         if unit in self._quantised:
             resident = self.resident(unit)
-            self._quantised[unit].expand(packed[: self._stored[unit]] if resident is None else resident, memory)
+            self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
 
     def packed_elements(self, *, of_blocks: bool) -> int:
         """Return the size of `packed` beside each of the device's buffers for blocks, or for other modules."""

@@ -8,7 +8,7 @@
 While a weight is offloaded, its parameter has the right shape over a single NaN, so that code that uses it without a
 hook produces NaN. A weight that autograd saves points into a ring buffer whose content changes. It is saved as unit
 and offset instead, and fetched again in the backward. Buffers are never freed: the least recently used unit is evicted
-(`plan/tiered/weight_streaming.py`). Quantised weights are fetched as they are stored, and expanded when they are
+(`plan/tiered/weight_streaming.py`). Quantised weights are fetched as they are stored, and dequantised when they are
 needed, on the thread and stream that compute. They are treated so on the device too, where nothing needs to be fetched.
 """
 
@@ -58,7 +58,7 @@ class _Slot:
     """A ring buffer on the device."""
 
     buffer: torch.Tensor
-    packed: torch.Tensor  # where quantised weights arrive, before they are expanded into `buffer`
+    packed: torch.Tensor  # where quantised weights arrive, before they are dequantised into `buffer`
     arrival: DeviceCopy | None = None  # None: the copy has completed
 
 
@@ -266,7 +266,7 @@ class WeightPrefetcher:
         slot = self._slots[number]
         if slot.arrival is not None:
             slot.arrival.wait()
-            self._weights.expand(unit, slot.packed, slot.buffer)
+            self._weights.dequantise(unit, slot.packed, slot.buffer)
             slot.arrival = None
             for parameter, place in self._parts[unit]:
                 set_memory(parameter, self._weights.values(slot.buffer, place))

@@ -1,9 +1,9 @@
-"""Quantise frozen weights when they are loaded, and expand them to the run's dtype each time they are used.
+"""Quantise frozen weights when they are loaded, and dequantise them to the run's dtype each time they are used.
 
 `plan/tiered/weight_formats.py` describes the formats and the stored bytes. This is the only module of the package that
 computes with bitsandbytes' quantisation. On a GPU, kernels write the values of a weight to where they are used, on the
-current stream. On a CPU, kernels return them in new memory, so a weight is expanded in pieces. CPUs quantise, so a
-model's stored bytes are the same on every machine.
+current stream. On a CPU, kernels return them in new memory, so a weight is dequantised in pieces. Weights are always
+quantised on the CPU, where they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload_trainer.packages import to_install
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.plan.tiered.weight_formats import PAD, PIECE, StoredWeight, WeightFormat, padded
 
-_ROW = PAD  # elements; bitsandbytes' CPU kernel for 4 bits expands rows in parallel
+_ROW = PAD  # elements; bitsandbytes' CPU kernel for 4 bits dequantises rows in parallel
 Read = Callable[[int, int], torch.Tensor]  # (first element of the store's dtype, number of them) -> CPU copy
 
 
@@ -31,7 +31,7 @@ class QuantisedUnit:
         self._weights = {weight.start: weight for weight in unit.stored_weights(dtype.itemsize)}
 
     @torch.no_grad()
-    def expand(self, stored: torch.Tensor, memory: torch.Tensor) -> None:
+    def dequantise(self, stored: torch.Tensor, memory: torch.Tensor) -> None:
         """Write the unit's elements to `memory` from its stored form on the same device."""
         data = stored.view(torch.uint8)
         memory[: self._trained].copy_(stored[: self._trained])
@@ -102,17 +102,17 @@ def quantise(values: torch.Tensor, format: WeightFormat) -> tuple[torch.Tensor, 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat, into: torch.Tensor) -> None:
     """Fill `into` with the values of codes (uint8) and scales (bf16) on the same device, a multiple of PAD of them."""
     if into.is_cuda:
-        _expand(codes, scales, format, into.dtype, into.shape, out=into)
+        _dequantise(codes, scales, format, into.dtype, into.shape, out=into)
         return
     for first in range(0, into.numel(), PIECE):
         piece = into[first : first + PIECE]
         some_codes = codes[format.code_bytes(first) :][: format.code_bytes(piece.numel())]
         some_scales = scales[first // format.block :][: piece.numel() // format.block]
         rows = torch.Size((piece.numel() // _ROW, _ROW))
-        piece.copy_(_expand(some_codes, some_scales, format, into.dtype, rows).reshape(-1))
+        piece.copy_(_dequantise(some_codes, some_scales, format, into.dtype, rows).reshape(-1))
 
 
-def _expand(
+def _dequantise(
     codes: torch.Tensor,
     scales: torch.Tensor,
     format: WeightFormat,

@@ -570,7 +570,8 @@ class TieredCandidate:
         count = sum(weight.numel for weight in self.work.shape.weights if weight.quantised)
         return [
             f"model.base={base}: {format_count(count)} frozen parameters, the matrices of blocks, are stored in "
-            f"{FORMATS[base].bytes_each:.3g} B each and expanded when they are used; the seconds of that are not counted"
+            f"{FORMATS[base].bytes_each:.3g} B each and dequantised when they are used; the plan does not count the "
+            "seconds of that"
         ]
 
     def _note_of_order(self) -> list[str]:

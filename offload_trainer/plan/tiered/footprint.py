@@ -298,7 +298,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
         if homes.weights[unit] == DEVICE:
-            continue  # quantised weights are expanded on the device
+            continue  # quantised weights are dequantised on the device
         into = transfer_bytes(size, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
         move(homes.weights[unit], phase, read=times * size)
         move(DEVICE, phase, read=times * into)

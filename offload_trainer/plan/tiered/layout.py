@@ -85,7 +85,7 @@ class Unit:
     def in_place(self, home: int) -> bool:
         """Return whether the model uses the unit's weights where they are stored, if its home is `home`.
 
-        Others are fetched, or expanded to the run's dtype, into a buffer of the device.
+        Others are fetched, or dequantised to the run's dtype, into a buffer of the device.
         """
         return home == DEVICE and not self.quantised
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload_trainer.plan.tiered.layout import Place
 
 SCALE_BYTES = 2  # bf16
-PIECE = 1 << 20  # elements that are quantised at a time, and on a CPU expanded at a time
+PIECE = 1 << 20  # elements that are quantised at a time, and on a CPU dequantised at a time
 PAD = 256  # elements; quantised weights are padded with zeros to a multiple, so that all blocks are whole
 _PART = 256  # bytes; codes, scales and elements start at multiples
 
@@ -62,7 +62,7 @@ class StoredWeight:
     end: int  # offset of the next weight
 
     def scratch_bytes(self, item_bytes: int, *, gpu: bool) -> int:
-        """Return the temporary memory that expanding it needs: its scales in fp32, and on a CPU a piece's values."""
+        """Return the temporary memory that dequantising it needs: its scales in fp32, and on a CPU a piece's values."""
         assert self.format is not None
         piece = self.elements if gpu else min(PIECE, self.elements)
         return 4 * piece // self.format.block + (0 if gpu else item_bytes * piece)

@@ -129,7 +129,7 @@ def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[i
 def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool, item_bytes: int) -> int:
     """Return the bytes of a second buffer beside each buffer of one kind: for quantised weights, as they are fetched.
 
-    Quantised weights that are on the device are expanded from where they are stored, and need none.
+    Quantised weights that are on the device are dequantised from where they are stored, and need none.
     """
     fetched = [unit for unit, home in zip(units, homes, strict=True) if unit.quantised and home != DEVICE]
     return max((unit.stored_bytes(item_bytes) for unit in fetched if unit.block == of_blocks), default=0)

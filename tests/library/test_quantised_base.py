@@ -17,6 +17,7 @@ from hf_trainers import Ours, arguments, loaded, model_folder, rows
 from late_transfers import LateDevice, LateTransfers
 from peft import PeftModel
 from safetensors.torch import load_file
+from small_architectures import ARCHITECTURES, reference
 from transformers import AutoModelForCausalLM, Trainer
 
 import offload_trainer as ot
@@ -117,11 +118,11 @@ def test_a_loop_is_pefts_over_the_rounded_base(
     base: str, home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
     """Losses, norms and adapters are equal to the last bit; so are exports, which transformers and PEFT load."""
-    expected, reference = references[base, kind]
+    expected, in_memory = references[base, kind]
     with opened(folder, drive, base, home=home) as session:
         model = adapted(session.model, **KINDS[kind])
         assert losses(session, model) == expected
-        assert_same(adapters_of(model), adapters_of(reference))
+        assert_same(adapters_of(model), adapters_of(in_memory))
         whole = plain(folder, base).state_dict()
         assert_same(dict(session.named_weights()), {name: whole[name] for name, _ in session.named_weights()})
         session.export(tmp_path / "merged", dtype="fp32")
@@ -132,7 +133,7 @@ def test_a_loop_is_pefts_over_the_rounded_base(
     apart = PeftModel.from_pretrained(plain(folder, base), tmp_path / "apart")
     inputs = rows(1)[0]["input_ids"][None]
     with torch.no_grad():
-        assert torch.equal(apart(inputs).logits, reference.eval()(inputs).logits)
+        assert torch.equal(apart(inputs).logits, in_memory.eval()(inputs).logits)
     merged, exported = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "base")
     )
@@ -165,8 +166,8 @@ def test_norms_are_trained_beside_quantised_matrices(
     home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """Blocks with trained and quantised weights are updated, saved, and resumed elsewhere with the same bits."""
-    reference = with_norms(adapted(plain(folder, "nf4")))
-    expected = by_peft(reference, steps=2 * STEPS)
+    in_memory = with_norms(adapted(plain(folder, "nf4")))
+    expected = by_peft(in_memory, steps=2 * STEPS)
     keys: dict[str, Any] = {"freeze": ALL_BUT_NORMS, "overlap": overlap}
     with opened(folder, drive, "nf4", home=home, **keys) as session:
         model = with_norms(adapted(session.model))
@@ -176,7 +177,7 @@ def test_norms_are_trained_beside_quantised_matrices(
         assert losses(session, model, steps=2 * STEPS, saves=tmp_path / "save") == expected[STEPS:]
         session.export(tmp_path / "merged", dtype="fp32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    assert_same(merged.state_dict(), reference.merge_and_unload().state_dict())
+    assert_same(merged.state_dict(), in_memory.merge_and_unload().state_dict())
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -279,12 +280,42 @@ def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype)
         assert torch.equal(form.stored(place.start, used)[1], form.stored(place.start, values.reshape(-1))[1])
 
 
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+QUANTISED = {
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "mixtral, experts": {*_ATTENTION, "gate_up_proj", "down_proj"},
+    "falcon-h1, whose head reads a scale of the body": {
+        *_ATTENTION,
+        *("in_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_path: Path) -> None:
+    """Routers, convolutions, biases, embeddings and heads are not; logits are those of the model in memory."""
+    model = reference(ARCHITECTURES[kind]).eval()
+    model.save_pretrained(tmp_path)
+    with opened(tmp_path, drive, "nf4", seq_len=16, attention="eager") as session:
+        found = set()
+        for name, weight in session.named_weights():
+            parameter = model.get_parameter(name)
+            if not torch.equal(weight, parameter):
+                found.add(name.removesuffix(".weight").rpartition(".")[2])
+                assert torch.equal(weight, rounded(parameter, "nf4")), name
+                parameter.data = weight
+        assert found == QUANTISED[kind]
+        inputs = torch.arange(2 * 16).view(2, 16) % 97
+        with torch.no_grad():
+            assert torch.equal(session.model.eval()(inputs).logits, model(inputs).logits)
+
+
 # -- saves, the Trainer ----------------------------------------------------------------------------------------------
 
 
 def test_adapters_are_resumed_over_the_same_base(folder: Path, references: Any, drive: Path, tmp_path: Path) -> None:
     """A save holds no base. Another session continues from it elsewhere, and another base is refused."""
-    expected, reference = references["nf4", "LoRA"]
+    expected, in_memory = references["nf4", "LoRA"]
     with opened(folder, drive, "nf4") as session:
         model = adapted(session.model, **KINDS["LoRA"])
         assert losses(session, model, steps=2, saves=tmp_path / "save") == expected[:2]
@@ -292,7 +323,7 @@ def test_adapters_are_resumed_over_the_same_base(folder: Path, references: Any, 
     with opened(folder, drive, "nf4", home="resident") as session:
         model = adapted(session.model, **KINDS["LoRA"])
         assert losses(session, model, saves=tmp_path / "save") == expected[2:]
-        assert_same(adapters_of(model), adapters_of(reference))
+        assert_same(adapters_of(model), adapters_of(in_memory))
     with opened(folder, drive, "int8") as session:
         model = adapted(session.model, **KINDS["LoRA"])
         with pytest.raises(ot.UserError, match="another dtype or base"):

@@ -99,6 +99,12 @@ class ModelSection(_Section):
     freeze: tuple[str, ...] = Field(
         (), description="regular expressions; parameters whose name matches one are not trained"
     )
+    base: Literal["model", "nf4", "int8"] = Field(
+        "model",
+        description="how the frozen matrices of blocks are stored under adapters: in model.dtype, or quantised by "
+        "bitsandbytes (extra: qlora) and dequantised on the device when they are used; nf4: 0.53 bytes a parameter; "
+        "int8: 1.01. Library only, since this command does not train adapters",
+    )
     trust_remote_code: bool = Field(False, description="allow the Python code of a model directory or hub id to run")
 
 

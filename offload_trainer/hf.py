@@ -45,6 +45,7 @@ STATE = "offload"  # subdirectory of a checkpoint with the session's state
 # Scratch directory where a model is written before its files are renamed into place. The Trainer pushes no name that
 # begins with an underscore to the hub.
 _WORK = "_export"
+_CARD = "README.md"
 _TRAINER_STATE = "trainer_state.json"  # the Trainer writes this file last
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 # TRL's arguments, by the names of their classes, since TRL need not be installed
@@ -424,7 +425,9 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
         remove_dead(folder / _WORK, what=EXPORT)  # left by a killed process
     with ScratchDirectory(folder / _WORK, what=EXPORT) as place:
         session.export(place.path / "model", dtype=dtype, merge=merge)
-        new = {path.name: path for path in (place.path / "model").iterdir() if path.name != "README.md"}
+        new = {path.name: path for path in (place.path / "model").iterdir()}
+        if session.base == "model" or (folder / _CARD).exists():
+            new.pop(_CARD, None)  # the Trainer writes a card of its own; one that says how a base was rounded is kept
         for name, path in new.items():
             path.replace(folder / name)
         for path in folder.glob("model*.safetensors*"):

@@ -20,7 +20,8 @@ _ADAPTERS = (
 )
 _FEWER_BITS = (
     "weights are trained in bf16, fp16 or fp32 and never quantised; to save memory use --params nvme and --optimizer "
-    "nvme with --nvme DIR, and optim.moment_dtype=8bit for smaller moments"
+    "nvme with --nvme DIR, and optim.moment_dtype=8bit for smaller moments. Under adapters, the Python library stores "
+    "a frozen base in 4 or 8 bits: docs/library.md"
 )
 _PREFERENCES = (
     "preference training uses TRL with the Python library: docs/integrations.md; `offload-train cp dpo` writes a script"

@@ -26,6 +26,8 @@ tags:
 ---
 """
 
+_ROUNDED = "the frozen matrices of blocks were rounded to {} when they were loaded"
+
 
 @with_config(LENIENT)
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class _Model:
     name: str
     dtype: str
     overrides: dict[str, Any]
+    base: str = "model"
 
 
 @with_config(LENIENT)
@@ -117,6 +120,7 @@ def model_card(
         told += [
             ("Model", f"{model['name']}, from {start}" + (f" ({changes})" if changes else "")),
             ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['moment_dtype']}"),
+            ("Base", None if model.get("base", "model") == "model" else _ROUNDED.format(model["base"])),
             ("Text", ", ".join(Path(path).name for path in config["data"]["path"])),
             (
                 "Optimizer",

@@ -11,11 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
@@ -72,6 +74,7 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
                 products=products[name],
             )
         )
+    weights = _with_base(model, weights, section.base)
     # If nothing is trainable, adapters will be trained; count their passes as those of the whole model.
     trained = {weight.name for weight in weights if weight.trainable} or set(names)
     for name, parameter in model.named_parameters():
@@ -108,6 +111,27 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
         notes=_notes(model, section, whole_logits=whole),
     )
     return with_order(shape, counted.order) if counted and counted.order else shape
+
+
+def _with_base(model: PreTrainedModel, weights: list[Weight], base: str) -> list[Weight]:
+    """Return the weights with the format `base` (`model.base`) of the frozen matrices of blocks.
+
+    These are the weights of linear layers, as in QLoRA, and experts in one tensor. Routers that are modules of their own
+    kind keep their dtype. Raises UserError if there are no such weights.
+    """
+    if base == "model":
+        return weights
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    found = []
+    for weight in weights:
+        chosen = weight.block_matrix and not weight.trainable and (weight.name in linear or len(weight.shape) == 3)
+        found.append(replace(weight, quantised=base) if chosen else weight)
+    if found == weights:
+        raise UserError(
+            f"model.base={base} quantises frozen matrices of the model's blocks, and none is frozen: add "
+            "model.freeze=['.'], and train adapters"
+        )
+    return found
 
 
 def _count(text: Any, name: str) -> int:

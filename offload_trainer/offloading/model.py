@@ -123,7 +123,7 @@ class OffloadedModel:
         names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
         wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
         held, stream, resident_guard = (self.weights, self.parameters, self.update_progress), None, None
-        if any(self.weights.resident(unit.index) is None for unit in self.units):
+        if any(self.weights.in_place(unit.index) is None for unit in self.units):
             stream = WeightPrefetcher(
                 *held, source=self._fetches.source, device=self._device, blocks=layout.unit_buffers
             )

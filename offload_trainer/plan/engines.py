@@ -223,6 +223,8 @@ def only_here(
             f"model.activation_checkpointing={model.activation_checkpointing} belongs to --engine tiered, not to "
             "deepspeed: use on or off"
         )
+    if model.base != "model":
+        mistakes.append(f"model.base={model.base} belongs to --engine tiered, not to {engine}: leave it out")
     for key, value, default in (("compile", model.compile, "off"), ("kernels", model.kernels, "torch")):
         if engine == "deepspeed" and value != default:
             mistakes.append(f"model.{key}={value} belongs to --engine tiered, not to deepspeed: leave it out")

@@ -98,6 +98,7 @@ class Weight:
     uses: int = 1  # number of modules that use it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
+    quantised: str = ""  # the format that a frozen weight is stored in (`plan/tiered/weight_formats.py`); "": its dtype
     products: float = (
         1.0  # matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
     )
@@ -113,12 +114,17 @@ class Weight:
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Return the shape of the matrices that an update rule on whole matrices (Muon) treats as such, or None.
+        """Return the shape of the matrices that an update rule on whole matrices (Muon) treats as such, or None."""
+        return self.block_matrix if self.trainable else None
 
-        These are the matrices of blocks that take part in products, and each expert's matrix of a weight that stacks
-        those of all experts. Embeddings, heads, vectors and convolutions are updated element by element.
+    @property
+    def block_matrix(self) -> tuple[int, int] | None:
+        """Return the shape of a matrix of a block that takes part in products, or None for other weights.
+
+        Of a weight that stacks the matrices of all experts it is the shape of each. Embeddings, heads, vectors and
+        convolutions are other weights.
         """
-        if not (self.block and self.trainable and self.decays and self.products):
+        if not (self.block and self.decays and self.products):
             return None
         if len(self.shape) == 2:
             return self.shape[0], self.shape[1]
@@ -188,6 +194,11 @@ class ModelShape:
     @property
     def trainable(self) -> int:
         return sum(weight.numel for weight in self.weights if weight.trainable)
+
+    @property
+    def base(self) -> str:
+        """Return the format of frozen weights that are stored quantised (`model.base`); "": there are none."""
+        return next((weight.quantised for weight in self.weights if weight.quantised), "")
 
     @property
     def largest(self) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from offload_trainer.config import PlacementSection, TrainConfig
+from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -77,6 +77,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     from offload_trainer.model.loader import resolve_model
     from offload_trainer.run.resume_point import config_to_resume
 
+    refuse_base(config.model)
     config = _with_resumed_copies(config, nodes=nodes)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     if again:
@@ -136,6 +137,15 @@ def refuse_nothing_trained(shape: ModelShape) -> None:
     """Raise UserError if model.freeze freezes every weight. Adapter training needs the library, not this command."""
     if not shape.trainable:
         raise UserError("model.freeze leaves nothing to train")
+
+
+def refuse_base(section: ModelSection) -> None:
+    """Raise UserError for a quantised base, which is for adapters."""
+    if section.base != "model":
+        raise UserError(
+            f"model.base={section.base} is for adapters, which this command does not train: use the library "
+            f"(docs/library.md), ot.load(..., freeze=['.'], base={section.base!r}), or leave it out"
+        )
 
 
 def with_block_order(config: TrainConfig, source: Any) -> Any:

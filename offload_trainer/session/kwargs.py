@@ -34,6 +34,7 @@ class SessionKeys(TypedDict, total=False):
     activation_checkpointing: int | Literal["auto", "on", "off"]
     offload_activations: bool | Literal["cpu", "nvme"]
     freeze: Sequence[str]
+    base: Literal["model", "nf4", "int8"]
     trust_remote_code: bool
     seq_len: int | Literal["auto"]
     moment_dtype: Literal["fp32", "bf16", "8bit"]
@@ -86,7 +87,7 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "max_grad_norm": "call session.clip_grad_norm_",
 }
 _OF_LOAD = dict.fromkeys(
-    ("random_init", "overrides", "attention", "trust_remote_code"),
+    ("random_init", "overrides", "attention", "trust_remote_code", "base"),
     "ot.load takes it; a module in memory stays as is",
 ) | {"freeze": "call requires_grad_(False) of the module's parameters instead, before it is offloaded"}
 
@@ -99,7 +100,7 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
     for key, value in given.items():
         if key not in KEYS:
             raise UserError(f"{key}={value!r}: {_unknown(key)}")
-        if name is None and key in _OF_LOAD and value and value != "auto":
+        if name is None and key in _OF_LOAD and value and value not in ("auto", "model"):
             raise UserError(f"{key}={value!r}: {_OF_LOAD[key]}")
     if given.get("overlap") == "backward":
         raise UserError(

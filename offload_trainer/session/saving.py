@@ -31,6 +31,7 @@ from offload_trainer.export.sources import Source
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
+from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
 from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, steps_of, write_residents
@@ -133,7 +134,7 @@ class Saves:
             read=offloaded.master,
             model=self.record.model,
             told=f"a session after step {step}",
-            card=lambda dtype: _CARD.format(dtype=dtype, steps=step),
+            card=lambda dtype: _CARD.format(dtype=dtype, steps=step) + _rounded(offloaded.units),
         )
         if self.causal_lm:
             write_model(source.with_buffers(), destination, dtype=dtype)
@@ -165,7 +166,9 @@ class Saves:
                 f"{save} was made with other groups of parameters (of {told} parameters): use the same groups"
             )
         if held.base != _base(offloaded):
-            raise UserError(f"{save} was made with other weights, or in another dtype: load the same model for it")
+            raise UserError(
+                f"{save} was made with other weights, or in another dtype or base: load the same model for it"
+            )
         values = read_residents(save, residents, rule=optimizer.rule)
         offloaded.load(save)
         set_residents(residents, optimizer.state, values)
@@ -177,6 +180,19 @@ class Saves:
 
 
 _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
+
+
+def _rounded(units: Sequence[Unit]) -> str:
+    """Return a paragraph of the model card that says which weights were quantised when they were loaded, or ""."""
+    blocks = [unit.name for unit in units if unit.quantised]
+    if not blocks:
+        return ""
+    weights = [place.weight for unit in units for place in unit.places if place.weight.quantised]
+    return (
+        f"\n{len(weights)} matrices of {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}) were rounded to "
+        f"{weights[0].quantised} when they were loaded. They are exported as rounded, adapters added if they were "
+        "merged.\n"
+    )
 
 
 def steps_done(offloaded: OffloadedModel, optimizer: OffloadedOptimizer | None) -> int:

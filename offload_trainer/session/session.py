@@ -312,6 +312,12 @@ class Session:
         return self._offloaded.store.format.rule.name
 
     @property
+    def base(self) -> str:
+        """The format of the base's quantised matrices, "nf4" or "int8"; "model" if none is quantised."""
+        weights = [place.weight for unit in self._offloaded.units for place in unit.places]
+        return next((weight.quantised for weight in weights if weight.quantised), "model")
+
+    @property
     def trained(self) -> Sequence[str]:
         """Names of the weights with optimizer state, those that are not offloaded last."""
         return (*self._offloaded.trained, *(self._optimizer.residents if self._optimizer else ()))
@@ -400,7 +406,8 @@ class Session:
         `dtype`: "bf16", "fp16" or "fp32". A module that is not a causal language model of transformers is written to
         model.safetensors under the names of its parameters and persistent buffers. `merge`: merge LoRA adapters into
         the weights, bit for bit as PEFT's merge_and_unload; raises UserError for other parameters that cannot be
-        merged.
+        merged. Quantised weights are exported with the values that the model computes with, and the model card says
+        so.
         """
         self._refuse_closed()
         refuse_written(self._model_parameters)

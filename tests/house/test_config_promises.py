@@ -140,6 +140,7 @@ ELSEWHERE = {
     "tiered.master_format": "offload/test_tiered_split_masters.py::test_bytes_are_the_planned_ones",
     "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
     "tiered.checksums": "offload/test_tiered.py::test_a_changed_block_is_found_with_checksums",
+    "model.base": "library/test_quantised_base.py::test_bytes_of_a_pass",
     "model.compile": "model/test_compiled_blocks.py::test_one_function_is_compiled_for_all_blocks",
     "model.kernels": "model/test_compiled_blocks.py::test_liger_replaces_everything_but_the_loss",
     "model.trust_remote_code": "house/test_config_promises.py::test_a_models_own_code_runs_where_it_is_allowed",

@@ -35,7 +35,7 @@ ROOMS = {
     "deepspeed": {"engine", "optim"},  # optim/ counts DeepSpeed's Adam optimizers
     "transformers": {"model", "data", "hf"},
     "peft": {"session"},
-    "bitsandbytes": {"engine"},
+    "bitsandbytes": {"engine", "offloading"},  # DeepSpeed's 8-bit AdamW; the arithmetic of quantised weights
     "gguf": {"export"},
     "datasets": {"data"},
 }

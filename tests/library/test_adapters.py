@@ -7,17 +7,16 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_loop import adapted, adapters_of, by_peft, one_cycle, trained, with_norms
 from commands import run_script
 from engine_bench import assert_same
 from hf_trainers import model_folder, rows
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from reference_lion import PlainLion
 from safetensors.torch import load_file
 from torch import nn
@@ -31,7 +30,6 @@ from offload_trainer.session import saving
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-STEPS, ACCUMULATE = 20, 3
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
     "in RAM": {"params": "cpu", "weight_buffers": 2},
@@ -51,61 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
-def adapted(model: Any, **changes: Any) -> PeftModel:
-    torch.manual_seed(7)
-    words: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    return get_peft_model(model, LoraConfig(**(words | {"task_type": "CAUSAL_LM"} | changes)))
-
-
-def with_norms(model: PeftModel) -> PeftModel:
-    """Make the base model's norms trainable too."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.requires_grad_(True)
-    return model
-
-
-def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=STEPS + 1)
-
-
-def trained(
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    clip: Callable[[float], torch.Tensor],
-    session: ot.Session | None = None,
-    start: int = 0,
-    steps: int = STEPS,
-) -> Iterator[tuple[float, float]]:
-    """Run the loop that both sides share; yield loss and norm of each step."""
-    data = [{key: value[None] for key, value in row.items()} for row in rows(STEPS * ACCUMULATE)]
-    model.train()
-    for step in range(start, steps):
-        torch.manual_seed(step)  # for dropout
-        total = 0.0
-        for number in range(ACCUMULATE):
-            last = number == ACCUMULATE - 1
-            with nullcontext() if session is None else session.micro_batch(last=last):
-                loss = model(**data[step * ACCUMULATE + number]).loss / ACCUMULATE
-                loss.backward()
-            total += loss.item()
-        norm = clip(0.2)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        yield total, float(norm)
-
-
-def by_peft(model: PeftModel, *, whole: bool = True) -> list[tuple[float, float]]:
-    """Train plain PEFT with torch; return losses and norms."""
-    parameters = list(model.parameters() if whole else filter(lambda p: p.requires_grad, model.parameters()))
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False)  # noqa: E731
-    return list(trained(model, optimizer, one_cycle(optimizer), clip=clip))
-
-
 def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -113,10 +56,6 @@ def plain(folder: Path) -> Any:
 def opened(folder: Path, drive: Path, *, home: str = "on the drive", **keys: Any) -> ot.Session:
     words: dict[str, Any] = {"dtype": "fp32", "freeze": FROZEN, "page_size": 8192, "seq_len": 24, "say": lambda _: None}
     return ot.load(folder, nvme=drive, **(words | HOMES[home] | keys))
-
-
-def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,17 @@
 """Store the weights that the model computes with, by unit, on the device, in RAM or on drives.
 
 The update writes new weights here (in place with `direct`, or from a buffer with `commit`). The model reads them from
-here (in place with `resident`, or through a `WeightPrefetcher`). With several ranks this module also broadcasts updated
+here (in place with `in_place`, or through a `WeightPrefetcher`). With several ranks this module also broadcasts updated
 weights between devices and nodes.
+
+The stored form of a unit is its elements, unless some of its frozen weights are quantised (`quantised.py`). Trained
+elements are at the same place in both forms, so the update does not distinguish them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +19,16 @@ import torch
 from offload_trainer.offloading.device import Device, DeviceCopy, Read
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
+from offload_trainer.offloading.weights.quantised import QuantisedUnit
 from offload_trainer.plan.tiered.layout import Place, Unit, begin_in, range_of_rank
+from offload_trainer.plan.tiered.weight_streaming import packed_bytes
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future
+from offload_trainer.storage.transfer import Future, done
 
 
 class PlacedWeights:
-    """The weights of a model: one flat tensor in `dtype` for each unit."""
+    """The weights of a model: one flat tensor in `dtype` for each unit, in its stored form."""
 
     def __init__(
         self,
@@ -40,23 +46,48 @@ class PlacedWeights:
         self._node = node
         self.homes, self.dtype, self.units = tuple(homes), store.dtype, tuple(units)
         self._device, self.store = device, store
+        self._stored = [unit.stored_bytes(self.dtype.itemsize) // self.dtype.itemsize for unit in units]  # elements
+        self._quantised = {unit.index: QuantisedUnit(unit, self.dtype) for unit in units if unit.quantised}
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
             if home == DEVICE:
                 self._starts[unit.index] = end
-                end += unit.elements
+                end += self._stored[unit.index]
         self._resident = device.buffer(end, self.dtype)
 
     def resident(self, unit: int) -> torch.Tensor | None:
-        """Return the unit's elements if they are on the device, else None."""
+        """Return the unit in its stored form if it is on the device, else None."""
         if self.homes[unit] != DEVICE:
             return None
-        return self._resident[self._starts[unit] :][: self.units[unit].elements]
+        return self._resident[self._starts[unit] :][: self._stored[unit]]
 
-    def fetch(self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, *, after: Any) -> DeviceCopy:
-        """Start to fill `memory` (on the device) with the unit's elements from `source`, after the event `after`."""
-        return self._device.fetch(source, memory[: self.units[unit].elements], after=after)
+    def in_place(self, unit: int) -> torch.Tensor | None:
+        """Return the unit's elements if the model can use them where they are stored, else None."""
+        return self.resident(unit) if self.units[unit].in_place(self.homes[unit]) else None
+
+    def fetch(
+        self, unit: int, source: torch.Tensor | Read, memory: torch.Tensor, packed: torch.Tensor, *, after: Any
+    ) -> DeviceCopy:
+        """Start to copy a unit from `source` to the device, after the event `after`.
+
+        It goes to `memory`, or if it is quantised to `packed`, from where `dequantise` brings it to `memory`.
+        """
+        if self.homes[unit] == DEVICE:
+            return done()
+        into = packed if unit in self._quantised else memory
+        return self._device.fetch(source, into[: self._stored[unit]], after=after)
+
+    def dequantise(self, unit: int, packed: torch.Tensor, memory: torch.Tensor) -> None:
+        """Fill `memory` with the elements of a unit that has been fetched, if it is quantised."""
+        if unit in self._quantised:
+            resident = self.resident(unit)
+            self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
+
+    def packed_elements(self, *, of_blocks: bool) -> int:
+        """Return the size of `packed` beside each of the device's buffers for blocks, or for other modules."""
+        size = self.dtype.itemsize
+        return packed_bytes(self.units, self.homes, of_blocks=of_blocks, item_bytes=size) // size
 
     def values(self, memory: torch.Tensor, place: Place) -> torch.Tensor:
         """Return a view of a weight's values in `memory`, which is its unit's memory on the device."""
@@ -146,14 +177,21 @@ class PlacedWeights:
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """Return a CPU copy of `count` elements from `start` on."""
+        """Return a CPU copy of `count` elements from `start` on; of a frozen weight, from its start on."""
+        read = partial(self._read_stored, unit)
+        return self._quantised[unit].get(start, count, read) if unit in self._quantised else read(start, count)
+
+    def _read_stored(self, unit: int, start: int, count: int) -> torch.Tensor:
+        """Return a CPU copy of a part of the unit's stored form."""
         resident = self.resident(unit)
         if resident is not None:
             return resident[start : start + count].to("cpu", copy=True)
         return self.store.get(unit, start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on. Call `flush` afterwards."""
+        """Set elements from `start` on; of a frozen weight in a quantised unit, all. Call `flush` afterwards."""
+        if unit in self._quantised:
+            start, values = self._quantised[unit].stored(start, values)
         resident = self.resident(unit)
         if resident is not None:
             resident[start : start + values.numel()].copy_(values)

@@ -8,7 +8,8 @@
 While a weight is offloaded, its parameter has the right shape over a single NaN, so that code that uses it without a
 hook produces NaN. A weight that autograd saves points into a ring buffer whose content changes. It is saved as unit
 and offset instead, and fetched again in the backward. Buffers are never freed: the least recently used unit is evicted
-(`plan/tiered/weight_streaming.py`).
+(`plan/tiered/weight_streaming.py`). Quantised weights are fetched as they are stored, and dequantised when they are
+needed, on the thread and stream that compute. They are treated so on the device too, where nothing needs to be fetched.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class _Slot:
     """A ring buffer on the device."""
 
     buffer: torch.Tensor
+    packed: torch.Tensor  # where quantised weights arrive, before they are dequantised into `buffer`
     arrival: DeviceCopy | None = None  # None: the copy has completed
 
 
@@ -98,9 +100,13 @@ class WeightPrefetcher:
         """
         self._weights, self._source, self._device = weights, source, device
         self._update_progress = update_progress
-        units = [unit for unit in weights.units if weights.resident(unit.index) is None]
+        units = [unit for unit in weights.units if weights.in_place(unit.index) is None]
         self._rings = Rings(units, blocks=blocks)
-        self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
+        packed = {kind: weights.packed_elements(of_blocks=kind) for kind in (True, False)}
+        self._slots = [
+            _Slot(device.buffer(slot.size, weights.dtype), device.buffer(packed[slot.block], weights.dtype))
+            for slot in self._rings.slots
+        ]
         self._parts = {
             unit.index: [(parameter, place) for place in unit.places for parameter in parameters[place.weight.name]]
             for unit in units
@@ -260,6 +266,7 @@ class WeightPrefetcher:
         slot = self._slots[number]
         if slot.arrival is not None:
             slot.arrival.wait()
+            self._weights.dequantise(unit, slot.packed, slot.buffer)
             slot.arrival = None
             for parameter, place in self._parts[unit]:
                 set_memory(parameter, self._weights.values(slot.buffer, place))
@@ -296,7 +303,7 @@ class WeightPrefetcher:
         slot = self._slots[number]
         source, after = self._source(unit), self._device.mark()
         slot.arrival = self._update_progress.fetch_when_ready(
-            unit, lambda: self._weights.fetch(unit, source, slot.buffer, after=after)
+            unit, lambda: self._weights.fetch(unit, source, slot.buffer, slot.packed, after=after)
         )
 
     def _evict(self, number: int) -> None:

@@ -20,7 +20,10 @@ from offload_trainer.offloading.weights.prefetch import HasPreHooks
 
 
 class ResidentGuard:
-    """The guard of the units that `weights` stores on the device. `parameters` are by name, one for each use."""
+    """The guard of the units that the model uses where `weights` stores them.
+
+    `parameters` are by name, one for each use.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class ResidentGuard:
 
 
 def give_memory(weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
-    """Point parameters to their unit's memory if it is on the device; `WeightPrefetcher` handles the others."""
+    """Point parameters to their unit's memory if the model can use it; `WeightPrefetcher` handles the others."""
     for parts in _on_the_device(weights, parameters).values():
         for parameter, memory in parts:
             parameter.data = memory
@@ -89,8 +92,8 @@ def give_memory(weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Par
 def _on_the_device(
     weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]
 ) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
-    """Return, for each unit on the device, its parameters (one for each use) and each one's view of the memory."""
-    resident = {unit: weights.resident(unit.index) for unit in weights.units}
+    """Return, for each unit that is used in place, its parameters (one for each use) and each one's view of the memory."""
+    resident = {unit: weights.in_place(unit.index) for unit in weights.units}
     return {
         unit.index: [
             (use, weights.values(memory, place)) for place in unit.places for use in parameters[place.weight.name]

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
+from offload_trainer.packages import lacks
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
@@ -50,6 +51,7 @@ from offload_trainer.plan.tiered.spec import (
     tier_sizes,
 )
 from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
+from offload_trainer.plan.tiered.weight_formats import FORMATS
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
     WeightTransfer,
@@ -138,6 +140,8 @@ class Tiered:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
         if impossible := self.impossible(work):
             raise UserError("; ".join(impossible))
+        if work.shape.base and machine.lacks("bitsandbytes"):
+            raise UserError(lacks(f"model.base={work.shape.base}", "bitsandbytes"))
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or kind_asked(self.place.optimizer) == TierKind.GPU
         if on_gpu and machine.no_state_on_gpu:
             raise UserError(f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}; use --gpu-fraction 0")
@@ -541,6 +545,7 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are those of one node, which stores the state of its own ranks and all weights"
                 )
+        notes += self._note_of_base()
         notes += self._note_of_order()
         notes += self._note_of_parts()
         if self.work.sequence > 1:
@@ -556,6 +561,18 @@ class TieredCandidate:
             if parts:
                 notes.append(f"in the {phase}, ranks additionally wait {', '.join(parts)}")
         return notes
+
+    def _note_of_base(self) -> list[str]:
+        """Return the plan's note about quantised weights, if there are any."""
+        base = self.work.shape.base
+        if not base:
+            return []
+        count = sum(weight.numel for weight in self.work.shape.weights if weight.quantised)
+        return [
+            f"model.base={base}: {format_count(count)} frozen parameters, the matrices of blocks, are stored in "
+            f"{FORMATS[base].bytes_each:.3g} B each and dequantised when they are used; the plan does not count the "
+            "seconds of that"
+        ]
 
     def _note_of_order(self) -> list[str]:
         """Return the plan's note about the order of micro-batches, where it decides how often weights are fetched."""

@@ -35,6 +35,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     breadth_first,
     fetches,
     orders,
+    packed_bytes,
     slot_sizes,
     transfer_bytes,
 )
@@ -165,19 +166,30 @@ def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes,
     ram, device = tiers.ram.item, tiers.device.item
     used = _held([e * unit.elements for unit in units], homes)
     stored_at = _held([unit.stored_bytes(e) for unit in units], homes)
-    resident = sizes.here * used.get(DEVICE, 0)
-    away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
-    if not away:
-        return [device("weights", resident, f"{e} B a parameter")]
-    items = [device("small weights", resident, "always on the device")]
+    each = {home: f"{e * size / used[home]:.3g} B a parameter" for home, size in stored_at.items() if size}
+    resident = sizes.here * stored_at.get(DEVICE, 0)
+    if set(homes) == {DEVICE}:
+        items = [device("weights", resident, each[DEVICE])]
+    else:
+        items = [device("small weights", resident, "always on the device")]
     for home, size in stored_at.items():
         if home != DEVICE:
-            items.append(tiers.by_home[home].item("weights", size, f"{e * size / used[home]:.3g} B a parameter"))
+            items.append(tiers.by_home[home].item("weights", size, each[home]))
+    away = [unit for unit, home in zip(units, homes, strict=True) if not unit.in_place(home)]
+    if not away:
+        return items
     blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     of_block = "part" if any(unit.is_part for unit in away) else "block"
     counts = ((len(blocks), of_block), (len(others), "other module"))
     words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     items.append(device("weights in use", sizes.here * e * (sum(blocks) + sum(others)), words))
+    if any(unit.quantised for unit in units):
+        packed = [packed_bytes(units, homes, of_blocks=kind, item_bytes=e) for kind in (True, False)]
+        size = len(blocks) * packed[0] + len(others) * packed[1]
+        items.append(device("quantised weights in use", sizes.here * size, "as they are fetched"))
+        weights = [weight for unit in units if unit.quantised for weight in unit.stored_weights(e) if weight.format]
+        scratch = max(weight.scratch_bytes(e, gpu=tiers.has_gpu) for weight in weights)
+        items.append(device("dequantisation", sizes.here * scratch, "temporary memory, for one weight at a time"))
     if sizes.by_parts and tiers.has_gpu:
         why = "NCCL's buffers for gathering weights; assumed"
         items.append(device("all-gather", sizes.here * NCCL_BYTES, why))
@@ -285,6 +297,8 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
         size, by_parts = units[unit].stored_bytes(e), sizes.by_parts and in_memory(homes.weights[unit])
+        if homes.weights[unit] == DEVICE:
+            continue  # quantised weights are dequantised on the device
         into = transfer_bytes(size, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
         move(homes.weights[unit], phase, read=times * size)
         move(DEVICE, phase, read=times * into)
@@ -301,11 +315,11 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Tier
 
 
 def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> Counter[tuple[int, str]]:
-    """Return how often a rank fetches each unit in each phase of a step, by (unit, phase)."""
+    """Return how often a rank fills a buffer with each unit in each phase of a step, by (unit, phase)."""
     forward, backward = orders(units, work.shape, again=work.checkpointed)
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
-    away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
+    away = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]
     needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
     passes = len(forward) + len(backward)
     return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)

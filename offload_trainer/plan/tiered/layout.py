@@ -22,6 +22,7 @@ from typing import Annotated
 from pydantic import Field, Strict, with_config
 
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered.weight_formats import StoredWeight, stored_weights
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, NOT_DRIVES, RAM, TierKind, in_memory
 from offload_trainer.safe_files import EXACT, Count
 
@@ -62,12 +63,31 @@ class Unit:
         """Return the end of the elements whose pages consist of whole matrices. They come first."""
         return self.cuts[-1]
 
-    def stored_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the unit's weights in RAM or on a drive, with `item_bytes` for an element in use.
+    @cached_property
+    def quantised(self) -> bool:
+        """Return whether some of its weights are stored quantised."""
+        return any(place.weight.quantised for place in self.places)
 
-        Stores, staging buffers and transfers have this size. On the device every element takes `item_bytes`.
+    def stored_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of the unit's weights as they are stored, with `item_bytes` for an element in use.
+
+        Stores, staging buffers and transfers have this size, a multiple of ALIGN elements. In use every element takes
+        `item_bytes`.
         """
-        return item_bytes * self.elements
+        if not self.quantised:
+            return item_bytes * self.elements
+        return aligned(self.stored_weights(item_bytes)[-1].end, ALIGN * item_bytes)
+
+    def stored_weights(self, item_bytes: int) -> tuple[StoredWeight, ...]:
+        """Return the frozen weights of a quantised unit as they are stored, after the trained ones."""
+        return stored_weights(self.places, trained=self.trained, item_bytes=item_bytes)
+
+    def in_place(self, home: int) -> bool:
+        """Return whether the model uses the unit's weights where they are stored, if its home is `home`.
+
+        Others are fetched, or dequantised to the run's dtype, into a buffer of the device.
+        """
+        return home == DEVICE and not self.quantised
 
     @property
     def is_part(self) -> bool:
@@ -413,9 +433,10 @@ def homes_of(
     held = [0.0] * len(speeds)
     for unit in units if speeds else ():
         if not unit.small:
-            after = [(here + unit.elements) / speed for here, speed in zip(held, speeds, strict=True)]
+            size = unit.stored_bytes(item_bytes=2)
+            after = [(here + size) / speed for here, speed in zip(held, speeds, strict=True)]
             drive[unit.index] = after.index(min(after))
-            held[drive[unit.index]] += unit.elements
+            held[drive[unit.index]] += size
     place = {TierKind.GPU: DEVICE, TierKind.RAM: RAM}
     updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
 

@@ -25,6 +25,7 @@ from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.shape import ModelShape, Order
 from offload_trainer.plan.step_time import Bound
 from offload_trainer.plan.tiered.layout import ALIGN, Unit, units_of
+from offload_trainer.plan.tiers import DEVICE
 from offload_trainer.units import format_bytes, format_seconds
 
 # Largest number of buffers for modules outside the blocks: one is fetched while the other (embedding, head) is used.
@@ -42,7 +43,7 @@ class Slot:
 
 
 class Rings:
-    """The device buffers for `units`, whose weights are kept in RAM or on drives."""
+    """The device buffers for `units`, which the model does not use where they are stored."""
 
     def __init__(self, units: Sequence[Unit], *, blocks: int) -> None:
         """Allocate buffers; `blocks` is the number of buffers for blocks."""
@@ -123,6 +124,15 @@ def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[i
     """Return the sizes in elements of the buffers of one kind, at most `blocks` of them."""
     sizes = sorted((unit.elements for unit in units if unit.block == of_blocks), reverse=True)
     return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[: min(blocks, OTHERS)]
+
+
+def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool, item_bytes: int) -> int:
+    """Return the bytes of a second buffer beside each buffer of one kind: for quantised weights, as they are fetched.
+
+    Quantised weights that are on the device are dequantised from where they are stored, and need none.
+    """
+    fetched = [unit for unit, home in zip(units, homes, strict=True) if unit.quantised and home != DEVICE]
+    return max((unit.stored_bytes(item_bytes) for unit in fetched if unit.block == of_blocks), default=0)
 
 
 def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: int = 1) -> list[tuple[int, int]]:

@@ -32,6 +32,7 @@ from offload_trainer.run.planning import (
     MemoryFallbacks,
     machine_here,
     planned,
+    refuse_base,
     refuse_nothing_trained,
     with_block_order,
     with_longest_row,
@@ -187,6 +188,7 @@ def _models(config: TrainConfig) -> MemoryFallbacks:
     def source() -> Any:
         from offload_trainer.model.loader import resolve_model
 
+        refuse_base(config.model)
         packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
         found = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
         refuse_nothing_trained(found.shape)
@@ -200,7 +202,7 @@ def _preset(config: TrainConfig) -> ModelShape | None:
     section = config.model
     looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # probes need torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
-    changed = changed or config.data.packing == "on" or looked_at
+    changed = changed or config.data.packing == "on" or looked_at or section.base != ModelSection().base
     return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
 
 

@@ -1,0 +1,421 @@
+"""Tests of adapters over a quantised base: the bits of PEFT over the same rounded base in memory, and fewer bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_loop import adapted, adapters_of, by_peft, one_cycle, trained, with_norms
+from bitsandbytes import functional
+from compare_trainers import told
+from engine_bench import assert_same
+from hf_trainers import Ours, arguments, loaded, model_folder, rows
+from late_transfers import LateDevice, LateTransfers
+from peft import PeftModel
+from safetensors.torch import load_file
+from small_architectures import ARCHITECTURES, reference
+from transformers import AutoModelForCausalLM, Trainer
+
+import offload_trainer as ot
+from offload_trainer.errors import UserError
+from offload_trainer.hf import save_merged
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.weights.quantised import QuantisedUnit
+from offload_trainer.plan.engines import combination_mistakes
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.run.commands.plan import plan_elsewhere
+from offload_trainer.run.planning import plan_run
+from offload_trainer.session import api
+from offload_trainer.settings import load_config
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
+STEPS = 4
+BASES = ("nf4", "int8")
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"params": "gpu", "weight_buffers": 2},
+    "in RAM": {"params": "cpu", "weight_buffers": 2},
+    "on the drive": {"params": "nvme", "weight_buffers": 2},
+}
+ALL_BUT_NORMS = [r"^(?!.*norm)"]
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose blocks are large enough that the padding of their stored bytes is not."""
+    return model_folder(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=512)
+
+
+def rounded(weight: torch.Tensor, base: str) -> torch.Tensor:
+    """Return a weight as bitsandbytes rounds it, with its own fp32 scales."""
+    values = weight.detach().flatten().to(torch.bfloat16)
+    values = torch.nn.functional.pad(values, (0, -values.numel() % 256))
+    if base == "nf4":
+        codes, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
+        state.dtype = torch.float32
+        found = functional.dequantize_4bit(codes, state)
+    else:
+        codes, state = functional.quantize_blockwise(values, code=functional.create_linear_map(), blocksize=256)
+        state.dtype = torch.float32
+        found = functional.dequantize_blockwise(codes, state)
+    return found[: weight.numel()].view(weight.shape)
+
+
+def plain(folder: Path, base: str) -> Any:
+    """Return the model in memory, the matrices of its blocks rounded to `base`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if any(f"{matrix}.weight" in name for matrix in MATRICES):
+            parameter.data = rounded(parameter, base)
+    return model
+
+
+def opened(folder: Path, drive: Path, base: str, *, home: str = "on the drive", **keys: Any) -> ot.Session:
+    words: dict[str, Any] = {"dtype": "fp32", "freeze": ["."], "page_size": 8192, "seq_len": 24, "say": lambda _: None}
+    return ot.load(folder, nvme=drive, base=base, **(words | HOMES[home] | keys))
+
+
+def losses(
+    session: ot.Session, model: PeftModel, *, steps: int = STEPS, saves: Path | None = None
+) -> list[tuple[float, float]]:
+    """Train up to step number `steps`, after the save at `saves` if there is one, and save there; return the losses."""
+    optimizer = session.adamw(model.parameters(), lr=1e-2)
+    scheduler = one_cycle(optimizer)
+    start = session.resume(saves, scheduler) if saves else 0
+    words: dict[str, Any] = {"clip": session.clip_grad_norm_, "session": session, "start": start, "steps": steps}
+    found = list(trained(model, optimizer, scheduler, **words))
+    if saves:
+        session.save(saves, scheduler)
+    return found
+
+
+KINDS: dict[str, dict[str, Any]] = {"LoRA": {"target_modules": "all-linear"}, "DoRA": {"use_dora": True}}
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> dict[tuple[str, str], tuple[list[Any], PeftModel]]:
+    made = {}
+    for base in BASES:
+        for kind, changes in KINDS.items():
+            model = adapted(plain(folder, base), **changes)
+            made[base, kind] = by_peft(model, steps=STEPS), model
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("base", BASES)
+def test_a_loop_is_pefts_over_the_rounded_base(
+    base: str, home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
+) -> None:
+    """Losses, norms and adapters are equal to the last bit; so are exports, which transformers and PEFT load."""
+    expected, in_memory = references[base, kind]
+    with opened(folder, drive, base, home=home) as session:
+        model = adapted(session.model, **KINDS[kind])
+        assert losses(session, model) == expected
+        assert_same(adapters_of(model), adapters_of(in_memory))
+        whole = plain(folder, base).state_dict()
+        assert_same(dict(session.named_weights()), {name: whole[name] for name, _ in session.named_weights()})
+        session.export(tmp_path / "merged", dtype="fp32")
+        session.export(tmp_path / "base", dtype="fp32", merge=False)
+        model.save_pretrained(tmp_path / "apart", save_embedding_layers=False)
+    card = (tmp_path / "merged/README.md").read_text()
+    assert f"21 matrices of 3 blocks (model.layers.0 to model.layers.2) were rounded to {base}" in card
+    apart = PeftModel.from_pretrained(plain(folder, base), tmp_path / "apart")
+    inputs = rows(1)[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(apart(inputs).logits, in_memory.eval()(inputs).logits)
+    merged, exported = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "base")
+    )
+    assert_same(merged.state_dict(), apart.merge_and_unload().state_dict())
+    assert_same(exported.state_dict(), whole)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("base", BASES)
+def test_checkpointed_blocks_have_the_same_bits(
+    base: str, home: str, folder: Path, references: Any, drive: Path
+) -> None:
+    with opened(folder, drive, base, home=home, activation_checkpointing="on") as session:
+        assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references[base, "LoRA"][0]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_copies_and_reads_that_complete_late_change_nothing(
+    home: str, folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    with opened(folder, drive, "nf4", home=home) as session:
+        assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references["nf4", "LoRA"][0]
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("home", HOMES)
+def test_norms_are_trained_beside_quantised_matrices(
+    home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """Blocks with trained and quantised weights are updated, saved, and resumed elsewhere with the same bits."""
+    in_memory = with_norms(adapted(plain(folder, "nf4")))
+    expected = by_peft(in_memory, steps=2 * STEPS)
+    keys: dict[str, Any] = {"freeze": ALL_BUT_NORMS, "overlap": overlap}
+    with opened(folder, drive, "nf4", home=home, **keys) as session:
+        model = with_norms(adapted(session.model))
+        assert losses(session, model, saves=tmp_path / "save") == expected[:STEPS]
+    with opened(folder, drive, "nf4", home="in RAM", **keys) as session:
+        model = with_norms(adapted(session.model))
+        assert losses(session, model, steps=2 * STEPS, saves=tmp_path / "save") == expected[STEPS:]
+        session.export(tmp_path / "merged", dtype="fp32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert_same(merged.state_dict(), in_memory.merge_and_unload().state_dict())
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype", "most"), [("nf4", "bf16", 0.56), ("nf4", "fp32", 0.56), ("int8", "bf16", 1.03)]
+)
+def test_bytes_of_a_pass(
+    base: str, dtype: str, most: float, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass reads each block once, in at most `most` bytes a parameter, norms included, as the plan counts."""
+    moved, times = Counter[int](), Counter[int]()
+    read = UnitStore.read
+
+    def counted(store: UnitStore, unit: int, start: int, buffer: torch.Tensor) -> Any:
+        moved[unit] += buffer.nbytes
+        times[unit] += 1
+        return read(store, unit, start, buffer)
+
+    with opened(folder, drive, base, dtype=dtype, weight_buffers=1, gradient_accumulation_steps=1) as session:
+        model = adapted(session.model)
+        batch = {key: value[None] for key, value in rows(1)[0].items()}
+        monkeypatch.setattr(UnitStore, "read", counted)
+        with session.micro_batch():
+            model(**batch).loss.backward()
+        monkeypatch.undo()
+        first, *_, last = blocks = [unit for unit in session._offloaded.units if unit.block]
+        # With one buffer, the last block stays on the device between the forward and the backward.
+        assert {unit: times[unit.index] for unit in blocks} == dict.fromkeys(blocks, 2) | {last: 1}
+        parameters = sum(place.weight.numel for place in first.places)
+        assert 0.9 * most < moved[first.index] / 2 / parameters <= most
+        planned = [one for one in session.plan.traffic if one.phase != "update" and one.place == str(drive)]
+        size = session._offloaded.weights.dtype.itemsize
+        others = sum(unit.stored_bytes(size) for unit in session._offloaded.units if not unit.block)
+        assert 0 <= sum(one.read for one in planned) - sum(moved.values()) <= others
+
+
+@pytest.mark.parametrize("base", ["model", *BASES])
+@pytest.mark.parametrize("home", HOMES)
+def test_memory_is_the_plans(home: str, base: str, folder: Path, drive: Path) -> None:
+    """Stored weights, buffers of weights in use, and those of quantised weights have the planned bytes."""
+    with opened(folder, drive, base, home=home) as session:
+        items = {(item.tier, item.name): item.bytes for item in session.plan.items}
+        model, tier = session._offloaded, {"on the drive": str(drive)}.get(home, "ram")
+        size = sum(unit.stored_bytes(4) for unit in model.units)
+        held = sum(item.bytes for item in session.plan.items if item.name in ("weights", "small weights"))
+        assert size == held
+        assert sum(item.bytes for item in session.plan.items if item.name == "weights" and item.tier == tier) == size
+        slots = model.stream._slots if model.stream else []
+        assert items.get(("ram", "weights in use"), 0) == sum(slot.buffer.nbytes for slot in slots)
+        assert items.get(("ram", "quantised weights in use"), 0) == sum(slot.packed.nbytes for slot in slots)
+        assert ("ram", "dequantisation") in items or base == "model"
+        elements = sum(unit.elements for unit in model.units)
+        assert (size < 2 * elements) == (base != "model")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", BASES)
+def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype) -> None:
+    """Odd matrices, blocks of zeros, stacked experts, biases and trained weights come back as bitsandbytes has them."""
+    words: dict[str, Any] = {"unit": "h.0", "block": True}
+    shape = ModelShape(
+        weights=(
+            Weight("h.0.odd.weight", (33, 7), trainable=False, quantised=base, **words),
+            Weight("h.0.odd.bias", (33,), trainable=False, products=0, **words),
+            Weight("h.0.norm.weight", (300,), products=0, **words),
+            Weight("h.0.experts.up", (3, 20, 50), trainable=False, quantised=base, **words),
+            Weight("h.0.large.weight", (1030, 1024), trainable=False, quantised=base, **words),
+        ),
+        layers=1,
+        hidden=7,
+        vocabulary=10,
+        context=8,
+    )
+    (unit,) = units_of(shape)
+    form = QuantisedUnit(unit, dtype)
+    stored = torch.zeros(unit.stored_bytes(dtype.itemsize), dtype=torch.uint8).view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    given = {}
+    for place in unit.places:
+        values = torch.randn(place.weight.shape, generator=generator).to(dtype)
+        if "experts" in place.weight.name:
+            values[0] = 0
+        given[place.weight.name] = values
+        start, part = form.stored(place.start, values.reshape(-1))
+        assert not stored[start : start + part.numel()].any()
+        stored[start : start + part.numel()] = part
+    memory = torch.full((unit.elements,), torch.nan, dtype=dtype)
+    form.dequantise(stored, memory)
+    for place in unit.places:
+        weight, values = place.weight, given[place.weight.name]
+        expected = values.reshape(-1)
+        if weight.quantised:
+            expected = rounded(expected, base).to(dtype)
+        used = memory[place.start : place.start + weight.numel]
+        assert torch.equal(used, expected), weight.name
+        read = form.get(place.start, weight.numel, lambda start, count: stored[start : start + count].clone())
+        assert torch.equal(read, expected), weight.name
+        again, before = (form.stored(place.start, its)[1].view(torch.uint8) for its in (used, values.reshape(-1)))
+        assert torch.equal(again, before), weight.name  # what was rounded is not rounded further
+
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+QUANTISED = {
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "mixtral, experts": {*_ATTENTION, "gate_up_proj", "down_proj"},
+    "falcon-h1, whose head reads a scale of the body": {
+        *_ATTENTION,
+        *("in_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_path: Path) -> None:
+    """Routers, convolutions, biases, embeddings and heads are not; logits are those of the model in memory."""
+    model = reference(ARCHITECTURES[kind]).eval()
+    model.save_pretrained(tmp_path)
+    with opened(tmp_path, drive, "nf4", seq_len=16, attention="eager") as session:
+        found = set()
+        for name, weight in session.named_weights():
+            parameter = model.get_parameter(name)
+            if not torch.equal(weight, parameter):
+                found.add(name.removesuffix(".weight").rpartition(".")[2])
+                assert torch.equal(weight, rounded(parameter, "nf4")), name
+                parameter.data = weight
+        assert found == QUANTISED[kind]
+        inputs = torch.arange(2 * 16).view(2, 16) % 97
+        with torch.no_grad():
+            assert torch.equal(session.model.eval()(inputs).logits, model(inputs).logits)
+
+
+# -- saves, the Trainer ----------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_resumed_over_the_same_base(folder: Path, references: Any, drive: Path, tmp_path: Path) -> None:
+    """A save holds no base. Another session continues from it elsewhere, and another base is refused."""
+    expected, in_memory = references["nf4", "LoRA"]
+    with opened(folder, drive, "nf4") as session:
+        model = adapted(session.model, **KINDS["LoRA"])
+        assert losses(session, model, steps=2, saves=tmp_path / "save") == expected[:2]
+    assert not any("q_proj.weight" in path.read_text("latin-1") for path in (tmp_path / "save").rglob("*.safetensors"))
+    with opened(folder, drive, "nf4", home="resident") as session:
+        model = adapted(session.model, **KINDS["LoRA"])
+        assert losses(session, model, saves=tmp_path / "save") == expected[2:]
+        assert_same(adapters_of(model), adapters_of(in_memory))
+    with opened(folder, drive, "int8") as session:
+        model = adapted(session.model, **KINDS["LoRA"])
+        with pytest.raises(ot.UserError, match="another dtype or base"):
+            losses(session, model, saves=tmp_path / "save")
+
+
+def test_a_trainer_has_the_stock_logs(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """A Trainer over a quantised base logs, saves, resumes and merges as a stock one over the rounded base."""
+    words: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
+    data = {"train_dataset": rows(48), "eval_dataset": rows(6)}
+    stock = Trainer(adapted(plain(folder, "nf4")), arguments(tmp_path / "stock", **words), **data)
+    stock.train()
+    with loaded(folder, drive, freeze=["."], base="nf4") as model:
+        trainer = Ours(adapted(model), arguments(tmp_path / "ours", **words), **data)
+        trainer.train()
+        assert told(trainer) == told(stock)
+        save_merged(trainer.model, tmp_path / "merged")
+        model.save_pretrained(tmp_path / "base")
+    for step in (2, 4):
+        checkpoints = [tmp_path / name / f"checkpoint-{step}" for name in ("ours", "stock")]
+        assert_same(*(load_file(path / "adapter_model.safetensors") for path in checkpoints))
+        assert len(list(checkpoints[0].glob("*.safetensors"))) == 1
+    with loaded(folder, drive, home="resident", freeze=["."], base="nf4") as model:
+        again = Ours(adapted(model), arguments(tmp_path / "ours", **words), **data)
+        again.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
+        assert told(again)[:-1] == told(stock)[:-1]
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "base")
+    )
+    assert_same(merged.state_dict(), stock.model.merge_and_unload().state_dict())
+    assert_same(base.state_dict(), plain(folder, "nf4").state_dict())
+    for name in ("merged", "base"):
+        assert "were rounded to nf4" in (tmp_path / name / "README.md").read_text()
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None:
+    with opened(folder, drive, "nf4") as session:
+        assert session.base == "nf4"
+        weight = session.model.model.layers[0].self_attn.q_proj.weight
+        assert torch.equal(weight.detach().clone(), session.weight(weight.weight))
+        with pytest.raises(ot.UserError, match=r"q_proj\.weight"), torch.no_grad():
+            weight.mul_(2)
+        other = {"layers.0.self_attn.q_proj.weight": torch.zeros(256, 256)}
+        with pytest.raises((ot.UserError, RuntimeError), match=r"q_proj\.weight"):
+            session.model.model.load_state_dict(other, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"freeze": []}, r"^base=nf4 quantises frozen matrices of the model's blocks, and none is frozen: add freeze="),
+        ({"freeze": ["embed_tokens"]}, "none is frozen"),
+        ({"base": "nf5"}, r"base: 'nf5' is not allowed"),
+        ({"dtype": "fp16"}, "no fp16"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(keys: dict[str, Any], said: str, folder: Path, drive: Path) -> None:
+    words: dict[str, Any] = {"freeze": ["."], "base": "nf4", "say": lambda _: None}
+    with pytest.raises(ot.UserError, match=said):
+        ot.load(folder, nvme=drive, **(words | keys))
+
+
+def test_without_bitsandbytes_the_plan_says_what_to_install(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = api.machine_here
+    monkeypatch.setattr(api, "machine_here", lambda *given: replace(here(*given), packages=()))
+    said = r"base=\"?nf4\"? needs bitsandbytes, which is not installed: pip install 'bitsandbytes>="
+    with pytest.raises(ot.UserError, match=said):
+        ot.load(folder, nvme=drive, freeze=["."], base="nf4", say=lambda _: None)
+
+
+def test_the_command_other_engines_and_modules_in_memory_refuse_it(folder: Path) -> None:
+    words = ["--model", str(folder), "model.freeze=['.']", "model.base=nf4"]
+    with pytest.raises(UserError, match=r"does not train: use the library"):
+        plan_run(load_config(words))
+    for model in (str(folder), "gpt2"):
+        with pytest.raises(UserError, match=r"model\.base=nf4 is for adapters"):
+            plan_elsewhere(load_config(["--model", model, "model.base=nf4"]), read_machine("h200"))
+    for engine in ("deepspeed", "plain"):
+        found = combination_mistakes(load_config([*words, "--engine", engine]))
+        assert f"model.base=nf4 belongs to --engine tiered, not to {engine}: leave it out" in found
+    with pytest.raises(ot.UserError, match=r"ot\.load takes it"):
+        ot.offload(torch.nn.Linear(2, 2), base="nf4")
+
+
+def test_the_plan_names_the_format(folder: Path, drive: Path) -> None:
+    lines: list[str] = []
+    opened(folder, drive, "nf4", say=lines.append).close()
+    text = "\n".join(lines)
+    assert "base=nf4: 1.8 M frozen parameters, the matrices of blocks, are stored in 0.531 B each" in text

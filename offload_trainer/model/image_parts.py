@@ -34,7 +34,7 @@ def image_parts(
     """
     units = _units(model, weights, order)
     names = [weight.unit for weight in weights if weight.block and weight.unit in units]
-    blocks = [model.get_submodule(name) for name in dict.fromkeys(names)]
+    blocks = {name: model.get_submodule(name) for name in names}
     if patches == "auto":
         least, per_token, why = _patches_of(model.config, type(model).__name__)
     else:
@@ -49,9 +49,9 @@ def image_parts(
         per_token=per_token,
         why=why,
         hidden=sizes.most_common(1)[0][0] if sizes else widest,  # input or output of most matrices
-        eager_heads=max(map(_eager_heads, blocks), default=0),
-        masked=not any("cu_seqlens" in _arguments(block) for block in blocks),  # these attend to one image at a time
-        can_checkpoint=all(isinstance(block, GradientCheckpointingLayer) for block in blocks),
+        eager_heads=max(map(_eager_heads, blocks.values()), default=0),
+        masked=not any("cu_seqlens" in _arguments(block) for block in blocks.values()),  # else one image at a time
+        layers=tuple(name for name, block in blocks.items() if isinstance(block, GradientCheckpointingLayer)),
     )
 
 

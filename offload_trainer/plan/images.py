@@ -53,17 +53,16 @@ def image_part(work: Workload) -> Part:
             held[weight.unit].append(weight)
     kept, largest, gradient = 0.0, 0.0, 0
     reached = not shape.trainable  # adapters may be anywhere
-    checkpointed = work.checkpointing and images.can_checkpoint
-    for weights in held.values():
-        block = any(weight.block for weight in weights)
+    checkpointed = set(images.layers) if work.checkpointing else set()
+    for unit, weights in held.items():
         whole = KEPT * e * sum(map(_width, weights))
-        if block:  # scores in the run's dtype and their softmax in fp32 too
+        if any(weight.block for weight in weights):  # scores in the run's dtype, and their softmax in fp32 too
             whole += (2 * e + 4) * images.eager_heads * patches
         largest = max(largest, whole)
         trained = [weight.numel for weight in weights if weight.trainable]
         reached = reached or bool(trained)
         if reached:
-            kept += e * images.hidden if checkpointed and block else whole
+            kept += e * images.hidden if unit in checkpointed else whole
             gradient = max([gradient, *(e * size for size in trained)])
     # The features and the embeddings that they replace, and a mask over the tokens with a copy in the run's dtype.
     beside = Growth(token=2 * e * shape.hidden, pair=1 + e)

@@ -165,7 +165,7 @@ class ImageParts:
     hidden: int = 0  # width of the hidden states between the tower's blocks
     eager_heads: int = 0  # attention heads of a block that stores its attention matrices; 0: fused attention
     masked: bool = True  # a mask separates a row's images
-    can_checkpoint: bool = True  # the tower's blocks can be checkpointed
+    layers: tuple[str, ...] = ()  # the units that activation checkpointing applies to
     rate: float = 1.0  # patches per token of a row that the weights' `products` and the attention count
 
     def patches(self, seq_len: int) -> int:

@@ -44,7 +44,6 @@ STEPS, LR, EPS = 3, 1e-3, 1e-3  # with a large eps, rounding decides no update o
 ADAM: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": EPS, "weight_decay": 0.0}
 RAM: dict[str, Any] = {"params": "cpu", "ram_fraction": 1.0}
 DRIVE: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "page_size": 8192}
-_TOKENS = ("input_ids", "labels")
 _TOWER = r"vision|visual|image_|vit|encoder"  # in the names of towers and their projectors
 
 
@@ -108,7 +107,8 @@ def ours(folder: Path, drive: Path, data: Sequence[Batch], *, export: Path | Non
     No weight is small enough to stay in memory.
     """
     drive.mkdir(exist_ok=True)
-    rows, length = len(data[0]["labels"]), max(value.shape[1] for value in map(data[0].get, _TOKENS) if value is not None)
+    rows = len(data[0]["labels"])
+    length = max(data[0][key].shape[1] for key in ("input_ids", "labels") if key in data[0])
     words = {"micro_batch_size": rows, "seq_len": length, "image_patches": PATCHES, "kernel": "torch", **keys}
     with (
         mock.patch.object(layout, "SMALL", 0),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tiny_models import VOCABULARY, tiny_config
+from tiny_models import HIDDEN, VOCABULARY, tiny_config
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -22,7 +22,17 @@ Batch = dict[str, torch.Tensor]
 ROWS, TEXT, SIDE = 2, 10, 4  # rows of a batch, tokens of text in a row, patches of an image's side
 PATCHES = SIDE**2 + 1  # of an image, with one for its class
 _SPECIAL = range(VOCABULARY - 16, VOCABULARY)  # tokens that no text has
+_MARKS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _TOKEN = re.compile(r"(image|img|video|audio|vision|media|boi|eoi|boa|eoa).*(token_(id|index)|_id|_index)$")
+_SMALL = {
+    "image_seq_length": SIDE**2,
+    "mm_tokens_per_image": SIDE**2 // 4,
+    "num_image_tokens": SIDE**2,
+    "num_position_embeddings": SIDE**2,
+    "num_query_tokens": 4,
+    "projection_dim": HIDDEN,
+    "resampler_n_latents": 4,
+}
 _DEPTH = re.compile(r"^(depth|num_layers_(vision|resampler)|resampler_depth|qformer_num_hidden_layers)$")
 
 
@@ -39,7 +49,7 @@ def tiny_image_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
         _make_small(one)
         for key, value in list(vars(one).items()):
             if _TOKEN.search(key) and isinstance(value, int) and value >= VOCABULARY:
-                setattr(one, key, next(free))
+                setattr(one, key, next(free, _SPECIAL[-1]))
     return config
 
 
@@ -64,11 +74,8 @@ def _make_small(one: Any) -> None:
     for key, value in list(vars(one).items()):
         if isinstance(value, int) and not isinstance(value, bool) and _DEPTH.search(key):
             setattr(one, key, min(value, 2))
-    small: dict[str, Any] = {"image_seq_length": SIDE**2, "mm_tokens_per_image": SIDE**2 // 4, "num_image_tokens": SIDE**2}
-    small |= {"num_query_tokens": 4, "resampler_n_latents": 4, "position_embedding_size": SIDE**2}
-    small |= {"num_position_embeddings": SIDE**2}
-    for key, value in small.items():
-        if isinstance(getattr(one, key, None), int) and key in vars(one):
+    for key, value in _SMALL.items():
+        if isinstance(vars(one).get(key), int):
             setattr(one, key, value)
     for key in ("deepstack_visual_indexes", "fullatt_block_indexes", "intermediate_layers_indices"):
         if isinstance(held := getattr(one, key, None), list | tuple):
@@ -81,7 +88,8 @@ def _make_small(one: Any) -> None:
         one.vision_output_dim = 2 * one.hidden_size  # the last hidden states and those of one intermediate layer
     rope = getattr(one, "rope_parameters", None)
     if isinstance(rope, dict) and "mrope_section" in rope:
-        half = (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads) // 2
+        head = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
+        half = int(head * rope.get("partial_rotary_factor", getattr(one, "partial_rotary_factor", None) or 1)) // 2
         one.rope_parameters = rope | {"mrope_section": [half - 2, 1, 1]}
     if isinstance(getattr(one, "image_grid_pinpoints", None), list) and isinstance(side := _side(one), int):
         one.image_grid_pinpoints = [[side, side]]
@@ -143,7 +151,7 @@ def _batch(model: PreTrainedModel, form: Callable[..., Batch], *, seed: int) -> 
             labels = torch.cat([torch.full((ROWS, ids.shape[1] - TEXT), -100), text], 1)
         batch |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         marks = (ids == _image_token(model.config)).long()
-        batch |= {name: marks for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids") if name in names}
+        batch |= {name: marks for name in _MARKS if name in names}
     return batch | {"labels": labels}
 
 
@@ -171,7 +179,7 @@ def _features(found: Any, width: int) -> int:
 
 
 def _image_token(config: PreTrainedConfig) -> int | None:
-    keys = ("image_token_id", "image_token_index", "img_token_id", "media_token_id", "image_pad_token_id", "im_token_id")
+    keys = ("image_token_id", "image_token_index", "img_token_id", "media_token_id", "image_pad_token_id")
     stated = (getattr(one, key, None) for one in _all(config) for key in keys)
     return next((token for token in stated if isinstance(token, int)), None)
 

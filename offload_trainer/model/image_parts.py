@@ -1,7 +1,7 @@
 """The parts of an image-text model that only images pass through: which units, how many patches, which attention.
 
-A run of the model on text alone (`model/activations.py`) shows which units text uses; the others are for images. Without
-such a run, transformers' accessors of the language model and of the image encoder tell them apart.
+A run of the model on text alone (`model/activations.py`) shows which units text uses; the others are for images.
+Without such a run, they are those outside the language model that transformers' `get_decoder` returns.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _patches_of(config: Any, name: str) -> tuple[int, float, str]:
     tokens = next((n for one in configs for key in _TOKENS if isinstance(n := getattr(one, key, None), int) and n), 0)
     if not tile and merged == 1:
         raise UserError(
-            f"{name}: its configuration says neither the size of an image nor how many patches become one token, so the "
-            "memory of its images cannot be planned: give image_patches=N, the patches of a row's images"
+            f"{name}: its configuration says neither the size of an image nor how many patches become one token, so "
+            "the memory of its images cannot be planned: give image_patches=N, the patches of a row's images"
         )
     each = max(merged, tile / tokens if tokens else 1.0)
     least = tile * max(1, *(getattr(one, "max_num_tiles", None) or 1 for one in configs), 1)

@@ -299,9 +299,9 @@ KEPT = 1.8  # estimate of what a block keeps, as a multiple of the inputs and ou
 def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     """Estimate activation memory for an architecture that cannot run on meta tensors.
 
-    Count `KEPT` times the inputs and outputs of the blocks' matrix products, and a third more at the peak. Architectures
-    that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices. Masks between documents are
-    added.
+    Count `KEPT` times the inputs and outputs of the blocks' matrix products, and a third more at the peak.
+    Architectures that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices. Masks between
+    documents are added.
     """
     e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
     mask = e if shape.packed else 0  # each block's attention holds the mask in its own dtype

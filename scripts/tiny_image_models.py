@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tiny_models import HIDDEN, VOCABULARY, tiny_config
+from tiny_models import VOCABULARY, tiny_config
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from offload_trainer.model.probes.tiny_model import HIDDEN
 
 Batch = dict[str, torch.Tensor]
 ROWS, TEXT, SIDE = 2, 10, 4  # rows of a batch, tokens of text in a row, patches of an image's side

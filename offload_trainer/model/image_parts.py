@@ -146,12 +146,11 @@ def with_images(order: Order, images: ImageParts, weights: Sequence[Weight]) -> 
     The backward reaches them last, down to the first one that is trained.
     """
     blocks = {weight.unit for weight in weights if weight.block}
-    trained = {weight.unit for weight in weights if weight.trainable} or set(images.units)  # or adapters anywhere
     first = next((place for place, unit in enumerate(order.forward) if unit in blocks), 0)
-    reached = next((place for place, unit in enumerate(images.units) if unit in trained), len(images.units))
+    trained = images.units[len(images.frozen(weights)) :]
     return Order(
         (*order.forward[:first], *images.units, *order.forward[first:]),
-        (*order.backward, *images.units[reached:][::-1]),
+        (*order.backward, *trained[::-1]),
     )
 
 

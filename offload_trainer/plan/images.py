@@ -51,19 +51,17 @@ def image_part(work: Workload) -> Part:
     for weight in shape.weights:
         if weight.unit in held:
             held[weight.unit].append(weight)
-    kept, largest, gradient = 0.0, 0.0, 0
-    reached = not shape.trainable  # adapters may be anywhere
+    kept, largest, gradient, frozen = 0.0, 0.0, 0, images.frozen(shape.weights)
+    reached = len(frozen) < len(images.units)
     checkpointed = set(images.layers) if work.checkpointing else set()
     for unit, weights in held.items():
         whole = KEPT * e * sum(map(_width, weights))
         if any(weight.block for weight in weights):  # scores in the run's dtype, and their softmax in fp32 too
             whole += (2 * e + 4) * images.eager_heads * patches
         largest = max(largest, whole)
-        trained = [weight.numel for weight in weights if weight.trainable]
-        reached = reached or bool(trained)
-        if reached:
+        if unit not in frozen:
             kept += e * images.hidden if unit in checkpointed else whole
-            gradient = max([gradient, *(e * size for size in trained)])
+            gradient = max([gradient, *(e * weight.numel for weight in weights if weight.trainable)])
     # The features and the embeddings that they replace, and a mask over the tokens with a copy in the run's dtype.
     beside = Growth(token=2 * e * shape.hidden, pair=1 + e)
     again = (1 + _BESIDE if checkpointed else _BESIDE) * largest
@@ -72,6 +70,15 @@ def image_part(work: Workload) -> Part:
         forward=(Growth(row=patches * (kept + largest) + mask) + beside,),
         backward=(Growth(fixed=gradient, row=patches * (kept + again) + mask) + beside,) if reached else (),
     )
+
+
+def without_frozen(shape: ModelShape) -> ModelShape:
+    """Return the shape without the parts for images that activation checkpointing does not recompute."""
+    frozen = set(shape.images.frozen(shape.weights)) if shape.images else set()
+    blocks = dict.fromkeys(weight.unit for weight in shape.weights if weight.block)
+    attention = (width for unit, width in zip(blocks, shape.attention, strict=False) if unit not in frozen)
+    weights = tuple(weight for weight in shape.weights if weight.unit not in frozen)
+    return replace(shape, weights=weights, attention=tuple(attention)) if frozen else shape
 
 
 def _width(weight: Weight) -> float:

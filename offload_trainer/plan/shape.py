@@ -172,6 +172,15 @@ class ImageParts:
         """Return the patches of a row's images, before the model merges any."""
         return max(self.least, math.ceil(self.per_token * seq_len))
 
+    def frozen(self, weights: Iterable[Weight]) -> tuple[str, ...]:
+        """Return the units before the first trained one, which need no backward.
+
+        There are none if no weight of the model is trained, since adapters may be anywhere.
+        """
+        trained = {weight.unit for weight in weights if weight.trainable}
+        first = next((place for place, unit in enumerate(self.units) if unit in trained), len(self.units))
+        return self.units[:first] if trained else ()
+
 
 @dataclass(frozen=True)
 class ModelShape:

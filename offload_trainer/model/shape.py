@@ -39,7 +39,8 @@ def model_shape(
 ) -> ModelShape:
     """Return the shape of a model on the meta device.
 
-    `image_patches`: the patches of a row's images; 0 or None: rows hold text alone. Afterwards its parameters are in the run's dtype, and frozen as configured.
+    `image_patches`: the patches of a row's images; 0 or None: rows hold text alone. Afterwards the model's parameters
+    are in the run's dtype, and frozen as configured.
     """
     patterns = []
     for text in section.freeze:

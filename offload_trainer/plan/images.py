@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from offload_trainer.plan.shape import KEPT, Growth, ModelShape, Part, Weight
 from offload_trainer.plan.workload import Workload
-from offload_trainer.units import format_bytes, format_count
+from offload_trainer.units import format_bytes
 
 _BESIDE = 0.3  # of what the largest block keeps, at the peak of its backward; as `estimated` counts
 
@@ -100,7 +100,7 @@ def image_note(work: Workload) -> str:
     kept = format_bytes(part.kept.at(work.micro_batch, work.seq_len))
     most = format_bytes(max(moment.at(work.micro_batch, work.seq_len) for moment in (*part.forward, *part.backward)))
     return (
-        f"images: {format_count(images.patches(work.seq_len))} patches a row are counted, {images.why}; their "
-        f"activations take {most} and keep {kept} until the backward, estimated from the widths of matrix products. "
+        f"images: {images.patches(work.seq_len)} patches a row are counted, {images.why}; their activations "
+        f"take {most} and keep {kept} until the backward, estimated from the widths of matrix products. "
         "Another number: image_patches=N"
     )

@@ -79,9 +79,8 @@ def try_on_tiny_model(
         config._attn_implementation = model.config._attn_implementation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            tiny = auto_class(config).from_config(
-                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
-            ).eval()
+            words = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+            tiny = auto_class(config).from_config(copy.deepcopy(config), **words).eval()
             missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in tiny.modules()}
             if missing and all_classes:
                 raise ValueError(f"it has no {', '.join(sorted(missing))}")

@@ -46,7 +46,8 @@ def image_part(work: Workload) -> Part:
     shape, images, e = work.shape, work.shape.images, work.item_bytes
     assert images is not None
     patches = images.patches(work.seq_len)
-    mask = e * patches**2 if images.masked and images.units else 0
+    # Some towers pack the images of all rows into one row, with a mask between them (Pixtral).
+    mask = e * work.micro_batch * patches**2 if images.masked and images.units else 0
     held: dict[str, list[Weight]] = {unit: [] for unit in images.units}
     for weight in shape.weights:
         if weight.unit in held:

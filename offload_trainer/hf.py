@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -54,9 +54,15 @@ _GENERATING = ("GRPOConfig", "RLOOConfig")  # their reference model, without ada
 _MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # methods
 
 
-def load(name: str | Path, *, say: Callable[[str], None] = print, **keys: Unpack[SessionKeys]) -> PreTrainedModel:
+def load(
+    name: str | Path,
+    *,
+    say: Callable[[str], None] = print,
+    image_patches: int | Literal["auto"] = "auto",
+    **keys: Unpack[SessionKeys],
+) -> PreTrainedModel:
     """Load a model as `offload_trainer.load` does and return it, ready for a Trainer with `Offloaded`."""
-    model: PreTrainedModel = attach(load_session(name, say=say, **keys))
+    model: PreTrainedModel = attach(load_session(name, say=say, image_patches=image_patches, **keys))
     return model
 
 

@@ -37,6 +37,8 @@ _QUESTIONS = ("instruction", "question", "query", "prompt")
 _ANSWERS = ("output", "response", "answer")
 _SYSTEM = ("system", "system_prompt")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_TEXT_ALONE = "this command trains on text alone"
+_LIBRARY = "use offload_trainer.load with the model's processor for images (docs/library.md, Images and text)"
 _PREFERENCES = (
     "preferences, which are trained with TRL: `offload-train cp dpo` writes a script for them. To train on the chosen "
     "answers alone, give them as an 'output' next to an 'instruction', or as 'messages'"
@@ -191,7 +193,7 @@ def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None
         raise UserError(f"{where}: 'label' holds true or false: {_GOOD_AND_BAD}")
     for key in _MEDIA:
         if record.get(key):
-            raise UserError(f"{where}: {key!r} is not empty, and only text is supported; leave such lines out")
+            raise UserError(f"{where}: {key!r} is not empty: {_TEXT_ALONE}; leave such lines out, or {_LIBRARY}")
     if record.get("chat_template_kwargs"):
         raise UserError(f"{where}: 'chat_template_kwargs' is not read: set its values in data.chat_template=FILE")
 
@@ -344,7 +346,7 @@ def _text(content: Any, number: int, *, where: str) -> str:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: message {number} holds something other than text, which is not supported")
+            raise UserError(f"{where}: message {number} holds something other than text: {_TEXT_ALONE}; {_LIBRARY}")
         if "train" in part or "weight" in part:
             raise UserError(
                 f"{where}: message {number} mixes parts to train on with others: an answer is trained on whole"

@@ -78,9 +78,10 @@ def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Gr
 
 def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
     """Return the groups that convert the model's parameters to what `save_pretrained` would write."""
-    # Keep prefixes: it is unknown whether the original weights had one, and transformers reads both forms.
     rules = [
-        rule for rule in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(rule, PrefixChange)
+        rule
+        for rule in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(rule, PrefixChange) or _is_of_tower(rule)
     ]
     renamings, converters = _kinds([rule.reverse_transform() for rule in rules[::-1]])
     members: dict[str, list[tuple[str, str | None]]] = {}
@@ -92,6 +93,15 @@ def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
         return rename_source_key(name, renamings, [])[0]
 
     return [_group(first, found, converters, model, rename=rename) for first, found in members.items()]
+
+
+def _is_of_tower(rule: PrefixChange) -> bool:
+    """Return whether the rule removes a prefix inside an inner model, such as `vision_model` in LLaVA's CLIP.
+
+    Checkpoints have that prefix. Of others it is unknown whether the original weights had them, and transformers reads
+    both forms.
+    """
+    return bool(getattr(rule, "scope_prefix", None)) and rule.prefix_to_remove is not None
 
 
 def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, TextStreamer
+from transformers import AutoConfig, GenerationConfig, LogitsProcessorList, TextStreamer
 from transformers.initialization import no_init_weights
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model.auto_class import auto_class
 from offload_trainer.model.init_weights import parameters_without_memory
 from offload_trainer.safe_files import one_line, refuse_pipes
 
@@ -78,7 +79,7 @@ def empty_model(directory: Path) -> Any:
     except (OSError, ValueError) as error:
         raise UserError(f"{directory} cannot be read: {one_line(error)}") from error
     with no_init_weights(), parameters_without_memory():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     model.tie_weights()
     away: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.model.auto_class import auto_class
 
 NamedTensor = tuple[str, torch.Tensor]
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -71,9 +72,10 @@ def _with_memory(value: Any) -> Any:
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model on the meta device in fp32, with tied weights tied."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
         )
+    return model
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:

@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.attention import repeat_keys_where_needed
+from offload_trainer.model.auto_class import Patches, auto_class, settle_class
 from offload_trainer.model.checkpoint_mapping import read_model_config, refuse_endless
+from offload_trainer.model.image_parts import text_alone_requires_grads
 from offload_trainer.model.init_weights import (
     NamedTensor,
     initial_weights,
@@ -61,6 +63,7 @@ _BESIDE = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+_OF_PROCESSOR = ("chat_template.jinja", "chat_template.json")  # of image-text models; a run writes its tokenizer's own
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 
@@ -101,7 +104,7 @@ class ModelSource:
         if torch.cuda.is_available():
             repeat_keys_where_needed()
         with context or nullcontext(), no_init_weights():
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(self.config).from_config(
                 copy.deepcopy(self.config),
                 dtype=dtype,
                 trust_remote_code=self.section.trust_remote_code,
@@ -120,6 +123,8 @@ class ModelSource:
         trainable = {weight.name: weight.trainable for weight in self.shape.weights}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable[name])
+        if self.shape.images:
+            text_alone_requires_grads(model)
         if checkpointed:
             # Without a GPU the inputs are in host memory already.
             checkpoint_blocks(model, reentrant=reentrant, offload=offload and torch.cuda.is_available())
@@ -165,7 +170,7 @@ class ModelSource:
         """
         small = copy.deepcopy(self.config)
         with no_init_weights(), parameters_without_memory():
-            model = AutoModelForCausalLM.from_config(small, trust_remote_code=self.section.trust_remote_code)
+            model = auto_class(small).from_config(small, trust_remote_code=self.section.trust_remote_code)
         computed = dict(model.named_buffers())
         if not self.random and self.directory is not None and persistent_buffers(model):
             computed |= pretrained_buffers(self.directory, self._meta())
@@ -184,12 +189,20 @@ def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool 
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 
 
-def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pieces: bool = False) -> ModelSource:
+def resolve_model(
+    section: ModelSection,
+    *,
+    seed: int,
+    packed: bool = False,
+    pieces: bool = False,
+    image_patches: Patches = None,
+) -> ModelSource:
     """Find the model that `section.name` refers to.
 
     `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence
     each other is refused. `pieces` is for rows divided among ranks: a model that would compute another result is
-    refused.
+    refused. `image_patches` is for the library, whose rows may hold images: their patches in each row, or "auto". With
+    None, a model that transformers has only with images is refused.
 
     Raises UserError for an unknown model or configuration key, and for weights that do not fit.
     """
@@ -200,6 +213,7 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
     _override(config, section.overrides)
     refuse_endless(config.to_dict(), section.name)
+    images = settle_class(config, section.name, image_patches=image_patches)
     try:
         # None: transformers uses SDPA, or eager attention for a model that does not support SDPA.
         config._attn_implementation = None if section.attention == "auto" else section.attention
@@ -233,7 +247,7 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
         match_weights(directory, model)
     return ModelSource(
         config=config,
-        shape=model_shape(model, section, packed=packed),
+        shape=model_shape(model, section, packed=packed, image_patches=image_patches if images else None),
         section=section,
         seed=seed,
         directory=directory,
@@ -257,7 +271,7 @@ def _directory(section: ModelSection) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.txt", "*.model", *([] if section.random_init else ["*.safetensors"])]
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja", *([] if section.random_init else ["*.safetensors"])]
     try:
         return Path(snapshot_download(section.name, allow_patterns=wanted))
     except Exception as error:
@@ -295,7 +309,8 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
     """Write the config.json and generation_config.json that `from_pretrained` reads together with exported weights.
 
-    For a pretrained model the latter is copied from its directory if present. Buffers that belong to the weights are
+    For a pretrained model the latter is copied from its directory if present, as are the files of an image-text model's
+    processor. Buffers that belong to the weights are
     saved in a separate file, from which exports read them.
     """
     config = copy.deepcopy(source.config)
@@ -306,8 +321,9 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     config.save_pretrained(directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
     if not source.random and source.directory is not None:
-        for name in _BESIDE:
-            if (source.directory / name).exists():
+        reads_images = auto_class(config) is AutoModelForImageTextToText
+        for name in (*_BESIDE, *(_OF_PROCESSOR if reads_images else ())):
+            if (source.directory / name).is_file():
                 shutil.copyfile(source.directory / name, directory / name)
     kept = persistent_buffers(source._meta())
     if kept:

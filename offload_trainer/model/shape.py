@@ -22,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.activations import ModelMemory, count_activations
+from offload_trainer.model.auto_class import Patches, class_names
+from offload_trainer.model.image_parts import image_parts, with_images
 from offload_trainer.model.loss import head_needs_only_hidden_states
 from offload_trainer.plan.shape import ModelShape, Split, Weight, unit_of
 from offload_trainer.plan.tiered.weight_streaming import with_order
@@ -34,10 +36,13 @@ _SPLITS: dict[str, Split] = {"colwise": "column", "rowwise": "row", "replicated_
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
 
 
-def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = False) -> ModelShape:
+def model_shape(
+    model: PreTrainedModel, section: ModelSection, *, packed: bool = False, image_patches: Patches = None
+) -> ModelShape:
     """Return the shape of a model on the meta device.
 
-    Afterwards its parameters are in the run's dtype, and frozen as configured.
+    `image_patches`: the patches of a row's images; 0 or None: rows hold text alone. Afterwards the model's parameters
+    are in the run's dtype, and frozen as configured.
     """
     patterns = []
     for text in section.freeze:
@@ -90,6 +95,8 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
     whole = counted is None and not head_needs_only_hidden_states(model)
     if whole:
         counted = counted_with(whole_logits=True)
+    order = counted.order if counted else None
+    images = image_parts(model, weights, order, patches=image_patches) if image_patches else None
     text = model.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or 0
     shape = ModelShape(
@@ -108,9 +115,12 @@ def model_shape(model: PreTrainedModel, section: ModelSection, *, packed: bool =
         can_checkpoint_some=_can_checkpoint_some(model, blocks, counted),
         whole_logits=whole,
         packed=packed,
+        images=images,
         notes=_notes(model, section, whole_logits=whole),
     )
-    return with_order(shape, counted.order) if counted and counted.order else shape
+    if order and images:
+        order = with_images(order, images, weights)
+    return with_order(shape, order) if order else shape
 
 
 def _with_base(model: PreTrainedModel, weights: list[Weight], base: str) -> list[Weight]:
@@ -184,11 +194,17 @@ def no_weight_decay_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def block_names(model: PreTrainedModel) -> list[str]:
-    """Return the repeated blocks: the outermost modules that transformers says must not be split over devices."""
+    """Return the repeated blocks: the outermost modules that transformers says must not be split over devices.
+
+    In a model that reads images, layers that checkpoint themselves are blocks too: some towers name only a part of
+    their layers (Idefics 3), or none.
+    """
     kinds = tuple(model._no_split_modules or ())
+    reads_images = type(model).__name__ == class_names(model.config)[0]
     found: list[str] = []
     for name, module in model.named_modules():
-        if type(module).__name__ in kinds and not any(name.startswith(f"{outer}.") for outer in found):
+        block = type(module).__name__ in kinds or (reads_images and isinstance(module, GradientCheckpointingLayer))
+        if block and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
     return found
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from offload_trainer.plan.images import image_part
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.collectives import kept_elements
 from offload_trainer.plan.shape import Activations, Growth, Part, estimated
@@ -82,6 +83,8 @@ def activation_items(
     if work.sequence > 1:
         more = work.item_bytes * kept_elements(shape, work.sequence)
         of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
+    if shape.images:
+        of_rank = replace(of_rank, images=image_part(work))
     peak = peak_of(
         of_rank,
         rows=rows,
@@ -264,7 +267,8 @@ def peak_of(
 
     hidden = now(counted.hidden)
     parts = [counted.kinds[kind] for kind in counted.blocks]
-    beside = micro_batches * (now(counted.before) - hidden)
+    seen = now(counted.images.kept) if counted.images else 0  # stays until the backward of the parts for images
+    beside = micro_batches * (now(counted.before) - hidden + seen)
     others = (micro_batches - 1) * hidden
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
     shard = -(-hidden // keepers)  # only the current input is undivided
@@ -292,7 +296,10 @@ def peak_of(
     peaks.append(Peak(top, beside + rest, "in the final norm"))
     head = _head(counted, rows=rows, length=length, chunk=chunk, gradients=gradients) + (micro_batches - 1) * waiting
     peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
-    last = most(counted.embedding) + micro_batches * waiting + others
+    if counted.images:
+        rest = max(most(counted.images.forward), most(counted.images.backward)) + micro_batches * waiting
+        peaks.append(Peak(0, beside + hidden - seen + rest + others, "in the parts for images"))
+    last = most(counted.embedding) + micro_batches * (waiting + seen) + others
     peaks.append(Peak(0, last, "in the embedding's backward"))
     return max(peaks, key=lambda peak: peak.bytes)
 

@@ -32,6 +32,7 @@ from offload_trainer.plan.engines import (
     settings_of_others,
     tensor_of,
 )
+from offload_trainer.plan.images import image_note, with_rate
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, refuse_card
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
@@ -367,7 +368,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
     seq_len = row_length(config.data.seq_len, shape)
     chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
     return Workload(
-        shape=shape,
+        shape=with_rate(shape, seq_len),
         dtype=model.dtype,
         micro_batch=train.micro_batch_size,
         accumulate=train.gradient_accumulation_steps,
@@ -429,7 +430,7 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> list[str]:
     """Return sentences about what a run with this traffic does to drives, and about settings without effect."""
-    notes = []
+    notes = [image_note(work)] if work.shape.images else []
     for drive in machine.drives:
         written = sum(moved.written for moved in traffic if moved.place == drive.directory)
         if written and drive.endurance_bytes:

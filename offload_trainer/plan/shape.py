@@ -60,6 +60,7 @@ class Activations:
     norm: Part
     head: Part  # one chunk of the loss: a row with that many tokens
     embedding: tuple[Growth, ...]  # moments of the embedding's backward, in total
+    images: Part | None = None  # the parts that only images pass through; their moments include what they keep
 
 
 def pruned(moments: Sequence[Growth]) -> tuple[Growth, ...]:
@@ -160,6 +161,34 @@ class Order:
 
 
 @dataclass(frozen=True)
+class ImageParts:
+    """The parts of a model that only images pass through: a vision tower and its projector."""
+
+    units: tuple[str, ...]  # names of their units, in the order of registration; empty: no such part is known
+    least: int  # patches of one image
+    per_token: float  # patches for each token of a row, if all of them stand for images
+    why: str  # where these numbers come from
+    hidden: int = 0  # width of the hidden states between the tower's blocks
+    eager_heads: int = 0  # attention heads of a block that stores its attention matrices; 0: fused attention
+    masked: bool = True  # a mask separates a row's images
+    layers: tuple[str, ...] = ()  # the units that activation checkpointing applies to
+    rate: float = 1.0  # patches per token of a row that the weights' `products` and the attention count
+
+    def patches(self, seq_len: int) -> int:
+        """Return the patches of a row's images, before the model merges any."""
+        return max(self.least, math.ceil(self.per_token * seq_len))
+
+    def frozen(self, weights: Iterable[Weight]) -> tuple[str, ...]:
+        """Return the units before the first trained one, which need no backward.
+
+        There are none if no weight of the model is trained, since adapters may be anywhere.
+        """
+        trained = {weight.unit for weight in weights if weight.trainable}
+        first = next((place for place, unit in enumerate(self.units) if unit in trained), len(self.units))
+        return self.units[:first] if trained else ()
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Counts of a causal language model, its parameters in the model's own order."""
 
@@ -184,6 +213,7 @@ class ModelShape:
     can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none
     whole_logits: bool = False  # the loss needs the logits of a whole micro-batch
     packed: bool = False  # a mask separates the documents of a row
+    images: ImageParts | None = None  # rows hold images; None: text alone
     no_chain: str = ""  # why micro-batches cannot pass through the blocks one block at a time; "": they can
     notes: tuple[str, ...] = ()  # sentences that the plan prints about the model
 
@@ -283,17 +313,22 @@ def _widths(weights: Iterable[Weight]) -> float:
     return sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in weights)
 
 
+KEPT = 1.8  # estimate of what a block keeps, as a multiple of the inputs and outputs of its matrix products
+
+
 def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     """Estimate activation memory for an architecture that cannot run on meta tensors.
 
-    Count 1.8 times the inputs and outputs of the blocks' matrix products, and a third more at the peak. Architectures
-    that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices. Masks between documents are
-    added.
+    Count `KEPT` times the inputs and outputs of the blocks' matrix products, and a third more at the peak.
+    Architectures that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices. Masks between
+    documents are added.
     """
     e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
     mask = e if shape.packed else 0  # each block's attention holds the mask in its own dtype
-    kept = Growth(token=1.8 * e * shape.widths / max(1, shape.layers), pair=mask)
-    largest = max((weight.numel for weight in shape.weights if weight.block), default=0)
+    away = set(shape.images.units) if shape.images else set()  # counted by plan/images.py
+    text = replace(shape, weights=tuple(weight for weight in shape.weights if weight.unit not in away))
+    kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
+    largest = max((weight.numel for weight in text.weights if weight.block), default=0)
     head = e * shape.vocabulary * shape.hidden
     return Activations(
         before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
+from offload_trainer.plan.images import without_frozen
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
@@ -293,7 +294,8 @@ def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
     before them.
     """
     shape, seq_len = work.shape, work.seq_len
-    blocks, recomputed = _work_of_blocks(shape, seq_len), shape.first_blocks(work.checkpointed)
+    blocks = _work_of_blocks(shape, seq_len)
+    recomputed = without_frozen(shape.first_blocks(work.checkpointed))
     head = TokenWork(products=shape.head_flops(), attention=0.0, values=0.0, logits=shape.vocabulary)
     whole, products = blocks + head, shape.backward_flops(seq_len=0)
     backward = TokenWork(

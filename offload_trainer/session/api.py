@@ -7,13 +7,12 @@ The plan is made as for the command line, printed, and refused with UserError if
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import psutil
 import torch
@@ -24,6 +23,7 @@ from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.build_tiered import EngineParts, open_parts
 from offload_trainer.errors import UserError
+from offload_trainer.model.auto_class import named_after
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.offloading.model import OffloadedModel
@@ -50,12 +50,21 @@ Say = Callable[[str], None]
 Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
 
-def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> Session:
-    """Load a causal language model of transformers with offloaded weights.
+def load(
+    name: str | Path,
+    *,
+    say: Say = print,
+    image_patches: int | Literal["auto"] = "auto",
+    **keys: Unpack[SessionKeys],
+) -> Session:
+    """Load a causal language model or an image-text model of transformers with offloaded weights.
 
     Args:
         name: a directory, a hub id, or a preset.
         say: receives the plan as text.
+        image_patches: of an image-text model, the patches of a row's images that the plan counts; "auto": as many as
+            a row has room for. 0: rows hold text alone, and of a model that transformers has without its parts for
+            images, only the language model is loaded.
         keys: configuration as on the command line: dtype, nvme, params, optimizer, ram_fraction, ... (docs/library.md).
 
     Raises UserError for invalid keys, an unusable model, or a plan that does not fit.
@@ -63,7 +72,14 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
     words = session_words(str(name), keys)
     with translate_errors():
         config = load_config(words)
-        source = resolve_model(config.model, seed=config.train.seed)
+        if image_patches != "auto" and (type(image_patches) is not int or image_patches < 0):
+            raise UserError(f"image_patches={image_patches!r}: must be a number of patches, 0 or more, or 'auto'")
+        source = resolve_model(config.model, seed=config.train.seed, image_patches=image_patches)
+        if source.shape.images and config.model.offload_activations:
+            raise UserError(
+                "offload_activations: the inputs of a vision tower's blocks have other sizes than the text's and are "
+                "not planned: leave it out, or give image_patches=0 if rows hold text alone"
+            )
         config, plan = _planned(config, source.shape, machine_here(config.placement), say=say)
         with ExitStack() as stack:
             parts = _opened(config, source.shape, plan, stack, say=say)
@@ -75,7 +91,7 @@ def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> 
             folder = _folder(stack)
             save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
             weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
-            saves = Saves(_record(config, plan, source.shape, folder, random=source.random), causal_lm=True)
+            saves = Saves(_record(config, plan, source.shape, folder, random=source.random), from_config=True)
             offloaded = _offloaded(model, parameters, weights, parts, config, stack)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
@@ -109,7 +125,7 @@ def offload(
         with ExitStack() as stack:
             parts = _opened(config, shape, plan, stack, say=say)
             folder = _folder(stack)
-            causal_lm = _keep_configuration(module, folder)
+            from_config = _keep_configuration(module, folder)
             held = {name: parameter.detach() for name, parameter in parameters.items()}
             for parameter in parameters.values():
                 parameter.grad = None
@@ -118,7 +134,7 @@ def offload(
                     part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
             dtype = parts.layout.dtype
             weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
-            saves = Saves(_record(config, plan, shape, folder, random=False), causal_lm=causal_lm)
+            saves = Saves(_record(config, plan, shape, folder, random=False), from_config=from_config)
             uses = {name: [parameter] for name, parameter in parameters.items()}
             offloaded = _offloaded(module, uses, weights, parts, config, stack)
             return Session(module, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
@@ -375,11 +391,15 @@ def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
 
 
 def _keep_configuration(module: nn.Module, folder: Path) -> bool:
-    """Write the configuration of a transformers model to `folder`; return True if it is a causal language model."""
+    """Write the configuration of a transformers model to `folder`.
+
+    Return True if transformers builds the same causal language model or image-text model from it.
+    """
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return False
-    copy.deepcopy(config).save_pretrained(folder)
+    config = named_after(config, module)
+    config.save_pretrained(folder)
     try:
         built = meta_model(config, trust_remote_code=False)
     except Exception:  # transformers' constructors fail in many ways for another kind of model

@@ -66,6 +66,7 @@ _LAST_PARTS = {key.rpartition(".")[2]: key for key in all_keys()} | {"rule": "op
 KEYS = {keyword: _LAST_PARTS[keyword] for keyword in SessionKeys.__annotations__}  # the key of each keyword
 INSTEAD = {  # other keys that a caller may try, and what to do instead
     "name": "give it to ot.load",
+    "image_patches": "ot.load takes it; of a module in memory all weights are counted for each token of a row",
     "loss_chunk": "your code computes the loss",
     "mlp_chunk": "a session runs the model's own forward",
     "compile": "a session runs the model's own forward",

@@ -72,7 +72,7 @@ class Saves:
     """Writer and reader of one session's saves, with the metadata that they contain."""
 
     record: RunRecord
-    causal_lm: bool  # transformers builds a causal language model from `record.model`
+    from_config: bool  # transformers builds the model from the configuration in `record.model`
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Saves:
             told=f"a session after step {step}",
             card=lambda dtype: _CARD.format(dtype=dtype, steps=step) + _rounded(offloaded.units),
         )
-        if self.causal_lm:
+        if self.from_config:
             write_model(source.with_buffers(), destination, dtype=dtype)
         else:
             _write_by_name(source, buffers, destination.absolute(), dtype=dtype)

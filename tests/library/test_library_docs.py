@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import VOCABULARY, batches, model_directory
+from image_models import image_model
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BatchFeature
 
 import offload_trainer as ot
 
 ROOT = Path(__file__).resolve().parents[2]
-LOOP, OWN, ADAPTERS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+LOOP, OWN, ADAPTERS, IMAGES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -84,6 +85,17 @@ def test_a_module_of_ones_own(here: Path) -> None:
     before = loss()
     names = run(OWN + "    after = loss()\n", module=module, data=data, ot=ot, torch=torch, loss=loss)
     assert names["after"] < before
+
+
+def test_the_loop_with_images(here: Path) -> None:
+    """The tower of the model stays as it was, and the rest does not."""
+    loader = [BatchFeature(batch) for batch in image_model(here / "images", "Qwen2_5_VL", batches=3)]
+    length = loader[0]["input_ids"].shape[1]
+    code = IMAGES.replace("Qwen/Qwen2.5-VL-7B-Instruct", "images").replace("2048", str(length)).replace("1e-5", "0.1")
+    run(code, loader=loader, ot=ot)
+    before, after = (AutoModelForImageTextToText.from_pretrained(here / name) for name in ("images", "trained"))
+    for (name, one), two in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), two.bfloat16()) == (".visual." in name), name
 
 
 @pytest.mark.parametrize("code", README)

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from offload_trainer.model.auto_class import auto_class
 from offload_trainer.model.shape import block_names
 from offload_trainer.safe_files import one_line
 
@@ -78,9 +79,8 @@ def try_on_tiny_model(
         config._attn_implementation = model.config._attn_implementation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            tiny = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
-            ).eval()
+            words = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+            tiny = auto_class(config).from_config(copy.deepcopy(config), **words).eval()
             missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in tiny.modules()}
             if missing and all_classes:
                 raise ValueError(f"it has no {', '.join(sorted(missing))}")

@@ -1,0 +1,76 @@
+"""The transformers class that a configuration is built with: a causal language model or an image-text model.
+
+Some configurations stand for both (Qwen3.5, Llama 4): with and without the parts that read images. Their
+`architectures` decide, which `settle_class` sets and exports keep.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from offload_trainer.errors import UserError
+
+Patches = int | Literal["auto"] | None  # patches of a row's images; None: the caller trains on text only
+
+
+def class_names(config: Any) -> tuple[str | None, str | None]:
+    """Return the names of transformers' image-text class and causal language model for a configuration.
+
+    They are None if there is no such class, and for a model with Python code of its own.
+    """
+    if not type(config).__module__.startswith("transformers."):
+        return None, None
+    image, text = (
+        mapping.get(type(config), None)
+        for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+    )
+    return _name(image), _name(text)
+
+
+def _name(found: Any) -> str | None:
+    first = found[0] if isinstance(found, list | tuple) else found
+    return None if first is None else str(first.__name__)
+
+
+def auto_class(config: Any) -> Any:
+    """Return AutoModelForImageTextToText or AutoModelForCausalLM.
+
+    A configuration of both is an image-text model if its `architectures` name that class.
+    """
+    image, text = class_names(config)
+    named = getattr(config, "architectures", None) or ()
+    return AutoModelForImageTextToText if image and (not text or image in named) else AutoModelForCausalLM
+
+
+def settle_class(config: Any, name: str, *, image_patches: Patches) -> bool:
+    """Set the class that `auto_class` returns for `config`; return whether rows with images are expected.
+
+    With `image_patches` 0 a configuration of both kinds is a causal language model. Raises UserError if
+    `image_patches` is None and transformers has only an image-text model.
+    """
+    image, text = class_names(config)
+    if image is None:
+        return False
+    if image_patches is None and text is None:
+        raise UserError(
+            f"--model {name}: {image} reads images, and this command trains on text alone: load it with "
+            "offload_trainer.load for a training loop of your own, or with offload_trainer.hf.load for a Trainer"
+        )
+    named = getattr(config, "architectures", None) or ()
+    text_alone = not image_patches or (text in named and image not in named)
+    if text is not None and text != image:
+        config.architectures = [text if text_alone else image]
+        return not text_alone
+    return bool(image_patches)
+
+
+def named_after(config: Any, module: Any) -> Any:
+    """Return a copy of `config` that names the module's class, if that is one of the two that transformers builds."""
+    kept = copy.deepcopy(config)
+    if type(module).__name__ in class_names(config):
+        kept.architectures = [type(module).__name__]
+    return kept

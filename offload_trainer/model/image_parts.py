@@ -1,0 +1,166 @@
+"""The parts of an image-text model that only images pass through: which units, how many patches, which attention.
+
+A run of the model on text alone (`model/activations.py`) shows which units text uses; the others are for images.
+Without such a run, they are those outside the language model that transformers' `get_decoder` returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from offload_trainer.errors import UserError
+from offload_trainer.plan.shape import ImageParts, Order, Weight
+
+_MERGES = ("spatial_merge_size", "scale_factor", "downsample_factor")  # patches per side that become one token
+_SHRINKS = ("downsample_ratio", "pixel_shuffle_ratio")  # tokens per patch of a side
+_TOKENS = ("image_seq_length", "mm_tokens_per_image", "num_image_tokens", "num_query_tokens")  # tokens of an image
+
+
+def image_parts(
+    model: PreTrainedModel, weights: Sequence[Weight], order: Order | None, *, patches: int | Literal["auto"]
+) -> ImageParts:
+    """Return the parts of `model` (on the meta device) that only images pass through.
+
+    `order`: the order in which text uses the units, if it is known. `patches`: the patches of a row's images. Raises
+    UserError if "auto" finds no size of an image in the configuration.
+    """
+    units = _units(model, weights, order)
+    names = [weight.unit for weight in weights if weight.block and weight.unit in units]
+    blocks = {name: model.get_submodule(name) for name in names}
+    if patches == "auto":
+        least, per_token, why = _patches_of(model.config, type(model).__name__)
+    else:
+        least, per_token, why = patches, 0.0, "as image_patches says"
+    sizes = Counter(
+        size for weight in weights if weight.unit in names and len(weight.shape) == 2 for size in weight.shape
+    )
+    widest = max((max(weight.shape) for weight in weights if weight.unit in units), default=0)
+    return ImageParts(
+        units=units,
+        least=least,
+        per_token=per_token,
+        why=why,
+        hidden=sizes.most_common(1)[0][0] if sizes else widest,  # input or output of most matrices
+        eager_heads=max(map(_eager_heads, blocks.values()), default=0),
+        masked=not any("cu_seqlens" in _arguments(block) for block in blocks.values()),  # else one image at a time
+        layers=tuple(name for name, block in blocks.items() if isinstance(block, GradientCheckpointingLayer)),
+    )
+
+
+def _units(model: PreTrainedModel, weights: Sequence[Weight], order: Order | None) -> tuple[str, ...]:
+    """Return the names of the units for images, in the order of registration."""
+    units = tuple(dict.fromkeys(weight.unit for weight in weights))
+    if order is not None:
+        text = {*order.forward, *order.backward}
+        return tuple(unit for unit in units if unit not in text)
+    every = {id(parameter) for parameter in model.parameters()}
+    decoder, encoder = (
+        {id(parameter) for parameter in part.parameters()}
+        for part in (model.get_decoder(), model.get_encoder(modality="image"))
+    )
+    ends = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
+    text_alone = {id(parameter) for part in ends for parameter in part.parameters()}
+    inside = every - decoder - text_alone
+    if model.config.is_encoder_decoder or not inside:
+        inside = encoder - text_alone if encoder < every else set()
+    unit_of = {weight.name: weight.unit for weight in weights}
+    found = {unit_of[name] for name, parameter in model.named_parameters() if id(parameter) in inside}
+    return tuple(unit for unit in units if unit in found)
+
+
+def _eager_heads(block: nn.Module) -> int:
+    """Return the heads of a block whose attention is not known to be fused, or 0."""
+    found = [0]
+    for module in block.modules():
+        if isinstance(module, nn.MultiheadAttention):  # pools a row of patches with a single query
+            continue
+        config = getattr(module, "config", None)
+        known = hasattr(module, "is_causal")
+        if known and getattr(config, "_attn_implementation", None) == "sdpa":
+            return 0
+        stated = (getattr(one, key, None) for one in (module, config) for key in ("num_heads", "num_attention_heads"))
+        heads = next((count for count in stated if isinstance(count, int)), 1)
+        if known or hasattr(module, "num_heads"):
+            found.append(heads)
+    return max(found)
+
+
+def _arguments(block: nn.Module) -> Sequence[str]:
+    return list(inspect.signature(type(block).forward).parameters)
+
+
+# -- the patches of a row ---------------------------------------------------------------------------------------------
+
+
+def _patches_of(config: Any, name: str) -> tuple[int, float, str]:
+    """Return the patches of one image, the most patches that a token stands for, and a description."""
+    configs = list(_vision_configs(config))
+    tile = max((_tile(one) for one in configs), default=0)
+    sides = [getattr(one, key, None) for one in configs for key in _MERGES]
+    sides += [1 / ratio for one in configs for key in _SHRINKS if (ratio := getattr(one, key, None))]
+    merged = max((side**2 for side in sides if isinstance(side, int | float) and side > 1), default=1.0)
+    tokens = next((n for one in configs for key in _TOKENS if isinstance(n := getattr(one, key, None), int) and n), 0)
+    if not tile and merged == 1:
+        raise UserError(
+            f"{name}: its configuration says neither the size of an image nor how many patches become one token, so "
+            "the memory of its images cannot be planned: give image_patches=N, the patches of a row's images"
+        )
+    each = max(merged, tile / tokens if tokens else 1.0)
+    least = tile * max(1, *(getattr(one, "max_num_tiles", None) or 1 for one in configs), 1)
+    told = f"{least} of one image or " if least else ""
+    return least, each, f"{told}{each:.3g} for each token of the row, whichever is more"
+
+
+def _vision_configs(config: Any) -> Iterator[Any]:
+    """Yield the configuration and those inside it, without the language model's."""
+    text = config.get_text_config()
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig) and value is not text:
+            yield from _vision_configs(value)
+
+
+def _tile(config: Any) -> int:
+    """Return the patches of an image of the configuration's size, with one for its class; 0 if it has no size."""
+    sizes = [getattr(config, key, None) for key in ("image_size", "patch_size")]
+    pairs = [size if isinstance(size, list | tuple) else (size, size) for size in sizes]
+    if not all(len(pair) == 2 and all(isinstance(side, int) and side > 0 for side in pair) for pair in pairs):
+        return 0
+    return math.prod(-(-whole // patch) for whole, patch in zip(*pairs, strict=True)) + 1
+
+
+# -- how images enter a pass ------------------------------------------------------------------------------------------
+
+
+def with_images(order: Order, images: ImageParts, weights: Sequence[Weight]) -> Order:
+    """Return the order of a pass with images: their units come before the first block that text passes through.
+
+    The backward reaches them last, down to the first one that is trained.
+    """
+    blocks = {weight.unit for weight in weights if weight.block}
+    first = next((place for place, unit in enumerate(order.forward) if unit in blocks), 0)
+    trained = images.units[len(images.frozen(weights)) :]
+    return Order(
+        (*order.forward[:first], *images.units, *order.forward[first:]),
+        (*order.backward, *trained[::-1]),
+    )
+
+
+def text_alone_requires_grads(model: PreTrainedModel) -> None:
+    """Make activation checkpointing set requires_grad for the embeddings of tokens, but not for those of images.
+
+    transformers sets both, so that a frozen tower would be recomputed, and would get gradients that nothing uses. The
+    non-reentrant checkpointing needs neither.
+    """
+    decoder = model.get_decoder()
+    if decoder is not model and isinstance(decoder, PreTrainedModel):
+        model.enable_input_require_grads = decoder.enable_input_require_grads
+        model.disable_input_require_grads = decoder.disable_input_require_grads

@@ -1,0 +1,262 @@
+"""Train a tiny model of every image-text architecture in transformers with images, beside plain torch.
+
+    every_image_model.py [--only NAME ...] [--table FILE] [--json FILE]
+
+transformers initialises and saves each model. Three fp32 steps with an image in each row then train it in four ways:
+transformers' module with torch's fused AdamW, and `offload_trainer.load` with everything in RAM, with weights and state
+on a drive, and with activation checkpointing. Once more the vision tower is frozen. Inputs are random pixels of the
+shape that the model's own forward takes, so no processor is needed.
+
+An architecture is right if five conditions hold. The first loss agrees within 1e-5, and later losses within 1e-4.
+Gradient norms agree within a relative 1e-4, and weights within 1e-5, after steps that move them by up to 3e-3. All
+placements give the same bits. A frozen tower does not move, and the rest of the model agrees as before. The exported
+model loads with AutoModelForImageTextToText and has the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from every_architecture import Trained, differences, in_a_child, one_line, same_bits, too_far
+from tiny_image_models import PATCHES, Batch, NoInputs, image_batches, kinds, tiny_image_config
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+import offload_trainer as ot
+import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model.loader import resolve_model
+
+STEPS, LR, EPS = 3, 1e-3, 1e-3  # with a large eps, rounding decides no update of a gradient near 0
+ADAM: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": EPS, "weight_decay": 0.0}
+RAM: dict[str, Any] = {"params": "cpu", "ram_fraction": 1.0}
+DRIVE: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "page_size": 8192}
+_TOWER = r"vision|visual|image_|vit|encoder"  # in the names of towers and their projectors
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one architecture; `outcome` is right, wrong, refused, traceback, or transformers.
+
+    The last means that transformers builds or runs no such tiny model, and `why` has its error.
+    """
+
+    name: str
+    outcome: str
+    why: str = ""
+    first: float = 0.0  # difference of the first loss
+    norm: float = 0.0  # largest relative difference of a gradient norm
+    weights: float = 0.0  # largest difference of a weight after the steps
+    form: str = ""  # the names of the image inputs
+    counted: str = ""  # patches of a row's images that a plan counts by itself
+    frozen: str = ""  # number of weights of the frozen tower, or why none was frozen
+    seconds: float = 0.0
+
+
+# -- both loops -------------------------------------------------------------------------------------------------------
+
+
+def loop(
+    model: PreTrainedModel,
+    optimizer: Any,
+    data: Sequence[Batch],
+    *,
+    norm: Callable[[], torch.Tensor],
+) -> tuple[list[float], list[float]]:
+    """Train with `data`, one batch a step; return the losses and the gradient norms."""
+    losses, norms = [], []
+    model.train()
+    for batch in data:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def reference(folder: Path, data: Sequence[Batch], *, freeze: Sequence[str] = ()) -> Trained:
+    """Train transformers' module with torch's AdamW."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = torch.optim.AdamW(trained, fused=True, **ADAM)
+    limit = float("inf")
+    losses, norms = loop(model, adam, data, norm=lambda: torch.nn.utils.clip_grad_norm_(trained, limit))
+    return Trained(losses, norms, {name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+
+
+def ours(folder: Path, drive: Path, data: Sequence[Batch], *, export: Path | None = None, **keys: Any) -> Trained:
+    """Train with `offload_trainer.load`, and export the model to `export` if it is given.
+
+    No weight is small enough to stay in memory.
+    """
+    drive.mkdir(exist_ok=True)
+    rows = len(data[0]["labels"])
+    length = max(data[0][key].shape[1] for key in ("input_ids", "labels") if key in data[0])
+    words = {"micro_batch_size": rows, "seq_len": length, "image_patches": PATCHES, "kernel": "torch", **keys}
+    with (
+        mock.patch.object(layout, "SMALL", 0),
+        ot.load(folder, nvme=[str(drive)], dtype="fp32", say=lambda _: None, **words) as session,
+    ):
+        limit = float("inf")
+        optimizer = session.adamw(**ADAM)
+        losses, norms = loop(session.model, optimizer, data, norm=lambda: session.clip_grad_norm_(limit))
+        weights = {name: weight.clone() for name, weight in session.named_masters()}
+        if export is not None:
+            session.export(export, dtype="fp32")
+    return Trained(losses, norms, weights)
+
+
+# -- one architecture -------------------------------------------------------------------------------------------------
+
+
+def saved(name: str, folder: Path) -> list[Batch]:
+    """Save a tiny model that transformers initialised, and return batches for it."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(tiny_image_config(kinds()[name]), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return image_batches(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), STEPS)
+
+
+def examine(name: str, folder: Path) -> Result:
+    """Return the result of one architecture; a failure becomes its outcome, and no exception escapes."""
+    start = time.monotonic()
+    try:
+        data = saved(name, folder / "model")
+        expected = reference(folder / "model", data)
+    except NoInputs as error:
+        return Result(name, "transformers", f"no image inputs: {error}")
+    except Exception as error:  # of transformers' code
+        return Result(name, "transformers", one_line(error))
+    place = folder / "model", folder / "drive", data
+    try:
+        found = {"in RAM": ours(*place, **RAM), "on a drive": ours(*place, export=folder / "export", **DRIVE)}
+        checkpoints = AutoModelForImageTextToText.from_pretrained(folder / "model").supports_gradient_checkpointing
+        if checkpoints:
+            found["checkpointed"] = ours(*place, **RAM, activation_checkpointing="on")
+        how = RAM | {"activation_checkpointing": "on"} if checkpoints else DRIVE
+        wrong, frozen = with_frozen_tower(*place, expected, how)
+        counted = patches_by_default(folder / "model")
+    except (UserError, TrainerError) as error:
+        return Result(name, "refused", one_line(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Result(name, "traceback", one_line(error))
+    apart = differences(found["in RAM"], expected)
+    wrong = [*too_far(*apart), *wrong]
+    wrong += [f"other bits {how}" for how, other in found.items() if not same_bits(found["in RAM"], other)]
+    wrong += differs(folder / "export", found["on a drive"])
+    form = " ".join(key for key in data[0] if key not in ("input_ids", "attention_mask", "labels"))
+    seconds = round(time.monotonic() - start, 1)
+    outcome = "wrong" if wrong else "right"
+    return Result(name, outcome, "; ".join(wrong), *apart, form, counted, frozen, seconds)
+
+
+def patches_by_default(folder: Path) -> str:
+    """Return how many patches of a row's images are counted without image_patches."""
+    try:
+        images = resolve_model(ModelSection(name=str(folder)), seed=0, image_patches="auto").shape.images
+    except UserError as error:
+        if "give image_patches=N" in str(error):
+            return "needs image_patches"
+        raise
+    assert images is not None
+    return images.why.partition(",")[0] if images.units else "tokens of a row only"
+
+
+def with_frozen_tower(
+    folder: Path, drive: Path, data: Sequence[Batch], whole: Trained, how: dict[str, Any]
+) -> tuple[list[str], str]:
+    """Freeze the tower, if one is known by its name, and compare; return what is wrong, and what was frozen."""
+    names = [name for name in whole.weights if re.search(_TOWER, name)]
+    if not names or len(names) == len(whole.weights):
+        return [], "no tower by name"
+    expected = reference(folder, data, freeze=[_TOWER])
+    found = ours(folder, drive, data, freeze=[_TOWER], **how)
+    wrong = [f"frozen tower: {one}" for one in too_far(*differences(found, expected))]
+    wrong += [f"{name} moved" for name in names if not torch.equal(found.weights[name], expected.weights[name])][:1]
+    return wrong, f"{len(names)} weights"
+
+
+def differs(export: Path, trained: Trained) -> list[str]:
+    """Return what is wrong with an export."""
+    loaded = dict(AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).named_parameters())
+    other = [name for name, value in trained.weights.items() if not torch.equal(loaded[name], value)]
+    return [f"export: {len(other)} weights differ, such as {other[0]}"] if other else []
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llava")
+    parser.add_argument("--table", type=Path, help="the page to write")
+    parser.add_argument("--json", type=Path)
+    wishes = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    results = []
+    for name in wishes.only or kinds():
+        results.append(in_a_child(name, examine, Result))
+        print(f"{name:28} {results[-1].outcome:12} {results[-1].why}", flush=True)
+    if wishes.json:
+        wishes.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    if wishes.table:
+        wishes.table.write_text(table(results))
+    print(counts(results))
+    sys.exit(any(result.outcome in ("wrong", "traceback") for result in results))
+
+
+def counts(results: Sequence[Result]) -> str:
+    runs = [result for result in results if result.outcome != "transformers"]
+    right = sum(result.outcome == "right" for result in runs)
+    others = [f"{sum(r.outcome == o for r in runs)} {o}" for o in ("refused", "wrong", "traceback")]
+    return f"{right} of {len(runs)} right, {', '.join(others)}; {len(results) - len(runs)} were not tried"
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return the Markdown page: a description of the columns, a row for each architecture, and what was not tried."""
+    lines = [
+        "# Every image-text model of transformers",
+        "",
+        f"Written by `scripts/every_image_model.py --table docs/benchmarks/image_models.md`: transformers "
+        f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",
+        "",
+        *(" ".join(part.split()) + "\n" for part in str(__doc__).split("\n\n")[2:]),
+        "`loss`, `norm` and `weights` are the differences. Names are those of transformers' configurations, whose "
+        "defaults `scripts/tiny_image_models.py` shrinks.",
+        "",
+        "| architecture | | loss | norm | weights | inputs | frozen | the plan counts |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        if r.outcome != "transformers":
+            figures = [f"{x:.0e}" if r.outcome in ("right", "wrong") else "" for x in (r.first, r.norm, r.weights)]
+            said = "; ".join(part for part in (r.counted, r.why) if part)
+            cells = [r.name, r.outcome, *figures, r.form, r.frozen, said]
+            lines.append(f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |")
+    lines += ["", "## What was not tried", "", "| architecture | why |", "| --- | --- |"]
+    lines += [f"| {r.name} | {r.why.replace('|', ' ')} |" for r in results if r.outcome == "transformers"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Tests of image-text models in the library: a loop with images has the bits of plain torch, wherever weights are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare_trainers import assert_same, told, weights
+from hf_trainers import HOMES as TRAINERS_HOMES
+from hf_trainers import Ours, arguments, loaded
+from image_models import PATCHES, Batch, image_model, image_rows, opened, stacked
+from torch import nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
+
+import offload_trainer as ot
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.export.export_command import export
+from offload_trainer.model.image_parts import image_parts
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.plan.images import image_part
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import workload
+from offload_trainer.settings import load_config
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
+STEPS, ACCUMULATE = 3, 2
+HOMES: dict[str, dict[str, Any]] = {
+    "in RAM": {"params": "cpu", "ram_fraction": 1.0},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "page_size": 8192},
+    "checkpointed": {"params": "nvme", "ram_fraction": 1.0, "activation_checkpointing": "on"},
+}
+MODELS = {
+    "Llava": r"vision_tower",
+    "Qwen2_5_VL": r"\.visual\.",
+    "Idefics3": r"vision_model",
+    "InternVL": r"vision_tower",
+    "Mistral3": r"vision_tower",
+}
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Batch]]]:
+    """Return a function that returns the directory of a small model and batches for it."""
+    made: dict[str, tuple[Path, list[Batch]]] = {}
+
+    def of(name: str) -> tuple[Path, list[Batch]]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name) / "model"
+            made[name] = folder, image_model(folder, name, batches=STEPS * ACCUMULATE)
+        return made[name]
+
+    return of
+
+
+def loop(model: nn.Module, optimizer: Any, data: Sequence[Batch], *, clip: Callable[[float], Any]) -> list[Any]:
+    """Run the loop that both sides share; return the losses and norms of its steps."""
+    model.train()
+    found = []
+    for step in range(STEPS):
+        losses = []
+        for batch in data[step * ACCUMULATE :][:ACCUMULATE]:
+            loss = model(**batch).loss
+            (loss / ACCUMULATE).backward()
+            losses.append(loss.item())
+        found.append((losses, float(clip(0.5))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def by_torch(folder: Path, data: Sequence[Batch], freeze: Sequence[str] = ()) -> tuple[list[Any], PreTrainedModel]:
+    model = opened(folder)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = torch.optim.AdamW(trained, fused=True, **ADAM)
+    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False)  # noqa: E731
+    return loop(model, adam, data, clip=clip), model
+
+
+def session_keys(data: Sequence[Batch], drive: Path, **keys: Any) -> dict[str, Any]:
+    rows, length = data[0]["input_ids"].shape
+    sizes = {"micro_batch_size": rows, "seq_len": length, "image_patches": PATCHES}
+    return {"nvme": drive, "dtype": "fp32", "kernel": "torch", "say": lambda _: None, **sizes, **keys}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_with_images_is_torchs_to_the_last_bit(
+    name: str, tower: str, home: str, models: Callable[[str], Any], drive: Path
+) -> None:
+    folder, data = models(name)
+    freeze = [MODELS[name]] if tower == "frozen" else []
+    expected, model = by_torch(folder, data, freeze)
+    with ot.load(folder, freeze=freeze, **session_keys(data, drive, **HOMES[home])) as session:
+        optimizer = session.adamw(**ADAM)
+        assert loop(session.model, optimizer, data, clip=session.clip_grad_norm_) == expected
+        parameters, before = dict(model.named_parameters()), dict(opened(folder).named_parameters())
+        moved = set()
+        for weight, master in session.named_masters():
+            assert torch.equal(master, parameters[weight]), weight
+            if not torch.equal(master, before[weight]):
+                moved.add(weight)
+    of_tower = {weight for weight in moved if re.search(MODELS[name], weight)}
+    assert bool(of_tower) == (tower == "trained")
+    assert moved > of_tower
+
+
+def test_a_module_in_memory(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
+    """`ot.offload` trains the module that transformers has loaded, and exports it in the layout of the hub."""
+    folder, data = models("Llava")
+    expected, model = by_torch(folder, data)
+    with ot.offload(opened(folder), nvme=drive, say=lambda _: None, kernel="torch", **HOMES["on the drive"]) as session:
+        assert loop(session.model, session.adamw(**ADAM), data, clip=session.clip_grad_norm_) == expected
+        session.export(tmp_path / "out", dtype="fp32")
+    assert_same(dict(opened(tmp_path / "out").named_parameters()), dict(model.named_parameters()))
+
+
+# -- saves and exports ------------------------------------------------------------------------------------------------
+
+PROCESSOR = {
+    "preprocessor_config.json": '{"image_processor_type": "CLIPImageProcessor"}',
+    "processor_config.json": '{"processor_class": "LlavaProcessor"}',
+    "chat_template.jinja": "{{ messages }}",
+    "chat_template.json": '{"chat_template": "{{ messages }}"}',
+}
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen2_5_VL", "Gemma3"])
+def test_an_export_loads_as_an_image_text_model(name: str, drive: Path, tmp_path: Path) -> None:
+    """It has the logits of the trained model, its class, and the files of its processor; so has a save's export."""
+    data = image_model(tmp_path / "model", name, batches=STEPS * ACCUMULATE)
+    for file, text in PROCESSOR.items():
+        (tmp_path / "model" / file).write_text(text)
+    with ot.load(tmp_path / "model", **session_keys(data, drive, **HOMES["on the drive"])) as session:
+        loop(session.model, session.adamw(**ADAM), data, clip=session.clip_grad_norm_)
+        with torch.no_grad():
+            expected = session.model.eval()(**data[0]).logits
+        session.save(tmp_path / "save")
+        session.export(tmp_path / "out", dtype="fp32")
+    export(tmp_path / "save", tmp_path / "of the command", dtype="fp32", check=True)
+    for place in (tmp_path / "out", tmp_path / "of the command"):
+        with torch.no_grad():
+            assert torch.equal(opened(place).eval()(**data[0]).logits, expected)
+        assert json.loads((place / "config.json").read_text())["architectures"] == [type(opened(place)).__name__]
+        for file, text in PROCESSOR.items():
+            assert (place / file).read_text() == text
+        if name == "Llava":  # as on the hub, which other programs expect
+            names = {key.partition(".")[0]: key for key in weights(place)}
+            assert names["vision_tower"].startswith("vision_tower.vision_model.")
+            assert names["language_model"].startswith(("language_model.model.", "language_model.lm_head."))
+
+
+def test_a_save_is_resumed(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
+    folder, data = models("Idefics3")
+    keys = session_keys(data, drive, **HOMES["on the drive"])
+    after = []
+    for stops in (False, True):
+        with ot.load(folder, **keys) as session:
+            optimizer = session.adamw(**ADAM)
+            for number, batch in enumerate(data, 1):
+                session.model(**batch).loss.backward()
+                optimizer.step()
+                if stops and number == STEPS:
+                    session.save(tmp_path / "save")
+                    break
+            if not stops:
+                after.append({name: master.clone() for name, master in session.named_masters()})
+        if stops:
+            with ot.load(folder, **keys) as session:
+                optimizer = session.adamw(**ADAM)
+                assert session.resume(tmp_path / "save") == STEPS
+                for batch in data[STEPS:]:
+                    session.model(**batch).loss.backward()
+                    optimizer.step()
+                after.append({name: master.clone() for name, master in session.named_masters()})
+    assert_same(*after)
+
+
+# -- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", TRAINERS_HOMES)
+def test_a_trainer_with_a_collator_of_images(
+    home: str, models: Callable[[str], Any], drive: Path, tmp_path: Path
+) -> None:
+    """Logs and weights are the stock Trainer's."""
+    folder, data = models("InternVL")
+    words = {"train_dataset": image_rows(data), "eval_dataset": image_rows(data[:1]), "data_collator": stacked}
+    steps = {"max_steps": 6, "save_steps": 3, "eval_steps": 3}
+    stock = Trainer(opened(folder), arguments(tmp_path / "stock", **steps), **words)
+    stock.train()
+    stock.save_model()
+    with loaded(folder, drive, home=home, seq_len=data[0]["input_ids"].shape[1], image_patches=PATCHES) as model:
+        trainer = Ours(model, arguments(tmp_path / "ours", **steps), **words)
+        trainer.train()
+        assert told(trainer) == told(stock)
+        trainer.save_model()
+    for name in (".", "checkpoint-3"):
+        assert_same(weights(tmp_path / "ours" / name), weights(tmp_path / "stock" / name))
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    assert_same(dict(saved.named_parameters()), dict(stock.model.named_parameters()))
+
+
+# -- which class ------------------------------------------------------------------------------------------------------
+
+
+def resolved(folder: Path, **words: Any) -> Any:
+    return resolve_model(ModelSection(name=str(folder), random_init=True), seed=0, **words)
+
+
+def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
+    """A configuration of both kinds is what its checkpoint says, and with no images only its language model."""
+    image_model(tmp_path / "both", "Qwen3_5", batches=0)
+    image_model(tmp_path / "images", "Llava", batches=0)
+
+    def name(folder: str, **words: Any) -> str:
+        return type(resolved(tmp_path / folder, **words).build(dtype=torch.float32).model).__name__
+
+    assert name("both", image_patches="auto") == "Qwen3_5ForConditionalGeneration"
+    assert name("both", image_patches=0) == name("both") == "Qwen3_5ForCausalLM"
+    assert name("images", image_patches="auto") == name("images", image_patches=0) == "LlavaForConditionalGeneration"
+    assert resolved(tmp_path / "images", image_patches=0).shape.images is None
+    with pytest.raises(UserError, match="LlavaForConditionalGeneration reads images, and this command trains on text"):
+        resolved(tmp_path / "images")
+
+
+def test_what_cannot_be_planned_is_refused(models: Callable[[str], Any], drive: Path) -> None:
+    folder, data = models("Llava")
+    keys = session_keys(data, drive)
+    for wrong in (-1, 1.5, "many", True):
+        with pytest.raises(UserError, match=r"image_patches=.*: must be a number of patches"):
+            ot.load(folder, **keys | {"image_patches": wrong})
+    with pytest.raises(UserError, match="offload_activations: the inputs of a vision tower's blocks"):
+        ot.load(folder, offload_activations="cpu", activation_checkpointing="on", **keys)
+    with pytest.raises(UserError, match=r"image_patches=4: ot\.load takes it"):
+        ot.offload(opened(folder), nvme=drive, image_patches=4)  # type: ignore[call-arg]
+
+
+# -- what a plan counts -----------------------------------------------------------------------------------------------
+
+
+def activations(plan: Plan) -> int:
+    return sum(item.bytes for item in plan.items if "activations" in item.name or item.name == "block inputs")
+
+
+def planned(folder: Path, data: Sequence[Batch], drive: Path, **keys: Any) -> Plan:
+    with ot.load(folder, **session_keys(data, drive, **keys)) as session:
+        return session.plan
+
+
+def test_images_are_counted(models: Callable[[str], Any], drive: Path) -> None:
+    """More patches need more memory, a trained tower more than a frozen one, and the plan says how many are counted."""
+    folder, data = models("Llava")
+    few, many, more = (planned(folder, data, drive, image_patches=count) for count in (0, 1000, 4000))
+    frozen = planned(folder, data, drive, image_patches=4000, freeze=["vision_tower"])
+    assert activations(few) < activations(many) < activations(frozen) < activations(more)
+    assert not any(note.startswith("images:") for note in few.notes)
+    assert any(note.startswith("images: 4000 patches a row are counted, as image_patches says") for note in more.notes)
+    auto = planned(folder, data, drive, image_patches="auto")
+    assert any("17 of one image or 1.06 for each token" in note for note in auto.notes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_units_for_images_are_the_tower_and_its_projector(name: str, models: Callable[[str], Any]) -> None:
+    """They are found by a run on text, and without one by transformers' accessors."""
+    folder, _ = models(name)
+    source = resolve_model(ModelSection(name=str(folder), dtype="fp32"), seed=0, image_patches="auto")
+    shape, model = source.shape, source._meta()
+    assert shape.on_gpu is not None
+    assert shape.images is not None
+    text = {id(p) for p in (*model.get_decoder().parameters(), *model.get_output_embeddings().parameters())}
+    expected = {n for n, parameter in model.named_parameters() if id(parameter) not in text}
+    inside = set(shape.images.units)
+    assert {weight.name for weight in shape.weights if weight.unit in inside} == expected
+    assert image_parts(model, shape.weights, None, patches="auto").units == shape.images.units
+    assert shape.order is not None
+    assert set(shape.order.forward) >= inside
+    assert {weight.unit for weight in shape.weights} <= set(shape.order.forward)
+    assert shape.images.eager_heads == 0
+    assert len(shape.images.layers) == 2
+    assert set(shape.images.layers) <= inside
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_tower_keeps_is_estimated_from_above(name: str, models: Callable[[str], Any]) -> None:
+    """Autograd keeps at most what is counted for the images of a batch, and at least a quarter of it."""
+    folder, data = models(name)
+    model, batch = opened(folder).train(), data[0]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    words = ("pixel_values", "image_sizes", "image_grid_thw")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept = model.get_image_features(**{key: batch[key] for key in words if key in batch})  # noqa: F841
+    rows, length = batch["input_ids"].shape
+    section = ["--model", str(folder), "--dtype", "fp32", "--seq-len", str(length), "--micro-batch", str(rows)]
+    config = load_config([*section, "model.activation_checkpointing=off"])
+    shape = resolve_model(config.model, seed=0, image_patches=PATCHES).shape
+    counted = image_part(workload(config, shape)).kept.row * rows
+    assert sum(held.values()) <= counted <= 4 * sum(held.values())
+
+
+def test_a_frozen_tower_is_not_recomputed(models: Callable[[str], Any], drive: Path) -> None:
+    """transformers' checkpointing would set requires_grad of its first activations, for gradients that nothing uses."""
+    folder, data = models("Llava")
+    keys = session_keys(data, drive, activation_checkpointing="on", freeze=["vision_tower"])
+    with ot.load(folder, **keys) as session:
+        outputs: list[bool] = []
+        tower = session.model.model.vision_tower
+        tower.register_forward_hook(lambda _, __, output: outputs.append(output.last_hidden_state.requires_grad))
+        session.model.train()(**data[0]).loss.backward()
+        assert outputs == [False]

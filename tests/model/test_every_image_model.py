@@ -1,0 +1,57 @@
+"""Tests of selected image-text architectures against plain torch; scripts/every_image_model.py tests all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import every_image_model
+
+SELECTED = {
+    "AyaVision": "a projector that gates its features",
+    "Gemma3": "a mask that is not causal between the tokens of an image",
+    "Glm4v": "a tower without a fixed size of images",
+    "Idefics3": "a list of images in each row",
+    "InternVL": "a tower with a scale for each layer",
+    "Llava": "hidden states of a layer before the last",
+    "Mistral3": "a tower that packs images of any size into one row",
+    "PaliGemma": "a prefix that attends in both directions",
+    "Qwen2VL": "positions in three dimensions",
+    "Qwen2_5_VL": "windows of attention",
+    "Qwen3VL": "features of several layers, added inside the language model",
+    "SmolVLM": "only the attention of a layer named as not to be split",
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_losses_norms_and_weights_are_those_of_transformers_and_torch(name: str, tmp_path: Path) -> None:
+    result = every_image_model.examine(name, tmp_path)
+    assert (result.outcome, result.why) == ("right", "")
+    assert result.frozen.endswith("weights")
+
+
+def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rate than the reference's is reported as wrong."""
+    reference = every_image_model.reference
+
+    def faster(*given: object, **named: object) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(every_image_model.ADAM, "lr", 1.1e-3)
+            return reference(*given, **named)
+
+    monkeypatch.setattr(every_image_model, "reference", faster)
+    result = every_image_model.examine("Llava", tmp_path)
+    assert result.outcome == "wrong"
+    assert "weights" in result.why
+
+
+def test_the_table_names_all(tmp_path: Path) -> None:
+    """Architectures that do not run in transformers are listed with its error, separately."""
+    result = every_image_model.examine("FastVlm", tmp_path)
+    assert (result.outcome, result.why.split(":")[0]) == ("transformers", "ImportError")
+    page = every_image_model.table([result, every_image_model.Result("Llava", "right", form="pixel_values")])
+    assert "1 of 1 right, 0 refused, 0 wrong, 0 traceback; 1 were not tried" in page
+    assert "| FastVlm | ImportError" in page

@@ -163,11 +163,14 @@ def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
 def keep_listed(listed: Path, folders: Sequence[Path]) -> None:
     """Write the run's list, so that these directories survive a kill or an error and this run can resume from them.
 
-    Raises OSError.
+    The list comes last, so it never names a directory that another run would remove for lack of a `.for`. A list must
+    exist before that, because a directory whose list is missing may never be removed. Raises OSError.
     """
-    write_text(listed, "".join(f"{folder.resolve()}\n" for folder in folders))
+    if not listed.exists():
+        write_text(listed, "")
     for folder in folders:
         write_text(folder / _FOR, str(listed.resolve()))
+    write_text(listed, "".join(f"{folder.resolve()}\n" for folder in folders))
 
 
 def keep_none(listed: Path) -> None:

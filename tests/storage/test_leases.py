@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage.scratch_dir import DriveLease, hold, wait_for_ranks
+from offload_trainer.storage.scratch_dir import DriveLease, hold, named_in, wait_for_ranks
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 
@@ -39,6 +39,41 @@ def test_a_dead_run_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
         assert not left[0].exists()
         with DriveLease(tmp_path):
             assert mine.path.exists()
+
+
+_KEEP_AND_DIE = """
+import os, sys
+from pathlib import Path
+from offload_trainer.storage import scratch_dir
+folder, left = Path(sys.argv[1]), int(sys.argv[2])
+leases = [scratch_dir.DriveLease(folder / name) for name in ("one", "two")]
+write = scratch_dir.write_text
+def written(path, text):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), 9)
+    write(path, text)
+scratch_dir.write_text = written
+scratch_dir.keep_listed(folder / "pages", [lease.path for lease in leases])
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_list_cut_short_names_no_directory_that_another_run_removes(writes: int, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    listed = tmp_path / "pages"
+    assert subprocess.run([sys.executable, "-c", _KEEP_AND_DIE, str(tmp_path), str(writes)]).returncode == -9
+    with DriveLease(tmp_path / "one"), DriveLease(tmp_path / "two"):
+        named = named_in(listed)
+        assert [folder.is_dir() for folder in named] == [True] * len(named)
+    assert len(named) == (2 if writes == 4 else 0)
+    if not named:  # their run removes them when it starts again
+        for name in ("one", "two"):
+            with DriveLease(tmp_path / name, listed=listed) as mine:
+                assert list(mine.path.parent.iterdir()) == [mine.path]
 
 
 def test_a_directory_is_free_once_no_rank_holds_it(tmp_path: Path) -> None:

@@ -133,9 +133,11 @@ def _dequantise(
 
 @cache
 def _table(device: torch.device) -> torch.Tensor:
-    """Return the numbers that the codes of int8 select: k / 127, ascending, and a second zero."""
-    table: torch.Tensor = _bitsandbytes("int8").create_linear_map().to(device)
-    return table
+    """Return the numbers that the codes of int8 select: k / 127 for code k + 128; code 0 is -1 too.
+
+    bitsandbytes' create_linear_map has 4e-9 beside its zero, so rounded values would be rounded again.
+    """
+    return (torch.arange(-128, 128) / 127).clamp(min=-1).to(device)
 
 
 @cache

@@ -92,7 +92,7 @@ def give_memory(weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Par
 def _on_the_device(
     weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]
 ) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
-    """Return, for each unit that is used in place, its parameters (one for each use) and each one's view of the memory."""
+    """Return the parameters (one for each use) of each unit that is used in place, with their views of its memory."""
     resident = {unit: weights.in_place(unit.index) for unit in weights.units}
     return {
         unit.index: [

@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 import transformers
 from every_architecture import Trained, differences, in_a_child, one_line, same_bits, too_far
-from tiny_image_models import PATCHES, Batch, NoInputs, image_batches, kinds, tiny_image_config
+from tiny_image_models import PATCHES, Batch, NoInputs, image_batches, kinds, tiny_image_config, tiny_image_model
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import offload_trainer as ot
@@ -128,9 +128,7 @@ def ours(folder: Path, drive: Path, data: Sequence[Batch], *, export: Path | Non
 
 def saved(name: str, folder: Path) -> list[Batch]:
     """Save a tiny model that transformers initialised, and return batches for it."""
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(tiny_image_config(kinds()[name]), dtype=torch.float32)
-    model.save_pretrained(folder)
+    tiny_image_model(tiny_image_config(kinds()[name]), seed=0).save_pretrained(folder)
     return image_batches(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), STEPS)
 
 

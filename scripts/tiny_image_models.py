@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tiny_models import VOCABULARY, tiny_config
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from offload_trainer.model.probes.tiny_model import HIDDEN
@@ -55,6 +55,17 @@ def tiny_image_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     return config
 
 
+def tiny_image_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
+    """Return an fp32 model with random weights. Projectors that begin with zeros (Gemma 3) would hide the images."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(0, 0.1)
+    return model
+
+
 def _all(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     yield config
     for value in vars(config).values():
@@ -89,7 +100,8 @@ def _make_small(one: Any) -> None:
     if "vision_output_dim" in vars(one):
         one.vision_output_dim = 2 * one.hidden_size  # the last hidden states and those of one intermediate layer
     rope = getattr(one, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:
+    sections = "mrope_section" in (getattr(one, "ignore_keys_at_rope_validation", None) or ())
+    if isinstance(rope, dict) and (sections or "mrope_section" in rope):
         head = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
         half = int(head * rope.get("partial_rotary_factor", getattr(one, "partial_rotary_factor", None) or 1)) // 2
         one.rope_parameters = rope | {"mrope_section": [half - 2, 1, 1]}

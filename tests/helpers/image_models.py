@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from tiny_image_models import PATCHES, Batch, image_batches, kinds, tiny_image_config
+from tiny_image_models import PATCHES, Batch, image_batches, kinds, tiny_image_config, tiny_image_model
 
 __all__ = ["PATCHES", "Batch", "image_model", "image_rows", "opened", "stacked"]
 
@@ -25,8 +25,7 @@ def image_model(folder: Path, name: str, *, batches: int, seed: int = 1, **chang
     config = tiny_image_config(kinds()[name])
     for key, value in changes.items():
         setattr(config, key, value)
-    torch.manual_seed(seed)
-    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tiny_image_model(config, seed=seed).save_pretrained(folder)
     return image_batches(opened(folder), batches)
 
 

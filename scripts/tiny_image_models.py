@@ -164,7 +164,8 @@ def _batch(model: PreTrainedModel, form: Callable[..., Batch], *, seed: int) -> 
         if ids.shape != text.shape:
             labels = torch.cat([torch.full((ROWS, ids.shape[1] - TEXT), -100), text], 1)
         batch |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        marks = (ids == _image_token(model.config)).long()
+        token = _image_token(model.config)
+        marks = ids.eq(-1 if token is None else token).long()
         batch |= {name: marks for name in _MARKS if name in names}
     return batch | {"labels": labels}
 

@@ -14,6 +14,7 @@ SELECTED = {
     "AyaVision": "a projector that gates its features",
     "Gemma3": "a mask that is not causal between the tokens of an image",
     "Glm4v": "a tower without a fixed size of images",
+    "Idefics2": "a resampler, whose blocks cannot be checkpointed, after a tower whose blocks are",
     "Idefics3": "a list of images in each row",
     "InternVL": "a tower with a scale for each layer",
     "Llava": "hidden states of a layer before the last",

@@ -253,9 +253,10 @@ class WeightPrefetcher:
             self._begin_pass(backward=True, then=self.then_after_backward)  # a backward without `passing`
         number = self._rings.slot_of(unit)
         if number is None:
-            number = self._rings.room_for(unit)
-            assert number is not None
-            if self._rings.slots[number].unit in self._recomputed:
+            # The part may have ended: blocks that are not checkpointed can follow it (Idefics 2's resampler).
+            number = self._rings.room_for(unit, self._recomputed)
+            if number is None:
+                assert self._recomputed
                 several = len(self._recomputed | {unit})
                 raise UserError(
                     f"a checkpointed part of the model runs with the weights of {several} blocks or more at a time: "

@@ -424,4 +424,4 @@ def test_the_plan_names_the_format(folder: Path, drive: Path) -> None:
     lines: list[str] = []
     opened(folder, drive, "nf4", say=lines.append).close()
     text = "\n".join(lines)
-    assert "base=nf4: 1.8 M frozen parameters, the matrices of blocks, are stored in 0.531 B each" in text
+    assert "base=nf4: 1.77 M frozen parameters, the matrices of blocks, are stored in 0.531 B each" in text

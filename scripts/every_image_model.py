@@ -15,22 +15,18 @@ model loads with AutoModelForImageTextToText and has the same weights.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
-from every_architecture import Trained, differences, in_a_child, one_line, same_bits, too_far
+from every_architecture import Trained, counts, differences, one_line, same_bits, too_far, try_all
 from tiny_image_models import PATCHES, Batch, NoInputs, image_batches, kinds, tiny_image_config, tiny_image_model
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
@@ -202,32 +198,11 @@ def differs(export: Path, trained: Trained) -> list[str]:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
+_NOT_TRIED = "were not tried"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llava")
-    parser.add_argument("--table", type=Path, help="the page to write")
-    parser.add_argument("--json", type=Path)
-    wishes = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    results = []
-    for name in wishes.only or kinds():
-        results.append(in_a_child(name, examine, Result))
-        print(f"{name:28} {results[-1].outcome:12} {results[-1].why}", flush=True)
-    if wishes.json:
-        wishes.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    if wishes.table:
-        wishes.table.write_text(table(results))
-    print(counts(results))
-    sys.exit(any(result.outcome in ("wrong", "traceback") for result in results))
-
-
-def counts(results: Sequence[Result]) -> str:
-    runs = [result for result in results if result.outcome != "transformers"]
-    right = sum(result.outcome == "right" for result in runs)
-    others = [f"{sum(r.outcome == o for r in runs)} {o}" for o in ("refused", "wrong", "traceback")]
-    return f"{right} of {len(runs)} right, {', '.join(others)}; {len(results) - len(runs)} were not tried"
+    try_all(kinds(), examine, Result, table=table, about=str(__doc__), not_run=_NOT_TRIED)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -236,7 +211,7 @@ def table(results: Sequence[Result]) -> str:
         "# Every image-text model of transformers",
         "",
         f"Written by `scripts/every_image_model.py --table docs/benchmarks/image_models.md`: transformers "
-        f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",
+        f"{transformers.__version__}, torch {torch.__version__}. {counts(results, not_run=_NOT_TRIED)}.",
         "",
         *(" ".join(part.split()) + "\n" for part in str(__doc__).split("\n\n")[2:]),
         "`loss`, `norm` and `weights` are the differences. Names are those of transformers' configurations, whose "

@@ -1,6 +1,6 @@
 """Activations, products and the plan's note of the parts of a model that only images pass through.
 
-A plan is made before it sees an image, and each architecture has image inputs of its own, so these parts are not run on
+A plan is made before it sees an image, and architectures differ in their image inputs, so these parts are not run on
 meta tensors. Their memory is estimated from the widths of their matrix products, for a number of patches in each row.
 Pure arithmetic.
 """

@@ -304,7 +304,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     )
 
 
-_WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the GPU", "device": "copies"}  # as shown
+_WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the GPU", "device": "copies"}
 
 
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:

@@ -472,7 +472,7 @@ def listed(
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state_dict of the model contains, by name."""
+    """Return the buffers that a state_dict contains, by name, without state_dict(), which a session replaces."""
     return {
         f"{owner}.{leaf}" if owner else leaf: buffer
         for owner, module in model.named_modules()

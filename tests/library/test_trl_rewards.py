@@ -221,7 +221,7 @@ def test_a_rollout_function_sees_the_current_weights(
     tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a generation server would take from `named_weights` in each step are the stock trainer's weights."""
+    """`named_weights` gives a generation server the stock trainer's weights in each step."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
     def rollout(seen: list[dict[str, torch.Tensor]], weights_of: Callable[[Any], Any]) -> Callable[..., dict[str, Any]]:

@@ -120,6 +120,7 @@ class Checkpoints:
         complete.
         """
         self.saved: int | None = None  # newest step whose checkpoint is complete
+        self.seconds: float | None = None  # that the latest checkpoint took, from the call of `save`
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _place_of(root.parent)
@@ -136,6 +137,7 @@ class Checkpoints:
         untouched. A failure in the background thread is raised by `synchronize` or the next `save`.
         """
         self.synchronize()
+        start = time.perf_counter()
         on_rank_zero(self._make_room)
         wait_for_all()
         snapshot = engine.snapshot()
@@ -145,6 +147,7 @@ class Checkpoints:
         def work(group: Group) -> None:
             try:
                 self._write(snapshot, state, group)
+                self.seconds = time.perf_counter() - start
             finally:
                 snapshot.close()
 
@@ -160,6 +163,11 @@ class Checkpoints:
         if line not in self._told:
             self._told.add(line)
             self._say(f"note: {line}")
+
+    @property
+    def saving(self) -> bool:
+        """True while a checkpoint is being written."""
+        return self._under_way is not None and not self._under_way[0].done
 
     @property
     def ended(self) -> bool:

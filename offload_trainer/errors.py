@@ -51,13 +51,12 @@ class Interrupted(TrainerError):
 class Stopped(KeyboardInterrupt):
     """A signal ended the program immediately: exit code 128 + the signal's number.
 
-    `unsaved`: it was the second signal, so progress since the last checkpoint is lost.
+    `unsaved`: why progress since the last checkpoint is lost; "" if there was none.
     """
 
-    def __init__(self, signal_number: int, *, unsaved: bool = False) -> None:
+    def __init__(self, signal_number: int, *, unsaved: str = "") -> None:
         name = signal.Signals(signal_number).name
-        again = f"a second signal, {name}, ended it at once, unsaved; {RERUN_HINT}"
-        super().__init__(again if unsaved else f"stopped by {name}, with nothing to save")
+        super().__init__(f"{name}: {unsaved}; {RERUN_HINT}" if unsaved else f"stopped by {name}, with nothing to save")
         self.exit_code = 128 + signal_number
 
 

@@ -2,6 +2,7 @@
 
     start, build     stop_at_once    raises Stopped at the current line; open resources are closed on the way out
     training, end    waiting         records the signal; the current step, save or export is finished first
+                                     unless that takes longer than `train.stop_within`: then as the second signal
                      second signal   stops immediately, without saving, and cleans up
                      third signal    default action of the kernel
 
@@ -35,6 +36,8 @@ class StopRequest:
     save: bool = False  # SIGUSR1 asked for a checkpoint
     insisted: bool = False  # the next signal other than SIGHUP stops the run immediately
     answer: str = "finishing this step, then saving"  # printed when the first signal arrives
+    # Returns why the run cannot finish and save in time, or None. Called from the handler of the first signal.
+    too_late: Callable[[], str | None] = lambda: None
 
 
 @contextmanager
@@ -69,8 +72,11 @@ def waiting(*, say: Callable[[str], None] | None) -> Iterator[StopRequest]:
         hangup = number == signal.SIGHUP
         if asked.insisted and not hangup:
             _restore_defaults()
-            _raise_until_heard(number, unsaved=True)
+            _raise_until_heard(number, unsaved="the second signal; stopped at once, unsaved")
         first = not asked.stop
+        if first and (why := asked.too_late()):
+            _restore_defaults()
+            _raise_until_heard(number, unsaved=f"{why}; stopped at once, unsaved")
         asked.stop = asked.stop or number
         asked.insisted = asked.insisted or not hangup
         if first and say:
@@ -83,7 +89,7 @@ def waiting(*, say: Callable[[str], None] | None) -> Iterator[StopRequest]:
         yield asked
 
 
-def _raise_until_heard(number: int, *, unsaved: bool = False) -> None:
+def _raise_until_heard(number: int, *, unsaved: str = "") -> None:
     """Raise Stopped, and raise it again on a timer until it propagates.
 
     An exception raised in a destructor or in a callback from C is swallowed, so a single raise may be lost.

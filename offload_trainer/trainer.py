@@ -42,8 +42,11 @@ from offload_trainer.telemetry.metrics import (
     tokens_per_second,
 )
 from offload_trainer.telemetry.sinks import Telemetry
+from offload_trainer.telemetry.time_to_save import TimeToSave
+from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
+_MARGIN, _SECONDS_TO_END = 1.1, 1.0  # of an estimate that must be kept, and for closing everything
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Job:
     sample: Callable[[Engine], str] | None
     say: Callable[[str], None]
     checkpoints: Checkpoints
+    to_save: TimeToSave
     cannot_save: str | None  # why this run cannot write exact checkpoints; None: it can
     save_every: int  # steps between checkpoints; 0: only on request
     save_request_file: Path  # creating this file requests a checkpoint
@@ -102,10 +106,14 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             # The run is already complete, but only the page files hold its state: write the checkpoint now.
             _save_if_due(job, state, stopping=True, wished=False, ended=False)
         while state.step < job.train.steps:
+            last = state.step + 1 == job.train.steps
+            validates = _due(state.step + 1, job.train.eval_every) or last
+            job.to_save.begin_step(validates=validates)
             state = _step(job, state, batches)
-            last = state.step == job.train.steps
-            if _due(state.step, job.train.eval_every) or last:
+            if validates:
+                job.to_save.begin_validation()
                 _evaluate(job, state.step)
+            job.to_save.begin_save()
             if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
             stop, wished, ended = _agree(job, asked)
@@ -118,6 +126,25 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
     return state
+
+
+def too_late(job: Job) -> str | None:
+    """Return why finishing this step and saving cannot be done within `train.stop_within`, or None. For handlers.
+
+    A first step whose seconds nobody knows is finished.
+    """
+    within, seconds = job.train.stop_within, job.to_save.seconds
+    if within == "auto" or seconds is None:
+        return None
+    if job.checkpoints.saving:
+        seconds += job.to_save.save  # that checkpoint is completed first
+    seconds = seconds * _MARGIN + _SECONDS_TO_END
+    if seconds <= within:
+        return None
+    return (
+        f"finishing this step and saving would take about {format_seconds(seconds)}, longer than "
+        f"train.stop_within={within:g}"
+    )
 
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:
@@ -225,6 +252,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             job.revised = job.revise(record)
     else:
         job.clock.take()
+    job.to_save.save = job.checkpoints.seconds or job.to_save.save
     if result.skipped:
         on_rank_zero(partial(_refuse_nonfinite, job, result, step=state.step))
     return state

@@ -6,6 +6,9 @@ A run is killed while it starts, trains, saves, prunes or exports, and restarted
 another placement of its state. After every kill, each checkpoint with a manifest must be complete. When a run
 finishes, its losses, gradient norms, rates, masters, moments and export must match the undisturbed run bit for bit.
 `soak.py` does the same with everything else that can end or disturb a run.
+
+With `--warnings` a training is stopped by SIGTERM instead, with a random `train.stop_within`, and must end within it:
+saved, or at once where saving does not fit.
 """
 
 from __future__ import annotations
@@ -46,16 +49,24 @@ PLACEMENTS = (
 )
 
 
+DEADLINES = (1.05, 1.5, 5, 15, 60)  # of which a second is kept for the end
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    soak_of_kills(parser, lambda folder, dice, wishes: Trial(folder, dice).carry_out(wishes.kills), kills=200)
+    parser.add_argument("--warnings", action="store_true")
+    soak_of_kills(
+        parser,
+        lambda folder, dice, wishes: Trial(folder, dice, warns=wishes.warnings).carry_out(wishes.kills),
+        kills=200,
+    )
 
 
 class Trial:
     """Runs, kills and comparisons in one directory."""
 
-    def __init__(self, folder: Path, dice: random.Random) -> None:
-        self.folder, self.dice = folder, dice
+    def __init__(self, folder: Path, dice: random.Random, *, warns: bool) -> None:
+        self.folder, self.dice, self.warns = folder, dice, warns
         self.drive = folder / "drive"
         self.drive.mkdir()
         self.log = folder / "log.txt"
@@ -100,6 +111,22 @@ class Trial:
     def finish(self, words: list[object]) -> None:
         finish(words, log=self.log)
 
+    def warn(self, words: list[object], when: Callable[[], bool]) -> bool:
+        """Run a training and send it SIGTERM once `when` is true; return True if it was still running.
+
+        Raises Difference if it does not end within its `train.stop_within`.
+        """
+        within = self.dice.choice(DEADLINES)
+        command = Command([*words, f"train.stop_within={within}"], log=self.log)
+        if command.wait_for(when):
+            command.send(signal.SIGTERM)
+        start = time.monotonic()
+        if command.wait() not in (0, 128 + signal.SIGTERM):
+            raise Difference(f"exit {command.code}: {command}")
+        if command.code and time.monotonic() - start > within:
+            raise Difference(f"{time.monotonic() - start:.2f} s after SIGTERM, not {within}: {command}")
+        return command.code != 0
+
     def kill(self, words: list[object], when: Callable[[], bool]) -> bool:
         """Run a command and kill it once `when` is true; return True if it was still running."""
         command = Command(words, log=self.log)
@@ -111,9 +138,14 @@ class Trial:
 
     def kill_training(self, output: Path) -> None:
         _, when = moment(self.dice, output, steps=STEPS)
-        if not self.kill(self.words(output, self.dice.choice(PLACEMENTS)), when):
+        end = self.warn if self.warns else self.kill
+        if not end(self.words(output, self.dice.choice(PLACEMENTS)), when):
             return
-        self.found[what_was_hit(output, self.log.read_text())] += 1
+        said = self.log.read_text()
+        if self.warns:
+            self.found["saved" if "everything saved" in said else "at once"] += 1
+        else:
+            self.found[what_was_hit(output, said)] += 1
         for checkpoint in checkpoints_in(output / "checkpoints").values():
             verify_checkpoint(checkpoint)
 

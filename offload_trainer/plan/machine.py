@@ -21,6 +21,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.safe_files import EXACT, Count, Flag, Line, Number, as_kind, parsed, read_back
 
 _AS_FAST = 0.95
+_ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
 
 
 def _io_words(words: str) -> str:
@@ -203,6 +204,12 @@ class MachineProfile:
 
     def drive(self, directory: str) -> DriveFacts | None:
         return next((drive for drive in self.drives if drive.directory == directory), None)
+
+    def rates_of(self, drive: DriveFacts) -> tuple[float, float]:
+        """Return the bytes per second read from and written to a drive alone; 200 MB/s each if it was not timed."""
+        same = [one.rates for one in self.drives if one.rates and drive.disk and one.disk == drive.disk]
+        rates = drive.rates or next(iter(same), None)
+        return (rates.read.value, rates.write.value) if rates else (_ASSUMED_RATE, _ASSUMED_RATE)
 
     def lacks(self, package: str) -> bool:
         """Return whether `package` is known to be missing on the machine."""

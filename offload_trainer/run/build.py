@@ -47,6 +47,7 @@ from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, Timer, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
+from offload_trainer.telemetry.time_to_save import TimeToSave
 from offload_trainer.telemetry.trackers import Tracked, Trackers
 from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_seconds
@@ -295,6 +296,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
             say=say,
             growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
         ),
+        to_save=TimeToSave(step=plan.forecast.step, save=_seconds_of_save(setup)),
         cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
         save_request_file=output / "save",
@@ -302,6 +304,13 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         peak_flops=peak.value * plan.world if peak else None,
         swaps=swaps,
     )
+
+
+def _seconds_of_save(setup: Setup) -> float:
+    """Return the seconds that the first checkpoint is expected to take, after an update that may still be running."""
+    machine = setup.planned.machine
+    _, write = machine.rates_of(machine.output)
+    return checkpoint_bytes(setup.work) / write + (setup.plan.forecast.seconds.get("update") or 0.0)
 
 
 _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the GPU", "device": "copies"}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 from offload_trainer.checkpoint import RunRecord
-from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import resolve_and_plan, workload
@@ -38,7 +38,6 @@ _SPREAD = 0.3  # largest interquartile range of a step's seconds, relative to th
 _LEAST_SECONDS = 0.05  # shorter steps and phases are Python's own time
 _FARTHEST = 4.0  # largest correction either way; only a wrong rate explains more
 _CLOSE = 0.02  # relative error up to which a forecast equals a measurement
-_ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
 
 
 @dataclass(frozen=True)
@@ -285,17 +284,10 @@ def seconds_of_change(planned: Planned, *, build_seconds: float) -> float:
     State on drives is read and written one after the other with the checkpoint, which is the slowest case.
     """
     machine, plan = planned.machine, planned.plan
-    read, write = _rates_of(machine.output, machine)
+    read, write = machine.rates_of(machine.output)
     seconds = build_seconds + checkpoint_bytes(_workload(planned)) * (1 / read + 1 / write)
     for drive in machine.drives:
         held = sum(item.bytes for item in plan.items if item.tier == drive.directory)
-        read, write = _rates_of(drive, machine)
+        read, write = machine.rates_of(drive)
         seconds += held * (1 / read + 1 / write)
     return seconds
-
-
-def _rates_of(drive: DriveFacts, machine: MachineProfile) -> tuple[float, float]:
-    """Return the bytes per second that are read and written in one of the run's directories."""
-    same = [one.rates for one in machine.drives if one.rates and drive.disk and one.disk == drive.disk]
-    rates = drive.rates or next(iter(same), None)
-    return (rates.read.value, rates.write.value) if rates else (_ASSUMED_RATE, _ASSUMED_RATE)

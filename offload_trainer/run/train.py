@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -47,6 +48,7 @@ from offload_trainer.run.checks import (
 from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known, write_plan
 from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.planning import Planned, as_wished, plan_run
+from offload_trainer.run.preemption import stopping_on_warnings
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report
 from offload_trainer.run.schedule_change import ScheduleWatch
@@ -75,7 +77,12 @@ def train_run(
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config.placement, world=world)
-    with beating(nodes, rank=rank, say=lambda line: write_now(f"offload-train: {line}")):
+    warnings = config.train.stop_on if rank in [its.start for its in nodes] else ()
+
+    def tell(line: str) -> None:
+        write_now(f"offload-train: {line}")
+
+    with beating(nodes, rank=rank, say=tell), stopping_on_warnings(warnings, say=tell):
         planned = _plan_together(config, nodes=nodes, log=log)
         setup, checkpoint = _set_up(config, planned, log)
         _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)
@@ -264,6 +271,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
     """
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now) as asked:
+        asked.too_late = partial(trainer.too_late, job)
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         state = trainer.train(job, asked, resume=resume_from)

@@ -125,6 +125,8 @@ ELSEWHERE = {
     "optim.on_nonfinite_grad": "offload/test_nonfinite.py::test_a_skipped_step_changes_nothing",
     "train.deterministic": "engine/test_plain.py::test_a_gpu_takes_the_same_bits_where_that_is_asked_for",
     "train.epochs": "run/test_epochs.py::test_epochs_make_the_steps_that_visit_the_rows",
+    "train.stop_within": "run/test_preemption.py::test_a_stop_that_does_not_fit_ends_at_once_and_resumes",
+    "train.stop_on": "run/test_preemption.py::test_a_file_stops_a_run",
     "train.tokens_per_step": "plan/test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
     "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
     "save.project": "run/test_trackers.py::test_a_run_as_trackers_see_it",

@@ -27,7 +27,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
         (UserError("no such key"), 2, "no such key"),
         (Interrupted("stopped after step 3", signal_number=15), 143, "stopped after step 3"),
         (Stopped(1), 129, "stopped by SIGHUP, with nothing to save"),
-        (Stopped(3, unsaved=True), 131, "a second signal, SIGQUIT, ended it at once, unsaved"),
+        (Stopped(3, unsaved="stopped at once"), 131, "SIGQUIT: stopped at once; the same command resumes"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
         (NO_SPACE, 1, "/disk/out/file: No space left on device. Free space or mend that disk"),
         (OSError(errno.EROFS, os.strerror(errno.EROFS), "/out/a"), 1, "/out/a: Read-only file system. Free space"),

@@ -403,10 +403,8 @@ class TieredSection(_Section):
         description="parameters in a page: the optimizer state is read, updated and written in pages of at most this "
         "many",
     )
-    page_buffers: Annotated[int, Field(ge=2)] | Auto = Field(
-        "auto",
-        description="buffers in RAM for pages that are being read from or written to a drive. auto: 6, and with "
-        "overlap=backward up to 16 more for the state of the embedding, as far as RAM is left",
+    page_buffers: Annotated[int, Field(ge=2)] = Field(
+        6, description="buffers in RAM for pages that are being read from or written to a drive"
     )
     fetch_granularity: Literal["auto", "block", "module"] = Field(
         "auto",

@@ -50,7 +50,7 @@ class SessionKeys(TypedDict, total=False):
     ram_fraction: float | Literal["auto"]
     force: bool
     page_size: int
-    page_buffers: int | Literal["auto"]
+    page_buffers: int
     weight_buffers: int
     overlap: Literal["auto", "off", "forward"]
     state_copies: Literal["auto", 1, 2]

@@ -200,23 +200,6 @@ def test_shadow_memory_is_as_much_as_fits_in_the_ram_that_is_left() -> None:
     assert (sizes(none).shadow_fraction, none.forecast.hidden) == (0.0, pytest.approx(forward.forecast.hidden))
 
 
-def test_page_buffers_for_the_embedding_take_the_ram_that_is_left() -> None:
-    """An update that overlaps the backward has a buffer for each page of the embedding, or for as many as fit."""
-    words = ("--ram-fraction", "0", "--params", "gpu")
-    embedding = -(-50257 * 1024 // (4 << 20))
-    assert sizes(planned(*words, FORWARD)).page_buffers == 6
-    before, plan = planned(*words, FULL, "tiered.page_buffers=6"), planned(*words, FULL)
-    assert sizes(plan).page_buffers >= 6 + embedding
-    each = (plan.tiers["ram"]["need"] - before.tiers["ram"]["need"]) // (sizes(plan).page_buffers - 6)
-    assert each >= 12 * (4 << 20)  # one page's fp32 master weights and moments
-    for more in (0, 1, 2, 5):
-        have = before.tiers["ram"]["need"] + more * each + each // 2
-        machine_ = replace(timed(), ram_bytes=have + left_free(have * 100 // 95))
-        tight = planned(*words, FULL, on=machine_)
-        assert tight.fits
-        assert sizes(tight).page_buffers == 6 + more
-
-
 def test_without_a_gpu_pages_in_ram_wait_for_the_decision() -> None:
     plans = [planned("--ram-fraction", "1", "--params", "gpu", way) for way in (FORWARD, FULL)]
     assert [shadow_memory(plan) for plan in plans] == [0, 0]

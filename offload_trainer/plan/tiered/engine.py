@@ -40,12 +40,11 @@ from offload_trainer.plan.tiered.footprint import (
     tiered_items,
     tiered_traffic,
 )
-from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block, is_divided
+from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
 from offload_trainer.plan.tiered.orthogonalisation import seconds_of
 from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
-    first_pages_that_fit,
     shadows_that_fit,
     shares_in_words,
     shares_that_fit,
@@ -59,7 +58,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     bounds_by_parts,
     describe_weight_transfer,
 )
-from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, sum_of, tiers_of
+from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -274,9 +273,6 @@ class Tiered:
         each = one.sizes.format.mean_bytes(one.work.shape)
         sizes = shares_that_fit(self.place, one.sizes, one.machine, trained=trained, each=each, needs=needs)
         ram = tiers_of(one.machine).ram
-        if self.section.page_buffers == "auto" and sizes.ahead:
-            first = sized(sizes).first_pages
-            sizes = first_pages_that_fit(sizes, one.machine, first=first, needs=lambda sizes: needs(sizes, ram))
         return sized(shadows_that_fit(sizes, one.machine, needs=lambda sizes: needs(sizes, ram)))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
@@ -356,15 +352,6 @@ class TieredCandidate:
         inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
         order = ", micro-batches breadth-first" if self.work.breadth_first else ""
         return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}{order}")
-
-    @property
-    def first_pages(self) -> int:
-        """Return the number of pages on drives of the units before the first block that one rank updates."""
-        homes, first = self._laid_out, first_block(self.units)
-        return sum(
-            on_drive(page.home) and page.unit < first and homes.of_rank(number, 0)
-            for number, page in enumerate(homes.pages)
-        )
 
     @property
     def uses_drives(self) -> bool:

@@ -29,7 +29,6 @@ from offload_trainer.plan.tiered.weight_streaming import uses_all_gather
 from offload_trainer.plan.tiers import DEVICE, RAM, Placement, Tier, TierKind, in_memory, on_drive, tiers_of
 from offload_trainer.plan.workload import Workload
 
-PAGE_BUFFERS, _MORE_PAGE_BUFFERS = 6, 16  # with tiered.page_buffers=auto: always, and at most in addition
 GRADIENT_BUFFERS = 2  # blocks whose gradients are being written to a drive at a time
 # Bytes of gradients on a GPU that wait for their copies, in addition to the largest: 20 ms of copies on a slow bus.
 GRADIENTS_IN_FLIGHT = 256_000_000
@@ -123,7 +122,7 @@ def tier_sizes(
         rule=work.state.rule.name,
         states=work.state.moments.name,
         page=tiered.page_size,
-        page_buffers=PAGE_BUFFERS if tiered.page_buffers == "auto" else tiered.page_buffers,
+        page_buffers=tiered.page_buffers,
         unit_buffers=tiered.weight_buffers,
         overlap=tiered.overlap in ("forward", "backward"),
         ahead=tiered.overlap == "backward",
@@ -283,19 +282,6 @@ def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs)
     whole = needs(replace(sizes, shadow_fraction=1.0)) - used
     share = min(1.0, max(0, have - used) / whole) if whole else 0.0
     return replace(sizes, shadow_fraction=int(1000 * share) / 1000)
-
-
-def first_pages_that_fit(sizes: TierSizes, machine: MachineProfile, *, first: int, needs: Needs) -> TierSizes:
-    """Return `sizes` with buffers for `first` more pages on drives, or for as many as the RAM that is left holds.
-
-    These are the pages of units before the first block. Their gradients are complete last, and the next forward needs
-    their weights first. With enough buffers their state is read while the backward computes, and the forward does not
-    wait for it. `needs` returns the bytes of RAM that sizes need.
-    """
-    have, used = machine.ram_bytes - left_free(machine.ram_bytes), needs(sizes)
-    each = needs(replace(sizes, page_buffers=sizes.page_buffers + 1)) - used
-    more = min(first, _MORE_PAGE_BUFFERS, max(0, have - used) // each if each else 0)
-    return replace(sizes, page_buffers=sizes.page_buffers + more)
 
 
 def shares_in_words(shares: dict[str, float]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from sample_plans import GB, SHAPES, machine, wish
+from test_time import timed
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
@@ -66,6 +67,25 @@ def test_without_rates_auto_checkpoints_all_blocks_of_large_models_and_none_of_s
     for name, setting in (("gpt2-10b", "on"), ("gpt2", "on"), ("gpt2-mini", "off")):
         config, _ = resolve_and_plan(wish(*BATCH), SHAPES[name], untimed)
         assert config.model.activation_checkpointing == setting
+
+
+def test_a_cpu_leaves_out_recomputation_that_a_drive_hides() -> None:
+    """Its seconds are not free there, since the update shares the cores. State that it would displace comes first."""
+    shape, here = SHAPES["gpt2-medium"], timed()
+
+    def planned(*words: str, on: MachineProfile = here) -> Plan:
+        return make_plan(wish("--params", "gpu", "--micro-batch", "2", "tiered.overlap=backward", *words), shape, on)
+
+    auto, all_ = planned("--ram-fraction", "0"), planned("--ram-fraction", "0", "model.activation_checkpointing=on")
+    assert 0.95 * step(all_) < step(auto) <= step(all_)  # the forecast alone would not have decided
+    assert auto.checkpointed < all_.checkpointed == shape.layers
+    saved = [one.forecast.seconds["forward"] + one.forecast.seconds["backward"] for one in (all_, auto)]  # type: ignore[operator]
+    assert saved[0] - saved[1] >= 0.05 * step(all_)
+    small = replace(here, ram_bytes=5 * GB)
+    assert (
+        planned(on=small).tiers["/ssd"]["need"]
+        == planned("model.activation_checkpointing=on", on=small).tiers["/ssd"]["need"]
+    )
 
 
 def test_a_small_model_that_does_not_fit_checkpoints_as_few_blocks_as_fit() -> None:

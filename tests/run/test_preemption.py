@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from commands import TERMINATE, TINY, call, call_and_kill
@@ -90,7 +91,7 @@ class Metadata(BaseHTTPRequestHandler):
     """A stand-in for the metadata services of AWS and GCP."""
 
     warns = False
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def do_PUT(self) -> None:
         assert self.path == "/latest/api/token"

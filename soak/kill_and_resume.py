@@ -121,7 +121,8 @@ class Trial:
         if command.wait_for(when):
             command.send(signal.SIGTERM)
         start = time.monotonic()
-        if command.wait() not in (0, 128 + signal.SIGTERM):
+        # Before the command handles signals, and after it has put their handlers back, SIGTERM has its default action.
+        if command.wait() not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise Difference(f"exit {command.code}: {command}")
         if command.code and time.monotonic() - start > within:
             raise Difference(f"{time.monotonic() - start:.2f} s after SIGTERM, not {within}: {command}")
@@ -143,7 +144,8 @@ class Trial:
             return
         said = self.log.read_text()
         if self.warns:
-            self.found["saved" if "everything saved" in said else "at once"] += 1
+            words = ("everything saved", "nothing to save", "stopped at once", "complete and saved")
+            self.found[next((each for each in words if each in said), "default action")] += 1
         else:
             self.found[what_was_hit(output, said)] += 1
         for checkpoint in checkpoints_in(output / "checkpoints").values():

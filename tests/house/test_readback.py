@@ -323,6 +323,7 @@ OPENING = {
     "plan/machine.py": "the package's own",
     "safe_files.py": "the opener",
     "run/commands/doctor.py": "the kernel's",
+    "run/preemption.py": "an HTTP answer",
     "run/commands/recipes.py": "the package's own, and a new file",
     "run/commands/tune.py": "in a private directory",
     "storage/atomic_io.py": "new files, directories, and O_NONBLOCK",

@@ -14,6 +14,7 @@ import pytest
 from offload_trainer import trainer
 from offload_trainer.ranks import all_gather_json
 from offload_trainer.signals import StopRequest
+from offload_trainer.telemetry.time_to_save import TimeToSave
 
 
 class Unsaved(nullcontext):
@@ -45,6 +46,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),
+        to_save=TimeToSave(step=None, save=0.0),
         commit=None,
         revised=None,
         telemetry=None,

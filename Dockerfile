@@ -1,13 +1,28 @@
-# docker build -t offload-trainer .
+# docker build -t offload-trainer .                                            cards from Turing on
+# docker build -t offload-trainer --build-arg CARD=volta .                     Volta and Pascal
+# docker build -t offload-trainer --build-arg EXTRAS=deepspeed,tensorboard .   with DeepSpeed and a compiler
 # docker run --gpus all --ipc host -v /mnt/ssd:/mnt/ssd -v $PWD/runs:/runs offload-trainer --nvme /mnt/ssd --output /runs/first
-#
-# g++ compiles the update's kernel on first use; torch from PyPI brings CUDA for cards from Turing on.
-FROM python:3.12-slim
-RUN apt-get update -q && apt-get install -y -q --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+FROM python:3.12-slim AS release
+RUN apt-get update -q && apt-get install -y -q --no-install-recommends g++ && pip install --no-cache-dir 'setuptools>=77'
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY scripts/build_release.py scripts/
 COPY offload_trainer offload_trainer
-RUN pip install --no-cache-dir '.[tensorboard,gguf,hf]'
-WORKDIR /
+RUN python scripts/build_release.py /release
+
+FROM python:3.12-slim
+ARG CARD=turing
+RUN case "$CARD" in \
+    turing) pip install --no-cache-dir torch ;; \
+    volta) pip install --no-cache-dir 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126 ;; \
+    *) echo "CARD=$CARD: volta (and Pascal), or turing (and later)" >&2; exit 2 ;; \
+    esac
+ARG EXTRAS=tensorboard,gguf,hf
+# DeepSpeed compiles its kernels at the first run, with g++ and libaio's header; Triton and torch.compile need g++ too.
+RUN case ",$EXTRAS," in *,deepspeed,*|*,adamw8bit,*|*,liger,*|*,all,*) \
+    apt-get update -q && apt-get install -y -q --no-install-recommends g++ libaio-dev && rm -rf /var/lib/apt/lists/* ;; \
+    esac
+RUN --mount=type=bind,from=release,source=/release,target=/release \
+    pip install --no-cache-dir "$(ls /release/*.whl)[$EXTRAS]"
 ENV OFFLOAD_TRAINER_CACHE=/runs/.cache
 ENTRYPOINT ["offload-train"]

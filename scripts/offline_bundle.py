@@ -10,7 +10,6 @@ bundled kernels belong to the sources next to this script; the package ignores t
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from offload_trainer.errors import TrainerError  # noqa: E402
-from offload_trainer.optim import native_adam  # noqa: E402
-from offload_trainer.optim.kernel_cache import LEVELS, compiled, place_ahead, sum_of  # noqa: E402
+from offload_trainer.optim.prebuilt_kernels import LEVELS, build_prebuilt  # noqa: E402
 
 LARGEST = 40_000_000  # limit in bytes of all wheels
 
@@ -101,21 +98,12 @@ def build_kernels(folder: Path) -> list[Path]:
 
     The list is empty without a compiler or on another kind of machine. The target machine then compiles it, if it can.
     """
-    source, flags = native_adam.SOURCE, native_adam.FLAGS
-    common = [flag for flag in flags if flag != "-march=native"]
     made = []
-    for level, (options, _) in LEVELS.items():
-        file = folder / place_ahead(source, flags=flags, level=level)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        command = [os.environ.get("CXX", "g++"), *options, *common]
+    for level in LEVELS:
         try:
-            library = compiled(source, command=command, folder=file.parent)
-        except TrainerError as error:
+            made.append(build_prebuilt(level, folder=folder))
+        except (OSError, subprocess.CalledProcessError) as error:
             print(f"offline_bundle: no kernel for {level}: {error}", file=sys.stderr)
-            continue
-        file.write_bytes(library)
-        file.with_name(f"{file.name}.sha256").write_text(sum_of(library))
-        made.append(file)
     return made
 
 

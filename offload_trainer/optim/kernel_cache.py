@@ -1,10 +1,11 @@
-"""A per-user cache of compiled kernels: each is built once per CPU or GPU type, and verified before it is loaded.
+"""A per-user cache of compiled kernels, and the choice of a prebuilt one; each is verified before it is loaded.
 
     <cache>/kernels/<key>/adam.so              in directories with mode 0700 that this user owns
                           adam.so.sha256       its SHA-256; a file that does not match (a power cut) is built again
-    <cache>/kernels/<key>/adam.x86-64-v4.so    prebuilt, for machines without a compiler (scripts/offline_bundle.sh)
 
-A loaded library runs with this user's rights, so no directory that another user can write to is accepted.
+A loaded library runs with this user's rights, so no directory of the cache that another user can write to is accepted.
+Prebuilt libraries (`prebuilt_kernels.py`) lie in the package, which is trusted as its Python files are, or in the
+cache.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import os
 import platform
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.safe_files import file_bytes
+from offload_trainer.optim.prebuilt_kernels import FOLDER, LEVELS, key_of, place_prebuilt, texts_of
+from offload_trainer.safe_files import file_bytes, open_file
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_bytes, write_text
 from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
@@ -29,59 +32,61 @@ from offload_trainer.storage.owned_dirs import is_ours, scratch
 _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 
 
-# The x86-64 levels that libraries are prebuilt for, best first: compiler options, and the instruction sets they need as
-# /proc/cpuinfo names them.
-_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
-_V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-LEVELS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "x86-64-v4-fp16": (
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512fp16"),
-        _V4 | {"avx512_bf16", "avx512vbmi", "avx512_fp16"},
-    ),
-    "x86-64-v4": (("-march=x86-64-v4",), _V4),
-    "x86-64-v3": (("-march=x86-64-v3",), _V3),
-}
-
-
 def built(source: Path, *, flags: tuple[str, ...]) -> Path:
     """Return the path of the library compiled from `source` (and the headers in its directory) with `flags`.
 
-    It is compiled for this CPU if the cache does not have it. If that fails, a prebuilt library for one of `LEVELS` is
-    used, if the cache has one that this CPU can run.
+    It is compiled for this CPU if the cache does not have it.
 
     Raises:
         TrainerError: the compiler failed (the message has its output), or the cache cannot be used.
     """
     compiler = os.environ.get("CXX", "g++")
     # -march=native depends on the CPU's features, and several machines may share one home directory.
-    key = _key(compiler, *flags, f"{platform.machine()} {_line_of_features()}", *_texts(source))
+    key = key_of(compiler, *flags, f"{platform.machine()} {_line_of_features()}", *texts_of(source))
+    return kept(
+        source.with_suffix(".so").name,
+        key,
+        lambda folder: compiled(source, command=[compiler, *flags], folder=folder),
+    )
+
+
+def prebuilt(source: Path, *, flags: tuple[str, ...]) -> Path | None:
+    """Return the best prebuilt library of `source` that this CPU can run, from the package or else from the cache.
+
+    Return None if there is none, and the package was installed without any, as from a checkout.
+
+    Raises:
+        TrainerError: the package has prebuilt libraries, and none of them can be used; the message says why.
+    """
+    here = frozenset(_line_of_features().partition(":")[2].split()) if platform.machine() == "x86_64" else frozenset()
+    fitting = [level for level, (_, needed) in LEVELS.items() if needed <= here]
+    places = [place_prebuilt(source, flags=flags, level=level) for level in fitting]
+    for place in places:
+        if _is_whole(FOLDER / place, opener=partial(open_file, links=True)):  # some installers make links
+            return FOLDER / place
+    for place in places:
+        if file := _prebuilt_in_cache(place):
+            return file
+    if not FOLDER.is_dir():
+        return None
+    if not fitting:
+        lowest, (_, needed) = list(LEVELS.items())[-1]
+        cpu = f"lacks {', '.join(sorted(needed - here))}" if here else f"is {platform.machine()}"
+        raise TrainerError(f"the prebuilt ones need a CPU of {lowest} or later, and this one {cpu}")
+    if any((FOLDER / place).exists() for place in places):
+        raise TrainerError(f"the prebuilt one in {FOLDER} is damaged; install the package again")
+    raise TrainerError(f"the prebuilt ones were made from other sources than those in {source.parent}")
+
+
+def _prebuilt_in_cache(place: Path) -> Path | None:
+    file = cache_directory() / "kernels" / place
     try:
-        return kept(
-            source.with_suffix(".so").name,
-            key,
-            lambda folder: compiled(source, command=[compiler, *flags], folder=folder),
-        )
-    except TrainerError:
-        ahead = _built_ahead(source, flags)
-        if ahead is None:
-            raise
-        return ahead
-
-
-def place_ahead(source: Path, *, flags: tuple[str, ...], level: str) -> Path:
-    """Return the path of the library prebuilt from `source` for `level`, relative to the cache's "kernels" folder."""
-    return Path(_key(level, *flags, *_texts(source))) / f"{source.stem}.{level}.so"
-
-
-def _built_ahead(source: Path, flags: tuple[str, ...]) -> Path | None:
-    """Return the best prebuilt library in the cache that this processor can run, or None."""
-    here = frozenset(_line_of_features().partition(":")[2].split())
-    for level, (_, needed) in LEVELS.items():
-        file = cache_directory() / "kernels" / place_ahead(source, flags=flags, level=level)
-        if platform.machine() == "x86_64" and needed <= here and file.exists():
+        if file.exists():
             _make_private(file.parent)
             if _is_whole(file):
                 return file
+    except OSError:
+        pass  # `built` reports a cache that cannot be used
     return None
 
 
@@ -144,23 +149,15 @@ def sum_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _key(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _texts(source: Path) -> list[str]:
-    return [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-
-
 def _sum_of(library: Path) -> Path:
     return library.with_name(f"{library.name}.sha256")
 
 
-def _is_whole(library: Path) -> bool:
-    """Return whether `library` exists, belongs to this user and matches its .sha256 file."""
+def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> bool:
+    """Return whether `library` exists and matches its .sha256 file. `open_owned` accepts files of this user alone."""
     try:
-        told = file_bytes(_sum_of(library), opener=open_owned)
-        return hashlib.sha256(file_bytes(library, opener=open_owned)).hexdigest().encode() == told
+        told = file_bytes(_sum_of(library), opener=opener)
+        return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == told
     except (OSError, ValueError):
         return False
 

@@ -19,7 +19,8 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat, 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
     """Return the kernel called `name` ("auto", "torch" or "native"), and a sentence for the log.
 
-    "auto" selects the native kernel if it can be built and matches torch's bit for bit, otherwise torch's.
+    "auto" selects the native kernel if it is prebuilt or can be built, and matches torch's bit for bit, otherwise
+    torch's.
 
     Raises:
         UserError: `name` is "native", and that kernel cannot be built or does not match.
@@ -28,16 +29,37 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
     if name == "torch":
         return TorchKernel(), "The update on the CPU: torch's kernel, as asked."
     try:
-        native = NativeKernel()
-        if not matches_torch(native):
-            raise TrainerError("on this machine its results differ from torch's in their last bits")
+        native, origin = _checked_native()
     except TrainerError as error:
         if name == "auto":
             reason = " ".join(str(error).split())
             words = f"The update on the CPU: torch's kernel; the faster native one is not used: {reason}"
             return TorchKernel(), words
         raise UserError(f"The update's {name} kernel cannot be had: {error}") from error
-    return native, f"The update on the CPU: the native kernel, {native.built} and checked to give torch's bits."
+    return native, f"The update on the CPU: the native kernel, {origin} and checked to give torch's bits."
+
+
+def _checked_native() -> tuple[NativeKernel, str]:
+    """Return the native kernel after its check, and where it comes from: prebuilt if one fits and passes, or compiled.
+
+    Raises:
+        TrainerError: it can neither be had prebuilt nor be compiled, or it does not match torch's kernel.
+    """
+    kernel = NativeKernel()
+    level, misfit = kernel.library.level, kernel.library.misfit
+    matches = matches_torch(kernel)
+    if level and matches:
+        return kernel, f"prebuilt for {level}"
+    if level:
+        misfit = f"the prebuilt one for {level} differs from torch's in its last bits"
+        try:
+            kernel = NativeKernel(use_prebuilt=False)
+        except TrainerError as error:
+            raise TrainerError(f"{error}; {misfit}") from error
+        matches = matches_torch(kernel)
+    if not matches:
+        raise TrainerError("on this machine its results differ from torch's in their last bits")
+    return kernel, f"built for this machine{f' ({misfit})' if misfit else ''}"
 
 
 def matches_torch(kernel: Kernel) -> bool:

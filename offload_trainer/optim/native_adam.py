@@ -19,43 +19,39 @@ import torch
 from offload_trainer import numa
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
-from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.kernel_cache import built, prebuilt
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
+from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
 from offload_trainer.optim.rules import TYPES, Step, step_constants
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat
 
-SOURCE = Path(__file__).with_name("native") / "adam.cpp"
-# Without errno and traps the compiler can vectorise square roots and selections; neither option changes a result.
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-)
 _RULES = {ADAMW: 0, LION: 1}  # adam.cpp's Rule
 
 
 class NativeLibrary:
-    """The compiled functions of native/, built on first use. They run on a persistent thread pool.
+    """The compiled functions of native/. They run on a persistent thread pool.
 
-    Raises:
-        TrainerError: the library cannot be built; the message has the compiler's output.
+    `level` is the x86-64 level of a prebuilt library, and empty if it was compiled for this CPU; `misfit` then says why
+    no prebuilt one was used, if the package has any.
     """
 
-    def __init__(self) -> None:
-        path = built(SOURCE, flags=FLAGS)
-        self.ahead_for = path.stem.partition(".")[2]  # processor level of a prebuilt library; "": built for this CPU
+    def __init__(self, *, use_prebuilt: bool = True) -> None:
+        """Load the prebuilt library if one fits, otherwise compile it for this CPU.
+
+        Raises:
+            TrainerError: the library cannot be built; the message has the compiler's output.
+        """
+        self.level = self.misfit = ""
+        found = None
         try:
-            self.functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
-        except OSError as error:
-            raise TrainerError(
-                f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
-                "directory with OFFLOAD_TRAINER_CACHE"
-            ) from error
+            if use_prebuilt and (path := prebuilt(SOURCE, flags=FLAGS)):
+                found, self.level = _load(path), path.stem.partition(".")[2]
+        except TrainerError as error:
+            self.misfit = str(error)
+        try:
+            self.functions = found or _load(built(SOURCE, flags=FLAGS))
+        except TrainerError as error:
+            raise TrainerError(f"{error}; {self.misfit}" if self.misfit else str(error)) from error
         self._hired = (0, 0)
 
     def threads(self) -> int:
@@ -83,14 +79,23 @@ class NativeLibrary:
             os.sched_setaffinity(0, before)
 
 
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
+    except OSError as error:
+        raise TrainerError(
+            f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
+            "directory with OFFLOAD_TRAINER_CACHE"
+        ) from error
+
+
 class NativeKernel:
     """The compiled CPU kernel of native/. Raises TrainerError if it cannot be built."""
 
     name = "native"
 
-    def __init__(self) -> None:
-        self.library = NativeLibrary()
-        self.built = f"built ahead for {self.library.ahead_for}" if self.library.ahead_for else "built for this machine"
+    def __init__(self, *, use_prebuilt: bool = True) -> None:
+        self.library = NativeLibrary(use_prebuilt=use_prebuilt)
         self._update = self.library.functions.update_page
         self._sum = self.library.functions.page_sum
         self._sum.restype = ctypes.c_int64

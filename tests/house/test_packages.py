@@ -96,10 +96,11 @@ def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> N
         (["--engine", "deepspeed"], "deepspeed"),
         (["--engine", "deepspeed", "--gpus", "2"], "deepspeed"),
         (["tiered.io=async_io"], "deepspeed"),
+        (["plan", "--engine", "deepspeed"], "deepspeed"),
     ],
 )
 def test_a_wish_for_a_missing_one_is_refused_in_one_line(words: list[str], package: str, tmp_path: Path) -> None:
-    done = run_without(LIBRARIES, *TINY, *words, "--output", tmp_path / "out")
+    done = run_without(LIBRARIES, *words, *TINY, "--output", tmp_path / "out")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     install = f"pip install '{package}>={OPTIONAL[package]}'"

@@ -319,6 +319,7 @@ OPENING = {
     "offloading/ranks/node_comm.py": "another rank's memory",
     "offloading/pages/manifest.py": "new, in a private directory, and the kernel's",
     "optim/kernel_cache.py": "the package's own, and what the compiler has made",
+    "optim/prebuilt_kernels.py": "the package's own, and what the compiler has made",
     "optim/nvrtc.py": "the package's own",
     "plan/machine.py": "the package's own",
     "safe_files.py": "the opener",

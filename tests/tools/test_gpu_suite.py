@@ -191,7 +191,7 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
 
 def test_rows_whose_update_is_the_fallback_are_marked() -> None:
     """Rows are marked if the machine has neither a compiler nor a prebuilt kernel."""
-    built = "The update on the CPU: the native kernel, built ahead for x86-64-v4 and checked to give torch's bits."
+    built = "The update on the CPU: the native kernel, prebuilt for x86-64-v4 and checked to give torch's bits."
     slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
 
     def outcome(kernel: str, *, engine: str = "tiered", gpu: float = 0.5) -> str:

@@ -8,14 +8,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from commands import environment
+from fresh_environment import fresh_environment
 from gguf import GGUFReader
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,22 +27,8 @@ TWICE = next(line for line in COMMANDS if COMMANDS.count(line) == 2)
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the variables of a new virtual environment without this repository.
-
-    Its libraries are those of this interpreter.
-    """
-    place = tmp_path_factory.mktemp("fresh")
-    subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
-    # Python's bundled setuptools is too old to build the project.
-    drop = [str(place / "venv/bin/python"), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
-    subprocess.run(drop, check=True)
-    (site,) = (place / "venv/lib").glob("python3*/site-packages")
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    path = f"{place / 'venv/bin'}:/usr/local/bin:/usr/bin:/bin"
-    given = environment(PATH=path, HOME=str(place), OFFLOAD_TRAINER_CACHE=str(place / "cache"))
-    # The build requirements are installed, so nothing is downloaded.
-    given |= {"PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
-    return {name: value for name, value in given.items() if name != "PYTHONPATH"}
+    """Return the variables of a new virtual environment without this repository."""
+    return fresh_environment(tmp_path_factory.mktemp("fresh"))
 
 
 def cloned(folder: Path) -> Path:

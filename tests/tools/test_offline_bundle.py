@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import requires
@@ -21,6 +22,7 @@ from offline_bundle import BUNDLED, INSTALL, LARGEST, RIVALS, THERE, command, pi
 
 from offload_trainer.optim import kernel_cache  # noqa: E402
 from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
+from offload_trainer.optim.prebuilt_kernels import LEVELS  # noqa: E402
 
 LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
 LINUX |= {
@@ -65,10 +67,10 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
 ) -> None:
     line = kernel_cache._line_of_features()
     here = frozenset(line.partition(":")[2].split())
-    level = next((name for name, (_, needed) in kernel_cache.LEVELS.items() if needed <= here), None)
+    level = next((name for name, (_, needed) in LEVELS.items() if needed <= here), None)
     if level is None:
         pytest.skip("this processor is older than those that kernels are built ahead for")
-    levels = {level: kernel_cache.LEVELS[level]}
+    levels = {level: LEVELS[level]}
     monkeypatch.setattr(offline_bundle, "LEVELS", levels)  # one level, since each takes seconds
     (made,) = offline_bundle.build_kernels(tmp_path / "bundle" / "kernels")
     assert made.stat().st_size < 2_000_000
@@ -82,7 +84,7 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(cache))
     monkeypatch.setenv("CXX", "no-such-compiler")
     kernel, words = choose_kernel("auto")
-    assert (kernel.name, f"built ahead for {level} and checked" in words) == ("native", True), words
+    assert (kernel.name, f"prebuilt for {level} and checked" in words) == ("native", True), words
 
     without = f"flags: {' '.join(here - {'fma'})}"  # a processor that cannot run it
     monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: without)
@@ -98,9 +100,9 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
 
 def test_processors_that_kernels_are_built_for_are_known_by_what_their_code_uses() -> None:
     """The best level comes first, and requires every feature of the later ones."""
-    needed = [flags for _, flags in kernel_cache.LEVELS.values()]
+    needed = [flags for _, flags in LEVELS.values()]
     assert all(more > fewer for more, fewer in pairwise(needed))
-    assert [options[0] for options, _ in kernel_cache.LEVELS.values()][-1] == "-march=x86-64-v3"
+    assert [options[0] for options, _ in LEVELS.values()][-1] == "-march=x86-64-v3"
 
 
 @pytest.mark.network
@@ -117,7 +119,7 @@ def test_the_bundle_is_small_and_installs_without_an_index(tmp_path: Path) -> No
         assert done.returncode == 0, done.stderr
         wheels = list(folder.glob("*.whl"))
         assert len(wheels) == len(BUNDLED) + len(RIVALS)
-        assert "no kernel for x86-64-v3: adam.cpp needs a C++ compiler" in done.stderr
+        assert re.search(r"no kernel for x86-64-v3: .*no-such-compiler", done.stderr)
         assert sum(wheel.stat().st_size for wheel in wheels) < LARGEST
     assert any("cp312" in wheel.name for wheel in (tmp_path / "3.12").glob("pydantic_core-*.whl"))
     site = tmp_path / "site"

@@ -1,0 +1,259 @@
+"""Tests of the prebuilt CPU kernels: a start uses the one that fits and has torch's bits, and says why it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from build_wheel import CARRIED
+from fresh_environment import fresh_environment
+
+from offload_trainer.optim import kernel_cache, kernels, native_adam
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.prebuilt_kernels import LEVELS, build_prebuilt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from build_release import build_release
+
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+LOWEST = "x86-64-v3"
+FEATURES = frozenset(kernel_cache._line_of_features().partition(":")[2].split())
+HERE = [level for level, (_, needed) in LEVELS.items() if needed <= FEATURES]  # best first
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are prebuilt for x86-64"),
+    pytest.mark.skipif(not HERE, reason="this CPU is older than those that kernels are prebuilt for"),
+]
+
+
+# -- the choice of a kernel --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the library for the lowest level; it takes seconds to compile."""
+    return build_prebuilt(LOWEST, folder=tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture
+def package(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of prebuilt kernels of a package that was installed with one."""
+    shutil.copytree(library.parent.parent, tmp_path / "prebuilt")
+    monkeypatch.setattr(kernel_cache, "FOLDER", tmp_path / "prebuilt")
+    return tmp_path / "prebuilt"
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the compiler away, and all that was compiled before."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+
+
+class Off(NativeKernel):
+    """A kernel whose prebuilt library is wrong in one bit."""
+
+    def update_page(self, fields: dict[str, torch.Tensor], *others: object, **settings: object) -> None:
+        super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
+        if self.library.level:
+            fields["exp_avg"].view(torch.uint8)[-1] ^= 1
+
+
+@pytest.mark.usefixtures("package", "no_compiler")
+def test_the_one_of_the_package_is_used_without_a_compiler(tmp_path: Path) -> None:
+    kernel, words = choose_kernel("native")
+    assert words == f"The update on the CPU: the native kernel, prebuilt for {LOWEST} and checked to give torch's bits."
+    assert kernel.name == "native"
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("package")
+def test_one_that_is_off_by_a_bit_is_replaced_by_a_compiled_one(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(kernels, "NativeKernel", Off)
+    kernel, words = choose_kernel("auto")
+    wrong = f"the prebuilt one for {LOWEST} differs from torch's in its last bits"
+    assert f"built for this machine ({wrong}) and checked" in words
+    assert isinstance(kernel, Off)
+    assert not kernel.library.level
+    request.getfixturevalue("no_compiler")
+    kernel, words = choose_kernel("auto")
+    assert (kernel.name, "no-such-compiler" in words, wrong in words) == ("torch", True, True)
+
+
+def of_another_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: f"flags: {' '.join(FEATURES - {'avx2', 'fma'})}")
+
+
+def of_other_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(native_adam.SOURCE.parent, folder.parent / "native")
+    with open(folder.parent / "native/muon.h", "a") as file:
+        file.write("// a newer version\n")
+    monkeypatch.setattr(native_adam, "SOURCE", folder.parent / "native/adam.cpp")
+
+
+def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = folder.rglob("*.so")
+    os.truncate(file, 1000)
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (of_another_cpu, f"need a CPU of {LOWEST} or later, and this one lacks avx2, fma"),
+        (of_other_sources, "were made from other sources than those in .*/native"),
+        (damaged, "the prebuilt one in .*/prebuilt is damaged; install the package again"),
+    ],
+)
+def test_one_that_does_not_fit_is_not_used(
+    change: Callable[[Path, pytest.MonkeyPatch], None], reason: str, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(package, monkeypatch)
+    kernel, words = choose_kernel("auto")
+    assert kernel.name == "torch"
+    assert re.search(rf"needs a C\+\+ compiler.*; .*{reason}", words), words
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_checkout_without_any_says_nothing_of_them() -> None:
+    assert "prebuilt" not in choose_kernel("auto")[1]
+
+
+# -- the wheel ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_release(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def installed(release: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the variables of a new environment with the wheel, an empty cache, and no command of this machine."""
+    place = tmp_path_factory.mktemp("installed")
+    there = fresh_environment(place, tools="")
+    pip = [place / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", release]
+    subprocess.run(pip, env=there, check=True)
+    assert not any(shutil.which(name, path=there["PATH"]) for name in ("g++", "c++", "gcc", "cc", "clang", "ld"))
+    return there
+
+
+def run(words: list[str], there: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = Path(there["PATH"]) / words[0]
+    return subprocess.run(
+        [command, *words[1:]], cwd=folder, env=there, capture_output=True, text=True, check=False, timeout=500
+    )
+
+
+def readelf(option: str, file: Path) -> str:
+    return subprocess.run(["readelf", "-W", option, file], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_needs_what_its_name_says(release: Path, tmp_path: Path) -> None:
+    """It has the package and a library for each level, which need no newer glibc and no libstdc++."""
+    tag = re.fullmatch(r"offload_trainer-[\d.]+-py3-none-manylinux_2_(\d+)_x86_64\.whl", release.name)
+    assert tag
+    with zipfile.ZipFile(release) as archive:
+        archive.extractall(tmp_path)
+    held = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    more = {name for name in held - CARRIED if ".dist-info/" not in name}
+    assert held >= CARRIED
+    libraries = [name for name in more if name.endswith(".so")]
+    assert {f"{name}.sha256" for name in libraries} | set(libraries) == more
+    assert sorted(Path(name).name for name in libraries) == sorted(f"adam.{level}.so" for level in LEVELS)
+    (wheel_facts,) = tmp_path.glob("*.dist-info/WHEEL")
+    assert f"Tag: py3-none-manylinux_2_{tag[1]}_x86_64\n" in wheel_facts.read_text()
+    for name in libraries:
+        needed = set(re.findall(r"NEEDED.*\[(.*)\]", readelf("--dynamic", tmp_path / name)))
+        assert needed <= {"libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
+        versions = re.findall(r"GLIBC_2\.(\d+)", readelf("--version-info", tmp_path / name))
+        assert max(map(int, versions)) <= int(tag[1])
+        exported = readelf("--dyn-syms", tmp_path / name)
+        assert re.search(r"FUNC +GLOBAL +DEFAULT +\d+ update_page$", exported, re.MULTILINE)
+        assert not re.search(r"FUNC +\w+ +DEFAULT +\d+ _ZNSt18condition_variable4wait", exported)  # hidden
+
+
+@pytest.mark.slow
+def test_a_first_step_without_a_compiler(installed: dict[str, str], tmp_path: Path) -> None:
+    """The first step of `tiny` finishes with the prebuilt kernel, and nothing is compiled."""
+    done = run(["python", "-P", "-c", "import offload_trainer; print(offload_trainer.__file__)"], installed, tmp_path)
+    assert done.stdout.startswith(str(Path(installed["PATH"]).parent))
+    assert run(["offload-train", "cp", "tiny"], installed, tmp_path).returncode == 0
+    words = ["offload-train", "tiny.yaml", "--nvme", ".", "--steps", "1", "--output", "run"]
+    done = run(words, installed, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
+    assert f"prebuilt for {HERE[0]} and checked to give torch's bits" in done.stdout + done.stderr
+    assert not list(Path(installed["OFFLOAD_TRAINER_CACHE"]).rglob("*.so"))
+
+
+BITS = """
+import json, sys
+from pathlib import Path
+import torch
+from offload_trainer.optim import kernel_cache, native_adam
+from offload_trainer.optim.gradient_kernel import gradient_kernel
+from offload_trainer.optim.prebuilt_kernels import FOLDER, LEVELS
+level = sys.argv[1]
+kernel_cache._line_of_features = lambda: "flags: " + " ".join(LEVELS[level][1])  # a CPU of this level
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.rules import AdamW
+from update_ranges import update_stretch
+kernel, words = choose_kernel("native")
+n, random = 160_000, torch.Generator().manual_seed(1)
+start = torch.randn(n, generator=random)
+weight, state = torch.nn.Parameter(start.clone()), [start.clone(), torch.zeros(n), torch.zeros(n)]
+out = torch.empty(n, dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+for step in range(1, 6):
+    weight.grad = torch.randn(n, generator=random) * torch.empty(n).uniform_(-20, 3, generator=random).exp()
+    grad = weight.grad.clone()
+    optimizer.step()
+    hyper = AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1)
+    update_stretch(kernel, *state, grad, out, scale=1.0, hyper=hyper, step=step)
+its = optimizer.state[weight]
+wanted = [weight.data, its["exp_avg"], its["exp_avg_sq"], weight.data.bfloat16()]
+mapped = sorted({line.split()[-1] for line in open("/proc/self/maps") if "/adam." in line})
+print(json.dumps({
+    "words": words,
+    "equal": [torch.equal(one, other) for one, other in zip([*state, out], wanted, strict=True)],
+    "moved": not torch.equal(weight.data, start),
+    "from package": [Path(name).is_relative_to(FOLDER) for name in mapped],
+    "gradients": gradient_kernel(kernel).name,
+    "checksums": kernel.page_sum(torch.arange(100, dtype=torch.uint8)) >= 0,
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_has_the_bits_of_torch_adamw(level: str, installed: dict[str, str], tmp_path: Path) -> None:
+    """The wheel's library for a level has the bits of torch.optim.AdamW after five steps, and all of its functions."""
+    if level not in HERE:
+        pytest.skip(f"this CPU cannot run {level}")
+    there = installed | {"PYTHONPATH": str(HELPERS)}
+    done = run(["python", "-P", "-c", BITS, level], there, tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert f"prebuilt for {level} and checked" in found.pop("words")
+    assert found == {
+        "equal": [True] * 4,
+        "moved": True,
+        "from package": [True],
+        "gradients": "native",
+        "checksums": True,
+    }

@@ -81,7 +81,10 @@ def load(
         config = load_config(words)
         if image_patches != "auto" and (type(image_patches) is not int or image_patches < 0):
             raise UserError(f"image_patches={image_patches!r}: must be a number of patches, 0 or more, or 'auto'")
-        source = resolve_model(config.model, seed=config.train.seed, image_patches=image_patches)
+        say = _joined(say)
+        source = rank_zero_first(
+            lambda: resolve_model(config.model, seed=config.train.seed, image_patches=image_patches)
+        )
         if source.shape.images and config.model.offload_activations:
             raise UserError(
                 "offload_activations: the inputs of a vision tower's blocks have other sizes than the text's and are "

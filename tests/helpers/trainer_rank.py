@@ -4,8 +4,8 @@ torchrun starts it, for test_session_ranks.py:
 
     trainer_rank.py KIND WHO HOME FOLDER OUTPUT DRIVE [CHECKPOINT]
 
-KIND is a key of `KINDS`, or `loop`, `outside` or `grads`; WHO is stock or ours; HOME is a key of `HOMES`; the model is in
-FOLDER. Rank 0 writes the log to OUTPUT/told.json, and the trained model to OUTPUT/final.
+KIND is a key of `KINDS`, or `loop`, `outside` or `grads`; WHO is stock or ours; HOME is a key of `HOMES`; the model is
+in FOLDER. Rank 0 writes the log to OUTPUT/told.json, and the trained model to OUTPUT/final.
 """
 
 from __future__ import annotations

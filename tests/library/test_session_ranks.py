@@ -69,7 +69,7 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unclipped", "adapters", "kto", "grpo"])
 def test_others(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Unclipped steps, adapters over a frozen base, KTO and GRPO, whose ranks generate in each step, have stock bits."""
+    """Unclipped steps, adapters over a frozen base, KTO and GRPO, whose ranks generate, have the stock bits."""
     compared(kind, "resident", folder=folder, drive=drive, tmp_path=tmp_path)
 
 

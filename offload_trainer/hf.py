@@ -187,12 +187,14 @@ class Offloaded(_Trainer):
         return self._session.clip_grad_norm_(float("inf"))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Leave the model out of DistributedDataParallel, which would add the gradients of all ranks a second time."""
+        """With several ranks, neither move the model nor wrap it in DistributedDataParallel.
+
+        The session has placed it, and exchanges gradients.
+        """
         super().create_accelerator_and_postprocess()
-        prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
-            model, device_placement=device_placement, evaluation_mode=True
-        )
+        if self._session.world > 1:
+            prepare = partial(self.accelerator.prepare_model, device_placement=False, evaluation_mode=True)
+            self.accelerator.prepare_model = lambda model, **_: prepare(model)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the session has already placed it."""

@@ -5,7 +5,7 @@ torchrun starts it, for test_session_ranks.py:
     trainer_rank.py KIND WHO HOME FOLDER OUTPUT DRIVE [CHECKPOINT]
 
 KIND is a key of `KINDS`, or `loop`, `outside` or `grads`; WHO is stock or ours; HOME is a key of `HOMES`; the model is
-in FOLDER. Rank 0 writes the log to OUTPUT/told.json, and the trained model to OUTPUT/final.
+in FOLDER, data for TRL in OUTPUT. Rank 0 writes the log to OUTPUT/told.json, and the trained model to OUTPUT/final.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from compare_trainers import told
+from datasets import load_from_disk
 from hf_trainers import arguments, loaded, rows
 from peft import LoraConfig
-from sample_chats import chat_tokenizer, labelled, preferences, prompts
+from sample_chats import chat_tokenizer, prompts
 from transformers import AutoModelForCausalLM, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 
@@ -46,7 +47,7 @@ def _words(output: Path, **changes: Any) -> dict[str, Any]:
 
 def _dpo(model: Any, output: Path, base: type, **more: Any) -> Any:
     args = DPOConfig(**_words(output, precompute_ref_log_probs="peft_config" not in more))
-    return base(model, args=args, train_dataset=preferences(), processing_class=chat_tokenizer(), **more)
+    return base(model, args=args, train_dataset=load_from_disk(str(output / "pairs")), processing_class=chat_tokenizer(), **more)
 
 
 def _adapters(model: Any, output: Path, base: type) -> Any:
@@ -56,7 +57,7 @@ def _adapters(model: Any, output: Path, base: type) -> Any:
 
 def _kto(model: Any, output: Path, base: type) -> Any:
     args = KTOConfig(**_words(output, precompute_ref_log_probs=True))
-    return base(model, args=args, train_dataset=labelled(), processing_class=chat_tokenizer())
+    return base(model, args=args, train_dataset=load_from_disk(str(output / "labelled")), processing_class=chat_tokenizer())
 
 
 def _grpo(model: Any, output: Path, base: type) -> Any:

@@ -12,6 +12,7 @@ import torch
 from commands import HELPERS, run_script
 from compare_trainers import assert_same, weights
 from hf_trainers import model_folder
+from sample_chats import labelled, preferences
 from safetensors.torch import load_file
 from trainer_rank import ACCUMULATE, LIMIT, STEPS, batch_of
 from transformers import AutoModelForCausalLM
@@ -35,6 +36,8 @@ def start_two(*words: object) -> subprocess.CompletedProcess[str]:
 def trained(kind: str, who: str, home: str, *words: object, output: Path) -> Told:
     """Train as two ranks; return the log."""
     output.mkdir(exist_ok=True)
+    preferences().save_to_disk(output / "pairs")  # TRL stores log-probabilities next to the data, for both ranks
+    labelled().save_to_disk(output / "labelled")
     start_two(kind, who, home, *words)
     found: Told = json.loads((output / "told.json").read_text())
     return found

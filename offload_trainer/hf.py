@@ -186,6 +186,16 @@ class Offloaded(_Trainer):
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._session.clip_grad_norm_(float("inf"))
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """With several ranks, neither move the model nor wrap it in DistributedDataParallel.
+
+        The session has placed it, and exchanges gradients.
+        """
+        super().create_accelerator_and_postprocess()
+        if self._session.world > 1:
+            prepare = partial(self.accelerator.prepare_model, device_placement=False, evaluation_mode=True)
+            self.accelerator.prepare_model = lambda model, **_: prepare(model)
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the session has already placed it."""
 
@@ -212,7 +222,8 @@ class Offloaded(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # A file left by an earlier run would make this checkpoint look complete while it is being written.
-        (folder / _TRAINER_STATE).unlink(missing_ok=True)
+        if self.args.should_save:
+            (folder / _TRAINER_STATE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -304,10 +315,10 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         mistakes.append(f"optim={str(getattr(args.optim, 'value', args.optim))!r}: AdamW alone, {' or '.join(_ADAMW)}")
     if args.n_gpu > 1:
         mistakes.append(f"{args.n_gpu} GPUs in one process would be DataParallel: set CUDA_VISIBLE_DEVICES to one")
-    if args.world_size > 1:
+    if args.world_size != session.world:
         mistakes.append(
-            f"{args.world_size} processes: a session holds the gradients and the state of one process and sums no "
-            "others' gradients: start one, without torchrun or accelerate launch"
+            f"the Trainer has {args.world_size} processes, the session {session.world}: start both with torchrun or "
+            "accelerate launch"
         )
     if args.device.type != session.device.type:
         mistakes.append(f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out")
@@ -338,6 +349,7 @@ def _hub_mistakes(args: TrainingArguments, session: Session) -> list[str]:
 
 def _generation_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     """Return a message for each argument of TRL's trainers that generate which cannot work with offloaded weights."""
+    generates = _is_one_of(args, _GENERATING) or getattr(args, "predict_with_generate", False)
     needs_reference = session.trained and _is_one_of(args, _GENERATING)
     wrong = {
         "use_vllm": (
@@ -359,7 +371,13 @@ def _generation_mistakes(args: TrainingArguments, session: Session) -> list[str]
             "the reference",
         ),
     }
-    return [f"{name}={value}: {why}" for name, (value, why) in wrong.items() if value]
+    mistakes = [f"{name}={value}: {why}" for name, (value, why) in wrong.items() if value]
+    if generates and session.fetches_together:
+        mistakes.append(
+            f"generation on {session.world} ranks that fetch weights together, for which all would have to generate as "
+            "many tokens: load(..., params='gpu') keeps the weights on the device of each rank"
+        )
+    return mistakes
 
 
 def _is_one_of(args: TrainingArguments, names: Sequence[str]) -> bool:
@@ -423,7 +441,12 @@ def save_merged(model: nn.Module, directory: str | Path) -> None:
 
 
 def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
-    """Export the weights into `folder`, next to its other files, with the model's current configurations."""
+    """Export the weights into `folder`, next to its other files, with the model's current configurations.
+
+    Ranks other than 0 write nothing.
+    """
+    if session.rank:
+        return
     model: Any = session.model
     dtype = next(name for name, dtype in DTYPES.items() if dtype is _dtype(session))
     folder.mkdir(parents=True, exist_ok=True)

@@ -262,22 +262,28 @@ class OffloadedModel:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradient sums by `factor` in place."""
-        self.gradients.finish()
-        self._unsharded().scale(factor)
+        sums = self._unsharded()
+        sums.finish()
+        sums.scale(factor)
         self.taken += 1
 
     def _complete_sums(self) -> Gradients:
         """Return the gradient sums once they are complete and `before_sums` has applied pending changes (clipping)."""
+        sums = self._unsharded()
         self.before_sums()
-        self.gradients.finish()
-        return self._unsharded()
+        sums.finish()
+        return sums
 
     def _change(self, change: Callable[[Gradients], None]) -> None:
         change(self._complete_sums())
         self.taken += 1
 
     def _unsharded(self) -> Gradients:
-        assert isinstance(self.gradients, Gradients)  # several ranks shard the sums, which cannot be read here
+        if not isinstance(self.gradients, Gradients):
+            raise UserError(
+                f"{self.node.world} ranks: each has a part of the gradient sums, so .grad cannot be read or changed, "
+                "clipping is by the 2-norm, once a step: session.clip_grad_norm_(limit)"
+            )
         return self.gradients
 
     def trains(self, name: str) -> bool:
@@ -326,18 +332,22 @@ class OffloadedModel:
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Wrap a whole micro-batch of user code: forward, loss and backward, without separate notice of each.
 
-        `last`: it is the step's last micro-batch.
+        `last`: it is the step's last micro-batch. With several ranks all of them call it, and exchange the gradients.
         """
         self._prefetches_pages = last
         if not self.update_progress.is_running:
             self._begin_backward()
         if self.stream is None:
             yield
-            return
-        self.stream.then_after_backward = None if last else False
-        with self.stream.saving():
-            yield
-        self.stream.end_backward()
+        else:
+            self.stream.then_after_backward = None if last else False
+            with self.stream.saving():
+                yield
+            self.stream.end_backward()
+        if self.node.world > 1:
+            self.synchronize()  # a rank whose backward reached no weight has not waited for the update yet
+            self.gradients.end_of_backward(last=self.last)
+            self.taken += 1  # of any rank
 
     def turn_to(self, micro_batch: int, *, last: bool) -> None:
         """Announce whose gradients arrive next, in a backward of several micro-batches that take turns."""
@@ -379,8 +389,9 @@ class OffloadedModel:
 
         Weights without a gradient are absent.
         """
-        self.gradients.finish()
-        return self._unsharded().norms(order)
+        sums = self.gradients if order == 2.0 else self._unsharded()
+        sums.finish()
+        return sums.norms() if order == 2.0 else self._unsharded().norms(order)
 
     def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """Update the weights in `rules` that have a gradient, with `scale` times their gradient sums.

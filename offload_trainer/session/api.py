@@ -7,6 +7,9 @@ The plan is made as for the command line, printed, and refused with UserError if
 
 from __future__ import annotations
 
+import json
+import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,6 +19,7 @@ from typing import Any, Literal, Unpack
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -34,16 +38,19 @@ from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, w
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
+from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.run import machine_rates
+from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.run.directory import environment
 from offload_trainer.run.planning import Planned, lacks_room, machine_here
+from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.session.kwargs import SessionKeys, session_words, translate_errors
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
 from offload_trainer.settings import load_config
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import scratch
-from offload_trainer.storage.scratch_dir import DriveLease
+from offload_trainer.storage.scratch_dir import DriveLease, hold
 from offload_trainer.storage.tensorfile import DTYPES
 
 Say = Callable[[str], None]
@@ -74,16 +81,19 @@ def load(
         config = load_config(words)
         if image_patches != "auto" and (type(image_patches) is not int or image_patches < 0):
             raise UserError(f"image_patches={image_patches!r}: must be a number of patches, 0 or more, or 'auto'")
-        source = resolve_model(config.model, seed=config.train.seed, image_patches=image_patches)
+        say = _joined(say)
+        source = rank_zero_first(
+            lambda: resolve_model(config.model, seed=config.train.seed, image_patches=image_patches)
+        )
         if source.shape.images and config.model.offload_activations:
             raise UserError(
                 "offload_activations: the inputs of a vision tower's blocks have other sizes than the text's and are "
                 "not planned: leave it out, or give image_patches=0 if rows hold text alone"
             )
-        config, plan = _planned(config, source.shape, machine_here(config.placement), say=say)
+        config, plan = _planned(config, source.shape, say=say)
         with ExitStack() as stack:
             parts = _opened(config, source.shape, plan, stack, say=say)
-            work, without = workload(config, source.shape), parameters_without_memory()
+            work, without = workload(config, source.shape, world=plan.world), parameters_without_memory()
             model = source.build(dtype=parts.layout.dtype, context=without, checkpointed=work.checkpointed).model
             parameters = _with_memory(model, parts)
             for key, value in source.buffers().items():
@@ -119,14 +129,16 @@ def offload(
     words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **keys})
     shape = shape_of(module, blocks=blocks)
     with translate_errors():
-        config = load_config(words)
+        config, say = load_config(words), _joined(say)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
-        config, plan = _planned(config, shape, machine_here(config.placement), say=say, moves=here)
+        config, plan = _planned(config, shape, say=say, moves=here)
         with ExitStack() as stack:
             parts = _opened(config, shape, plan, stack, say=say)
             folder = _folder(stack)
             from_config = _keep_configuration(module, folder)
             held = {name: parameter.detach() for name, parameter in parameters.items()}
+            if parts.layout.node.rank:
+                held.clear()  # all ranks get the weights of rank 0
             for parameter in parameters.values():
                 parameter.grad = None
             for part in module.modules():
@@ -140,18 +152,49 @@ def offload(
             return Session(module, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
 
 
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _joined(say: Say) -> Say:
+    """Join the other ranks that torchrun or accelerate has started, once; return `say`, or on other ranks silence.
+
+    Raises UserError for processes on several machines, and for those that a launcher has not numbered.
+    """
+    launched = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+    world = ranks_of_environment()[1] if launched else 1
+    if dist.is_initialized() and dist.get_world_size() != world:
+        raise UserError(
+            f"torch.distributed has {dist.get_world_size()} processes here, and the environment of this one says "
+            f"{world}: start them with torchrun or accelerate launch"
+        )
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world > 1:
+        raise UserError(
+            f"{world} processes on several machines: a session trains with those of one machine. The command trains on "
+            "several (docs/scaling.md)"
+        )
+    if world > 1 and place_here()[1] == 1:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        join()
+    return say if place_here()[0] == 0 else lambda line: None
+
+
 # -- planning --------------------------------------------------------------------------------------------------------
 
 
-def _planned(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, say: Say, moves: int = 0
-) -> tuple[TrainConfig, Plan]:
+def _planned(config: TrainConfig, shape: ModelShape, *, say: Say, moves: int = 0) -> tuple[TrainConfig, Plan]:
     """Plan the session and print the plan. Raises UserError if it does not fit, or for fp16, which needs loss scaling.
+
+    All ranks plan with what rank 0 measures, and raise UserError if their plans differ.
 
     If rates are missing and worth their time (`machine_rates.is_due_in_session`), measure them first.
 
     `moves`: bytes of the model in this process, which are freed while the weights are placed.
     """
+    several = place_here()[1] > 1
+    if several:
+        refuse_other_programs(config.model_dump(mode="json"))
+    machine = from_rank_zero(lambda: machine_here(config.placement), MachineProfile)
     settled, plan = _settled(config, shape, machine, moves=moves)
     before = Planned(settled, plan, machine, SimpleNamespace(shape=shape))
     if machine_rates.is_due_in_session(before):
@@ -160,6 +203,9 @@ def _planned(
     say(plan.describe())
     if not plan.fits and not settled.placement.force:
         raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True runs it anyway)")
+    if several:
+        layout = {weight.name: [list(weight.shape), weight.trainable] for weight in shape.weights}
+        refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, layout)
     return settled, plan
 
 
@@ -167,13 +213,13 @@ def _settled(
     config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, moves: int
 ) -> tuple[TrainConfig, Plan]:
     """Return the configuration with the plan's choices, and the plan. Raises UserError for fp16."""
-    process = ThisProcess.now(machine, moves=moves)
+    process, world = ThisProcess.now(machine, moves=moves), place_here()[1]
     tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.model.model_copy(update={"loss_chunk": tokens})  # the caller's loss uses all logits, unchunked
     tried = list[tuple[TrainConfig, Plan]]()
     for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):
         # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
-        settled, plan = resolve_and_plan(wish, shape, process.free(machine), saves=False)
+        settled, plan = resolve_and_plan(wish, shape, process.free(machine), world=world, saves=False)
         tried.append((settled, process.count_in(plan)))
         if tried[-1][1].fits or not lacks_room(tried[-1][1], machine):
             break
@@ -185,7 +231,7 @@ def _settled(
 
 @dataclass(frozen=True)
 class ThisProcess:
-    """Host memory of this process in bytes, divided by how a plan treats it."""
+    """Host memory of this process, or of all ranks together, in bytes, divided by how a plan treats it."""
 
     counted: int  # part of the plan's reserve for a process that is already in use
     beside: int  # use beyond that reserve
@@ -193,11 +239,13 @@ class ThisProcess:
 
     @classmethod
     def now(cls, machine: MachineProfile, *, moves: int) -> ThisProcess:
-        """Measure this process. `moves`: bytes of the model, which are freed while its weights are placed."""
+        """Measure the processes of all ranks. `moves`: bytes of the model, freed while its weights are placed."""
         found = psutil.Process().memory_info()
         usual = PROCESS + cuda_process(has_gpu=bool(machine.gpu))
         own = found.rss - found.shared - moves  # mapped files are reclaimable
-        return cls(counted=max(0, min(own, usual)), beside=max(0, found.rss - moves - usual), moves=moves)
+        mine = [max(0, min(own, usual)), max(0, found.rss - moves - usual), moves]
+        counted, beside, moves = map(sum, zip(*all_gather_json(mine, list[int]), strict=True))
+        return cls(counted, beside, moves)
 
     def free(self, machine: MachineProfile) -> MachineProfile:
         """Return the machine with the RAM as free that is in use now and that the plan counts again."""
@@ -216,13 +264,18 @@ def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack
     """Lease directories on the drives and open device, drives and kernels; `stack` closes them."""
     set_malloc_threshold("tiered")
     drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
-    leases = [stack.enter_context(DriveLease(drive, say=say)) for drive in drives]
+    places = from_rank_zero(
+        lambda: [stack.enter_context(DriveLease(drive, say=say)).path for drive in drives], list[Path]
+    )
+    if place_here()[0]:
+        for place in places:  # the drives of rank 0 are those of all ranks
+            stack.callback(os.close, hold(place))
     assert isinstance(plan.sizes, TierSizes)
     one_use = replace(
         shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights)
     )  # one parameter object each
-    places = [lease.path for lease in leases]
-    return open_parts(workload(config, one_use), plan.placement, plan.sizes, places, stack=stack, say=say)
+    work = workload(config, one_use, world=plan.world)
+    return open_parts(work, plan.placement, plan.sizes, places, stack=stack, say=say)
 
 
 def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *, random: bool) -> RunRecord:

@@ -19,6 +19,7 @@ from torch import nn
 
 from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Lion, hyper_of
 from offload_trainer.optim.state_files import StateFile, write_files
@@ -118,6 +119,34 @@ def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: f
 def steps_of(state: State) -> int:
     """Return the largest step count in an optimizer's state."""
     return max((int(kept["step"]) for kept in state.values() if kept), default=0)
+
+
+@torch.no_grad()
+def broadcast_residents(parameters: Iterable[nn.Parameter], node: Node) -> None:
+    """Set the parameters that are not offloaded to the values of rank 0. All ranks call it."""
+    for parameter in dict.fromkeys(parameters):
+        if not isinstance(parameter, OffloadedParameter):
+            values = parameter.detach().to("cpu", copy=True).reshape(-1)
+            node.broadcast(values, source=0)
+            parameter.copy_(values.view(parameter.shape))
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], node: Node) -> None:
+    """Set the gradients of parameters that are not offloaded to their means over all ranks. All ranks call it.
+
+    A rank without a gradient counts as zeros, if another rank has one, as in DistributedDataParallel.
+    """
+    held = [p for p in dict.fromkeys(parameters) if p.requires_grad and not isinstance(p, OffloadedParameter)]
+    have = torch.tensor([float(parameter.grad is not None) for parameter in held])
+    with_gradient(held)  # refuses sparse gradients
+    node.all_reduce(have)
+    for parameter, count in zip(held, have.tolist(), strict=True):
+        if count:
+            given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            mean = given.to("cpu", torch.float32, copy=True).reshape(-1).div_(node.world)
+            node.all_reduce(mean)
+            parameter.grad = mean.view(parameter.shape).to(parameter.device, parameter.dtype)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

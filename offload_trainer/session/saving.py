@@ -16,6 +16,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,12 +33,13 @@ from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refus
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.plan.tiered.layout import Unit
+from offload_trainer.ranks import everybody, from_rank_zero
 from offload_trainer.retention import WORK
 from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
 from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, steps_of, write_residents
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.storage.atomic_io import copy_tree, make_directories, put_in_place, sync_directory, write_text
-from offload_trainer.storage.owned_dirs import clear, replacing
+from offload_trainer.storage.owned_dirs import clear, name_in_workplace, replacing
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 
 if TYPE_CHECKING:
@@ -79,28 +81,35 @@ class Saves:
     def save(
         self, final: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
     ) -> None:
-        """Write a save to `final`, replacing an older save there once the new one is complete.
+        """Write a save to `final`, replacing an older save there once the new one is complete. All ranks call it.
 
         Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
         """
-        final = final.absolute()
-        if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
-            raise UserError(
-                f"{final} contains something other than a save, and is not replaced: name another directory"
-            )
+        final, group = final.absolute(), everybody()
         told = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
         held = _SessionState(_groups(optimizer), told, base=_base(offloaded))
         residents, step = optimizer.residents, steps_done(offloaded, optimizer)
         record = replace(self.record, layout={**self.record.layout, **layout_of(residents)})
         snapshot = offloaded.snapshot()
         try:
-            make_directories(final.parent)
-            with replacing(final, what=WORK) as new:
-                new.mkdir()
-                files = snapshot.write(new) | write_residents(new, residents, optimizer.state)
-                write_text(new / _STATE, json.dumps(asdict(held), indent=1))
-                finish_checkpoint(new, files, TrainState(step, 0, 0), record)
-                put_in_place(new, final)
+            with ExitStack() as stack:
+                new = name_in_workplace(final)
+
+                def begin() -> None:
+                    _refuse_to_replace(final)
+                    make_directories(final.parent)
+                    stack.enter_context(replacing(final, what=WORK))
+                    new.mkdir()
+
+                def finish() -> None:
+                    written = files | write_residents(new, residents, optimizer.state)
+                    write_text(new / _STATE, json.dumps(asdict(held), indent=1))
+                    finish_checkpoint(new, written, TrainState(step, 0, 0), record)
+                    put_in_place(new, final)
+
+                group.first(begin)
+                files = snapshot.write(new, group)
+                group.first(finish)
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error, final.parent)}; what was there before is untouched"
@@ -148,10 +157,10 @@ class Saves:
     ) -> int:
         """Load a save into the model, the optimizer and the `stateful` objects; return its step count.
 
-        Returns 0 if there is no save. The save is checked before anything is changed. Raises UserError if it is damaged
-        or does not fit this session.
+        All ranks call it. Returns 0 if there is no save. The save is checked before anything is changed. Raises
+        UserError if it is damaged or does not fit this session.
         """
-        save = _newest(directory.absolute())
+        save: Path | None = from_rank_zero(lambda: _newest(directory.absolute()), Path | None)
         if save is None:
             return 0
         manifest = checked_manifest(save, moments=True, fix=_FIX)
@@ -180,6 +189,12 @@ class Saves:
 
 
 _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
+
+
+def _refuse_to_replace(final: Path) -> None:
+    """Raise UserError if `final` holds something other than a save."""
+    if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"{final} contains something other than a save, and is not replaced: name another directory")
 
 
 def _rounded(units: Sequence[Unit]) -> str:

@@ -33,7 +33,16 @@ from offload_trainer.offloading.weights.parameter import (
 )
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, MUON, UpdateRule
-from offload_trainer.session.extra_params import Changes, changes_of, counted_in, norm_of_all, with_gradient
+from offload_trainer.ranks import wait_for_all
+from offload_trainer.session.extra_params import (
+    Changes,
+    average_gradients,
+    broadcast_residents,
+    changes_of,
+    counted_in,
+    norm_of_all,
+    with_gradient,
+)
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.saving import Saves, Stateful, merging, steps_done
 
@@ -42,7 +51,10 @@ class Session:
     """An offloaded model and its training state, created by `ot.load` and `ot.offload`.
 
     Use it as a context manager, or call `close`, to free memory and drives. `model` is the module to call; `plan` the
-    placement; `device` the device that computes.
+    placement; `device` the device that computes; `rank` and `world` the number of this process among all that train.
+
+    With several ranks a step uses the mean of the gradients of all ranks, as DistributedDataParallel does. All ranks
+    make the same calls; `export` writes on rank 0 only.
     """
 
     def __init__(
@@ -52,10 +64,12 @@ class Session:
         self.model = model
         self.plan = plan
         self.device = next(iter(offloaded.parameters.values()))[0].device
+        self.rank, self.world = offloaded.node.rank, offloaded.node.world
         self._offloaded, self._saves, self._opened = offloaded, saves, opened
         self._model_parameters = [use for uses in offloaded.parameters.values() for use in uses]
         self._optimizer: OffloadedOptimizer | None = None
         self._pass = ExitStack()
+        self._residents_broadcast = self.world == 1  # the other parameters have the values of rank 0
         self._depth = 0  # nesting depth of the model's forwards
         self._counted = False  # norms of the accumulated gradients are being computed
         self._norm: float | None = None  # norm of the accumulated gradients when `_taken` was recorded
@@ -74,18 +88,33 @@ class Session:
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
+    @property
+    def fetches_together(self) -> bool:
+        """Return whether ranks fetch weights together, so that all of them must make the same number of forwards."""
+        return self._offloaded.node.fetches_together
+
     @contextmanager
     def micro_batch(self, *, last: bool = True) -> Iterator[None]:
         """Mark the forward, loss and backward of one micro-batch.
 
         `last`: the optimizer step follows, so gradient norms are computed during this backward. Outside this context
         every backward counts as the last one, which computes additional norms and changes nothing else.
+
+        With several ranks this context is required, around one backward of every rank, since gradients are exchanged
+        at its end. A rank without rows has no backward in it.
         """
         self._refuse_closed()
-        self._counted = self._counted or last
+        wait_for_all()  # without the limit of 300 s within a step: rank 0 may have exported meanwhile
+        if not self._residents_broadcast:
+            broadcast_residents(self._parameters(), self._offloaded.node)
+            self._residents_broadcast = True
+        # Without trained weights another optimizer may have the adapters, and the session is not told of its steps.
+        self._counted = last or (self._counted and bool(self._offloaded.trained))
         self._offloaded.last = self._counted
         with self._offloaded.micro_batch(last=last):
             yield
+        if self._counted and self.world > 1:
+            average_gradients(self._parameters(), self._offloaded.node)
 
     def _begin_forward(self, *_: Any) -> None:
         self._refuse_closed()
@@ -225,7 +254,7 @@ class Session:
         norm = self._norm_of_sums()  # taken for any norm_type, so that later gradients are detected
         if norm_type != 2.0:
             with torch.no_grad():
-                norm = norm_of_all(self._parameters(), self._offloaded.norms(norm_type), norm_type)
+                norm = norm_of_all(self._parameters(), self._norms(norm_type), norm_type)
         if error_if_nonfinite and not isfinite(norm):
             raise NonFiniteGradient(f"the gradients' norm of order {norm_type} is {norm}: nothing was clipped")
         self._clip = clip_factor(norm, limit=max_norm)
@@ -249,9 +278,18 @@ class Session:
         self._refuse_later_gradients()
         taken = self._gradients_now()
         if self._norm is None or taken != self._taken:
-            self._norm = norm_of_all(self._parameters(), self._offloaded.norms())
+            self._norm = norm_of_all(self._parameters(), self._norms())
             self._taken = taken
         return self._norm
+
+    def _norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
+        """Return the norms of the offloaded gradients, the means over all ranks, by weight name."""
+        if self.world > 1 and not self._counted:
+            raise UserError(
+                f"{self.world} ranks: the backward before a step must be in session.micro_batch(last=True), where the "
+                "ranks exchange gradients"
+            )
+        return {name: norm / self.world for name, norm in self._offloaded.norms(order).items()}
 
     def _refuse_later_gradients(self) -> None:
         """Raise UserError if a clipping factor is pending and gradients have changed since it was computed."""
@@ -286,7 +324,7 @@ class Session:
             )
         if arrived:
             weights = {name: place.weight for name, (_, place) in self._offloaded.places.items()}
-            self._offloaded.step(made.rules(weights), scale=self._clip)
+            self._offloaded.step(made.rules(weights), scale=self._clip / self.world)
         made.update_residents(scale=self._clip)
         self._clear()
         self._offloaded.begin()
@@ -407,9 +445,11 @@ class Session:
         model.safetensors under the names of its parameters and persistent buffers. `merge`: merge LoRA adapters into
         the weights, bit for bit as PEFT's merge_and_unload; raises UserError for other parameters that cannot be
         merged. Quantised weights are exported with the values that the model computes with, and the model card says
-        so.
+        so. Ranks other than 0 return at once.
         """
         self._refuse_closed()
+        if self.rank:
+            return
         refuse_written(self._model_parameters)
         change = merging(self.model) if merge else None
         step = steps_done(self._offloaded, self._optimizer)

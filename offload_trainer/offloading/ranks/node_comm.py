@@ -125,6 +125,11 @@ class Node:
         """Return a function that exchanges a number between one thread of each rank; see `barrier`. Collective."""
         return exchange_of(stalled=self._stalled)
 
+    @property
+    def fetches_together(self) -> bool:
+        """Return whether ranks fetch weights together, so that all of them must make the same number of forwards."""
+        return self._matching is not None
+
     def align(self) -> None:
         """Wait until all announced rounds are done, before ranks communicate in another way."""
         if self._matching is not None:

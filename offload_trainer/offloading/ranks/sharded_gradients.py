@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from offload_trainer.errors import UserError
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.collector import Complete, GradientIntake
 from offload_trainer.offloading.gradients.host_accumulator import StagedSums
@@ -42,6 +43,8 @@ from offload_trainer.plan.tiered.norm_shards import NormShards, norm_parts
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, OUTBOXES, exchange_bytes
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
+
+_ONE_BACKWARD = "several ranks exchange gradients at the end of each session.micro_batch(...), around one backward"
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,8 @@ class ShardedGradients:
             self._collect(name, flat)
 
     def _collect(self, name: str, flat: torch.Tensor) -> None:
-        assert name not in self._waiting, name
-        assert name not in self._in_outbox, name
+        if name in self._waiting or name in self._in_outbox:
+            raise UserError(f"{name} got a second gradient in a micro-batch: {_ONE_BACKWARD}")
         unit = self._intake.place[name][0]
         if self._turn == len(self._turns) or unit is not self._turns[self._turn]:
             self._waiting[name] = flat
@@ -142,7 +145,8 @@ class ShardedGradients:
         while self._turn < len(self._turns):
             self._exchange()
         self._finish_exchange()
-        assert not self._waiting, f"gradients of {list(self._waiting)} after their unit's turn"
+        if self._waiting:
+            raise UserError(f"{next(iter(self._waiting))} got a second gradient in a micro-batch: {_ONE_BACKWARD}")
         self._turn = 0
 
     def _lay_out(self, name: str, flat: torch.Tensor) -> None:
@@ -236,7 +240,9 @@ class ShardedGradients:
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until all ranks have stored their sums."""
+        """Wait until all ranks have stored their sums. Raises UserError if a backward was not ended."""
+        if self._turn or self._exchange_begun or self._in_outbox or self._waiting:
+            raise UserError(f"a backward was outside session.micro_batch(...), or stopped in it: {_ONE_BACKWARD}")
         self._sums.send_all()
         self._node.barrier()
 

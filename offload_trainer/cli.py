@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -18,6 +19,7 @@ from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError
 from offload_trainer.help_text import (
     help_text,
     parse_export_arguments,
+    parse_import_arguments,
     parse_sampling_arguments,
     take_command,
     take_count,
@@ -261,14 +263,40 @@ def _prepare(words: list[str]) -> None:
 def _export(words: list[str]) -> None:
     wish = parse_export_arguments(words)
     go_offline()
-    from offload_trainer.export.export_command import export
+    if wish.pop("trainer"):
+        from offload_trainer.run.commands.export_trainer import export_trainer
 
-    done = export(**wish)
+        kept = {key: wish[key] for key in ("shard_bytes", "check")}
+        done = export_trainer(wish["source"], wish["destination"], **kept)
+    else:
+        from offload_trainer.export.export_command import export
+
+        done = export(**wish)
     compared = f"; read back: every header, {done.compared} tensors equal" if wish["check"] else ""
     for note in done.notes:
         _say(f"note: {note}")
     told = f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}"
     print(shown(told))
+
+
+def _import(words: list[str]) -> None:
+    source, run, words = parse_import_arguments(words)
+    config = prepared(words)
+    if "output" in config.save.model_fields_set and Path(config.save.output) != run:
+        raise UserError(f"--output {config.save.output}: the new run directory is RUN, here {run}; leave --output out")
+    from offload_trainer.run.commands.import_checkpoint import import_checkpoint
+
+    with redirect_stdout(sys.stderr):  # libraries print there
+        done = import_checkpoint(
+            source,
+            run,
+            model=config.model,
+            optim=config.optim,
+            config=config.model_dump(mode="json"),
+            say=_say,
+        )
+    print(shown(f"imported {done.told} to {done.checkpoint}: {format_bytes(done.bytes)}"))
+    print(shown(f"{done.rates}\ngo on with: {shlex.join(['offload-train', *words])} {done.words}"))
 
 
 def _sample(words: list[str]) -> None:
@@ -355,6 +383,7 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "doctor": _doctor,
     "prepare": _prepare,
     "export": _export,
+    "import": _import,
     "sample": _sample,
     "chat": _chat,
     "runs": _runs,

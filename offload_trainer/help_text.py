@@ -97,9 +97,19 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
                 "accept page files of a run that was killed during an update, in which some weights are one step "
                 "ahead of others; they are refused otherwise",
             ),
+            ("--trainer", "also write moments and step, so that transformers' Trainer resumes from DEST; in fp32"),
         ),
         "SOURCE is a run directory (its newest checkpoint), a checkpoint, or page files of a killed run on a drive.\n"
         "A DEST that ends in .gguf becomes one file for llama.cpp, with a model card in DEST.md.",
+    ),
+    "import": (
+        "begin a run from another trainer's checkpoint: weights, optimizer state and step",
+        f"SOURCE RUN {_CONFIG}",
+        (),
+        "SOURCE is a checkpoint of transformers' Trainer, DeepSpeed (ZeRO-1, 2, 3, universal) or FSDP2 (a directory of "
+        "torch.distributed.checkpoint).\n"
+        "RUN is a new run directory. Give words of the run, above all --model and model.freeze. The command that goes "
+        "on is printed.",
     ),
     "sample": (
         "continue a prompt with the model that a run has saved",
@@ -163,6 +173,7 @@ _FLAGS_OF = {
     "tune": tuple(name for name in _SIZE_FLAGS if name not in ("--steps", "--epochs", "--save-every")),
     "doctor": ("--model", "--scratch", "--nvme", "--engine", "--gpus", "--output"),
     "prepare": _DATA_FLAGS,
+    "import": ("--model", "--scratch", "--dtype", "--steps", "--lr"),
     "init": ("--model", "--scratch", "--data", "--seq-len", "--steps", "--epochs", "--nvme", "--output"),
 }
 
@@ -229,7 +240,7 @@ def switches_of(command: str) -> dict[str, bool]:
 
 def takes_keys(command: str) -> bool:
     """Return True if the words after the command are a configuration."""
-    return _COMMANDS[command][1] == _CONFIG
+    return _COMMANDS[command][1].endswith(_CONFIG)
 
 
 def take_command(words: list[str]) -> str | None:
@@ -292,22 +303,25 @@ def take_count(words: list[str], name: str, *, otherwise: int) -> int:
 
 
 def parse_export_arguments(words: list[str]) -> dict[str, Any]:
-    """Parse the words after `export` into the arguments of `export.export_command.export`.
+    """Parse the words after `export` into the arguments of `export.export_command.export`, and `trainer`.
 
     Raises UserError for mistakes.
     """
     refuse_unwritable(words)
-    switches = take_switches(words, "--check", "--mixed")
-    dtype = take_value(words, "--dtype") or "fp16"
+    switches = take_switches(words, "--check", "--mixed", "--trainer")
+    trainer = "--trainer" in switches
+    dtype = take_value(words, "--dtype") or ("fp32" if trainer else "fp16")
     largest = take_value(words, "--max-shard-size")
     if unknown := [word for word in words if word.startswith("-")]:
-        known = "--dtype, --max-shard-size, --check, --mixed"
+        known = "--dtype, --max-shard-size, --check, --mixed, --trainer"
         raise UserError(f"export: {unknown[0]}: unknown flag; known: {known}")
     gguf = bool(words) and words[-1].endswith(".gguf")
     dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
     if len(words) != 2:
         given = ", ".join(map(shown, words)) or "nothing"
         raise UserError(f"export needs SOURCE and DEST; got {given}. `offload-train export --help` says more")
+    if trainer and (gguf or dtype != "fp32" or "--mixed" in switches):
+        raise UserError("--trainer writes a checkpoint in fp32 to a directory: leave out .gguf, --dtype and --mixed")
     if dtype not in dtypes:
         what = "a GGUF file" if gguf else "a Hugging Face directory"
         raise UserError(f"--dtype {dtype}: {what} needs one of --dtype {', '.join(dtypes)}")
@@ -323,7 +337,16 @@ def parse_export_arguments(words: list[str]) -> dict[str, Any]:
         "shard_bytes": shard_bytes,
         "check": "--check" in switches,
         "mixed": "--mixed" in switches,
+        "trainer": trainer,
     }
+
+
+def parse_import_arguments(words: list[str]) -> tuple[Path, Path, list[str]]:
+    """Split the words after `import` into SOURCE, RUN and the configuration. Raises UserError for mistakes."""
+    if len(words) < 2 or any(word.startswith("-") or ("=" in word and not Path(word).exists()) for word in words[:2]):
+        given = ", ".join(map(shown, words)) or "nothing"
+        raise UserError(f"import needs SOURCE and RUN first; got {given}. `offload-train import --help` says more")
+    return Path(words[0]), Path(words[1]), words[2:]
 
 
 def parse_sampling_arguments(words: list[str], command: str) -> dict[str, Any]:

@@ -293,6 +293,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("sample", "generate generation inference infer predict complete", ""),
     ("chat", "talk interact cli_demo", ""),
     ("export", "merge merge-lora merge_lora convert convert-hf save quantize gguf zero_to_fp32 convert_to_hf", ""),
+    ("import", "migrate import-checkpoint import_checkpoint ds_to_universal load-checkpoint load_checkpoint", ""),
     ("prepare", "preprocess tokenize tokenise prepare-data prepare_data data build-dataset prepare_dataset", ""),
     ("plan", "estimate estimate-memory estimate_memory memory dry-run dryrun", ""),
     ("bench", "benchmark profile measure speedtest", ""),

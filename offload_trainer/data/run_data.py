@@ -57,14 +57,17 @@ class RunData:
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
 
 
-def unknown_identity(section: DataSection) -> dict[str, Any]:
-    """Return the keys of `RunData.identity` with None as their values, for a check before the data is read."""
+def unknown_identity(section: DataSection | None) -> dict[str, Any]:
+    """Return the keys of `RunData.identity` with None as their values, for a check before the data is read.
+
+    Without a section, return all keys that any section leads to.
+    """
     names = ["tokens", "training rows", "text", "tokenizer"]
-    if section.mixture:
+    if section is None or section.mixture:
         names.append("mixture")
-    if section.packing == "on":
+    if section is None or section.packing == "on":
         names.append("documents apart")
-    return dict.fromkeys([*names, "validation text"] if section.validation_path else names)
+    return dict.fromkeys([*names, "validation text"] if section is None or section.validation_path else names)
 
 
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,11 @@ def write_model(
     shard_bytes: int = 5 * 10**9,
     replace: bool = False,
     check: bool = False,
+    also: Callable[[Path], None] = lambda directory: None,
 ) -> Written:
     """Write the weights of `source` in `dtype` and its buffers in their dtypes; with `check` read them back.
+
+    `also` writes further files into the directory before it gets its name.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
     fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
@@ -100,6 +103,7 @@ def write_model(
             _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
             sync_directory(temporary)
             compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
+            also(temporary)
             put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.manifest import crc32_of
+from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group
+from offload_trainer.settings import load_config
 
 
 class Small:
@@ -38,4 +42,18 @@ def save(
     root = output / "checkpoints"
     with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
         checkpoints.save(Small(), TrainState(step=step, tokens=0, data_position=0))  # type: ignore[arg-type]
+    return root / f"step-{step:08d}"
+
+
+def saved_engine(engine: Any, output: Path, step: int, words: Sequence[str]) -> Path:
+    """Save a real engine's state as the checkpoint of a run with these words; return the checkpoint's directory."""
+    config = load_config(list(words))
+    source = resolve_model(config.model, seed=0)
+    save_model_config(source, output / "model", dtype=torch.float32, end_of_text=None)
+    layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}
+    run = {"config": config.model_dump(mode="json"), "random": False}
+    record = RunRecord(identity={}, layout=layout, run=run, model=output / "model")
+    root = output / "checkpoints"
+    with Checkpoints(root, record=record, keep=2, need_bytes=10, say=print) as checkpoints:
+        checkpoints.save(engine, TrainState(step=step, tokens=0, data_position=0))
     return root / f"step-{step:08d}"

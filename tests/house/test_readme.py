@@ -14,7 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.cli import main, parse_export_arguments, parse_sampling_arguments, take_value
+from offload_trainer.cli import (
+    main,
+    parse_export_arguments,
+    parse_import_arguments,
+    parse_sampling_arguments,
+    take_value,
+)
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import load_config
@@ -27,13 +33,14 @@ TEXTS = {page: (ROOT / page).read_text() for page in PAGES if page not in ELSEWH
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)
 COMMANDS = {(one or other).replace("\\\n", "") for text in TEXTS.values() for one, other in COMMAND.findall(text)}
 # The text only names these.
-COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export")}
+COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export", "import")}
 SCRIPT = re.compile(r"((?:scripts|soak|benchmarks|tests)/[\w/]+\.(?:py|sh))")
 SCRIPTS = sorted({found for text in TEXTS.values() for found in SCRIPT.findall(text)})
 RUN = ("plan", "ls", "cp", "--help", "runs")
 PARSED = {
     "train": "a model, a text and a drive that are not here, and hours",
     "export": "a run that is not here; the quickstart's are exported",
+    "import": "a checkpoint that is not here; tests/run/test_import_trainer.py and its neighbours",
     "sample": "a run that is not here; the quickstart's goes on with a text",
     "chat": "a run that is not here; tests/run/test_chat_run.py",
     "report": "runs that are not here; tests/run/test_compare.py",
@@ -104,6 +111,9 @@ def test_commands(command: str) -> None:
     words = shlex.split(command)[1:]
     if words[0] == "export":
         assert parse_export_arguments(words[1:])["dtype"] in words or "--dtype" not in words
+        return
+    if words[0] == "import":
+        load_config(parse_import_arguments(words[1:])[2])
         return
     if words[0] in ("sample", "chat"):
         verb = words.pop(0)

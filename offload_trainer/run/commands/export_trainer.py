@@ -1,0 +1,164 @@
+"""The export command with --trainer: write a checkpoint that transformers' Trainer resumes from.
+
+DEST/model.safetensors ...   fp32 masters, as in any export
+DEST/optimizer.pt            moments by position (foreign/trainer_checkpoint.py), with the run's settings
+DEST/scheduler.pt            the position of a torch LambdaLR, whatever its function is
+DEST/trainer_state.json      completed steps, and the length of the run
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_trainer.checkpoint import configuration_of, find_checkpoint, read_manifest, read_state
+from offload_trainer.config import ModelSection, OptimSection
+from offload_trainer.errors import UserError
+from offload_trainer.export.directory import write_model
+from offload_trainer.export.export_command import Exported
+from offload_trainer.export.sources import opened
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.optim.state_files import EngineState, read_engine_state, read_tensors
+from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, STATE, decay_order
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
+from offload_trainer.trainer import learning_rate
+
+
+def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: bool) -> Exported:
+    """Write a run's newest checkpoint, or a checkpoint, as a Trainer's checkpoint directory.
+
+    Args:
+        source: run directory or checkpoint.
+        destination: a new directory. A Trainer takes the step from trainer_state.json, so its name is free.
+        shard_bytes: largest size of a shard of the weights.
+        check: read all headers and a sample of the weights back.
+
+    Raises:
+        UserError: the checkpoint is damaged or not of AdamW, the destination exists, or space is short.
+        TrainerError: the disk fails.
+    """
+    checkpoint = find_checkpoint(source)
+    read_manifest(checkpoint)
+    state = read_engine_state(checkpoint, rule=ADAMW)
+    with opened(checkpoint, mixed=False) as found:
+        written = write_model(
+            found,
+            destination,
+            dtype="fp32",
+            shard_bytes=shard_bytes,
+            check=check,
+            also=partial(_write_state, checkpoint=checkpoint, state=state),
+        )
+    return Exported(str(checkpoint), written.bytes, written.compared)
+
+
+def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> None:
+    """Write the files that a Trainer reads besides the model's."""
+    config, done = configuration_of(checkpoint), read_state(checkpoint)
+    try:
+        optim, steps = OptimSection.model_validate(config["optim"]), int(config["train"]["steps"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint / 'run.json'} has no optimizer settings of a run: {error}") from error
+    rate = learning_rate(done.step, optim, steps=steps)
+    order = _order(checkpoint)
+    groups, number = [], 0
+    for names, decay in zip(order, (optim.weight_decay, 0.0), strict=True):
+        groups.append(_group(optim, rate=rate, decay=decay) | {"params": list(range(number, number + len(names)))})
+        number += len(names)
+    names = [name for group in order for name in group]
+    moments = {moment.name: _mapped(directory, checkpoint, moment.name) for moment in ADAMW.moments}
+    torch.save(
+        {
+            "state": {
+                number: {"step": torch.tensor(float(state.steps_of(name)))}
+                | {kind: tensors[name] for kind, tensors in moments.items()}
+                for number, name in enumerate(names)
+            },
+            "param_groups": groups,
+        },
+        directory / OPTIMIZER,
+    )
+    for kind in moments:
+        (directory / _part(kind)).unlink()
+    torch.save(_scheduler(optim, rate=rate, step=done.step), directory / "scheduler.pt")
+    rows = config["train"].get("micro_batch_size", 1)
+    told = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
+    write_text(directory / STATE, json.dumps(told, indent=2))
+
+
+def _order(checkpoint: Path) -> list[list[str]]:
+    """Return the trained weights in the order of a Trainer's optimizer."""
+    model = resolve_model(ModelSection(name=str(checkpoint / "model"), random_init=True), seed=0)._meta()
+    with TensorFileReader(checkpoint / "master.safetensors") as masters:
+        trained = set(masters.entries)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return decay_order(model)
+
+
+def _group(optim: OptimSection, *, rate: float, decay: float) -> dict[str, Any]:
+    """Return the settings of a group as torch.optim.AdamW stores them."""
+    return {
+        "lr": rate,
+        "betas": tuple(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": decay,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+        "initial_lr": optim.lr,
+    }
+
+
+def _scheduler(optim: OptimSection, *, rate: float, step: int) -> dict[str, Any]:
+    """Return the state of a LambdaLR after `step` steps. None stands for a function, which torch does not store."""
+    return {
+        "base_lrs": [optim.lr] * 2,
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [rate] * 2,
+        "lr_lambdas": [None] * 2,
+    }
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+
+
+def _part(kind: str) -> str:
+    return f"{kind}.part"
+
+
+def _mapped(directory: Path, checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a moment in fp32, mapped from a file in `directory`, so that none need be in memory.
+
+    All are views of the file's bytes, which `torch.save` writes once.
+    """
+    with TensorFileReader(checkpoint / f"{kind}.safetensors") as stored:
+        shapes = {name: entry.shape for name, entry in stored.entries.items()}
+    path = directory / _part(kind)
+    writer = TensorFileWriter(path, [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()])
+    for name, tensor in read_tensors(checkpoint, kind, shapes=shapes):
+        writer.write(name, tensor)
+    size = writer.close().bytes
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+    first = size - 4 * sum(math.prod(shape) for shape in shapes.values())
+    found, start = {}, first // 4
+    for name, shape in shapes.items():
+        found[name] = torch.empty(0).set_(storage, start, shape, _strides(shape))
+        start += found[name].numel()
+    return found

@@ -1,0 +1,244 @@
+"""The import command: make a run directory whose first checkpoint is another trainer's.
+
+    SOURCE ── opened ──> ForeignState ── one tensor at a time ──> RUN/checkpoints/step-N (optim/state_files.py)
+
+The new checkpoint is like one that a run has saved, except that nothing is known of the data: keys of the run's
+identity are null in its manifest, so any data can follow. The run that resumes from it writes all other files of the
+run directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+import torch
+
+from offload_trainer.checkpoint import RunRecord, TrainState, checkpoint_of, finish_checkpoint
+from offload_trainer.config import ModelSection, OptimSection
+from offload_trainer.data.run_data import unknown_identity
+from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
+from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
+from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
+from offload_trainer.plan.tiered.state_formats import ADAMW, is_signed
+from offload_trainer.run.directory import environment
+from offload_trainer.run.foreign.distributed_checkpoint import METADATA, opened_distributed
+from offload_trainer.run.foreign.state import ForeignState
+from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, STATE, opened_trainer
+from offload_trainer.run.foreign.zero_checkpoint import opened_zero, tag_directory
+from offload_trainer.safe_files import is_there
+from offload_trainer.storage.atomic_io import bytes_below, make_directories, put_in_place, sync_directory
+from offload_trainer.storage.owned_dirs import replacing, scratch
+from offload_trainer.storage.tensorfile import DTYPES, describe_invalid_values
+from offload_trainer.trainer import learning_rate
+from offload_trainer.units import format_bytes
+
+_WORK = "the import to"  # purpose written in the scratch directory's mark
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# Settings of a run that no foreign checkpoint records, so a resume does not compare them.
+_UNKNOWN = {
+    "model": ("attention", "mlp_chunk", "compile", "kernels"),
+    "train": ("micro_batch_size", "gradient_accumulation_steps"),
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The result of an import."""
+
+    told: str  # description of the source
+    checkpoint: Path
+    bytes: int
+    words: str  # settings of the source, as words of the command that goes on from it
+    rates: str  # learning rates of the next step, in the source and here
+
+
+def import_checkpoint(
+    source: Path,
+    run: Path,
+    *,
+    model: ModelSection,
+    optim: OptimSection,
+    config: Mapping[str, Mapping[str, Any]],
+    say: Callable[[str], None],
+) -> Imported:
+    """Write the state in `source` as the first checkpoint of the new run directory `run`.
+
+    Args:
+        source: checkpoint directory of another trainer.
+        run: a new directory.
+        model: the model that it trained; without a name, the one whose config.json is in `source`.
+        optim: settings of the run, which schedule its learning rate.
+        config: the whole configuration, recorded in the checkpoint with the source's settings in place of its own.
+        say: prints a note.
+
+    Raises:
+        UserError: the source is incomplete, of another optimizer or of another model, or `run` exists.
+        TrainerError: the disk fails.
+    """
+    if optim.name != ADAMW.name:
+        raise UserError(f"optim.name={optim.name}: an import brings AdamW's moments, so its run updates by adamw")
+    named = "name" in model.model_fields_set
+    model = model if named else _with_model(model, source)
+    of = resolve_model(model, seed=0)
+    with _opened(source, of) as state:
+        buffers = [name for name, _ in of._meta().named_buffers()]
+        names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
+        need = 4 * sum(w.numel * (len(ADAMW.kinds) if w.trainable else 1) for w in of.shape.weights)
+        _refuse_destination(run, need)
+        steps = state.steps or config["train"]["steps"]
+        try:
+            with replacing(run.absolute(), what=_WORK) as new, scratch("offload-trainer-import-") as place:
+                new.mkdir()
+                (new / "checkpoints").mkdir()
+                checkpoint = checkpoint_of(new / "checkpoints", state.step)
+                checkpoint.mkdir()
+                _write_model(place / "model", of, model, say=say)
+                record = _record(state, of, config=_recorded(state, config, steps=steps), model=place / "model")
+                _write_state(checkpoint, state, of, names=names, record=record)
+                sync_directory(new / "checkpoints")
+                put_in_place(new, run.absolute())
+        except OSError as error:
+            raise TrainerError(f"{run}: {reason(error, run.absolute().parent)}; nothing is left there") from error
+    made = checkpoint_of(run / "checkpoints", state.step)
+    return Imported(
+        told=f"{state.told}, step {state.step}",
+        checkpoint=made,
+        bytes=bytes_below(made),
+        words=_words(state, run, model=None if named else model.name, steps=steps),
+        rates=_rates(state, optim, steps=steps),
+    )
+
+
+def _with_model(model: ModelSection, source: Path) -> ModelSection:
+    if not is_there(source / "config.json"):
+        raise UserError(f"{source}: there is no config.json of a model in it: name the model that it trained: --model")
+    return model.model_copy(update={"name": str(source)})
+
+
+def _opened(source: Path, of: ModelSource) -> AbstractContextManager[ForeignState]:
+    """Open the checkpoint with the reader for its format. Raises UserError for a directory of no known format."""
+    if not source.is_dir():
+        raise UserError(f"{source}: {'not a directory' if is_there(source) else 'no such directory'}")
+    module = of._meta()
+    trainable = {weight.name: weight.trainable for weight in of.shape.weights}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trainable[name])
+    if is_there(source / STATE) and is_there(source / OPTIMIZER):
+        return opened_trainer(source, module)
+    if tag := tag_directory(source):
+        return opened_zero(tag)
+    if is_there(source / METADATA):
+        return opened_distributed(source)
+    held = sorted(path.name for path in source.iterdir())
+    raise UserError(
+        f"{source}: no checkpoint that can be imported. A Trainer's has {STATE} and {OPTIMIZER}, DeepSpeed's latest or "
+        f"*_optim_states.pt, torch.distributed.checkpoint's {METADATA}. It holds {', '.join(held[:10]) or 'nothing'}"
+    )
+
+
+def _refuse_destination(run: Path, need: int) -> None:
+    """Raise UserError if `run` is in use, cannot be made, or has no room for a checkpoint of `need` bytes."""
+    if is_there(run) and (not run.is_dir() or any(run.iterdir())):
+        raise UserError(f"{run}: already holds something, and an import begins a run: name a new directory")
+    try:
+        make_directories(run.absolute().parent)
+    except OSError as error:
+        raise UserError(f"{run}: cannot be made: {error.strerror}") from error
+    if (free := shutil.disk_usage(run.absolute().parent).free) < need:
+        raise UserError(f"{run}: the import takes {format_bytes(need)} and {format_bytes(free)} are free")
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def _record(state: ForeignState, of: ModelSource, *, config: Mapping[str, Any], model: Path) -> RunRecord:
+    """Return the checkpoint's record. A null in its identity is compared with nothing at resume."""
+    identity = dict.fromkeys(("seed", "seq_len", "shuffle")) | unknown_identity(None)
+    return RunRecord(
+        identity=identity | {"parameters": of.shape.parameters},
+        layout={w.name: {"shape": list(w.shape), "trained": w.trainable} for w in of.shape.weights},
+        run={"config": config, "random": False, "imported": state.told, "environment": environment()},
+        model=model,
+    )
+
+
+def _recorded(state: ForeignState, config: Mapping[str, Mapping[str, Any]], *, steps: int) -> dict[str, dict[str, Any]]:
+    """Return the configuration with the source's settings, which the run is compared with when it resumes."""
+    made = {
+        section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
+        for section, keys in config.items()
+    }
+    found = state.settings
+    made["optim"] |= {"betas": list(found.betas), "eps": found.eps, "weight_decay": found.weight_decay}
+    if found.peak is not None:
+        made["optim"]["lr"] = found.peak
+    made["train"]["steps"] = steps
+    return made
+
+
+def _write_model(directory: Path, of: ModelSource, model: ModelSection, *, say: Callable[[str], None]) -> None:
+    """Write the model's configuration, and its tokenizer if it has one."""
+    save_model_config(of, directory, dtype=DTYPES[model.dtype], end_of_text=None)
+    if of.directory is not None and any(is_there(of.directory / name) for name in _TOKENIZERS):
+        save_tokenizer(load_tokenizer(str(of.directory), trust_remote_code=model.trust_remote_code), directory)
+    else:
+        say(f"note: {model.name} has no tokenizer: name one for the run with --tokenizer")
+
+
+def _write_state(
+    checkpoint: Path, state: ForeignState, of: ModelSource, *, names: Mapping[str, str], record: RunRecord
+) -> None:
+    """Write masters, moments and frozen weights by name, then the other files of a checkpoint."""
+    trained = {w.name: w.shape for w in of.shape.weights if w.trainable}
+    fixed = {w.name: (w.shape, DTYPES[of.section.dtype]) for w in of.shape.weights if not w.trainable}
+
+    def read(name: str, kind: str) -> torch.Tensor:
+        values = state.read(names[name], kind).to(torch.float32).reshape(trained[name])
+        if wrong := describe_invalid_values(values, signed=is_signed(kind)):
+            raise UserError(f"{state.told}: {kind} of {name}: {wrong}: no run can go on from that; import an older one")
+        return values
+
+    def read_fixed(name: str) -> torch.Tensor:
+        shape, dtype = fixed[name]
+        return state.read_fixed(names[name]).to(dtype).reshape(shape)
+
+    files = write_files(
+        checkpoint, state_files(trained, read, rule=ADAMW, fixed=fixed, read_fixed=read_fixed), writes=True
+    )
+    counts = {name: state.updates(names[name]) for name in trained}
+    most = max(counts.values())
+    others = {name: count for name, count in counts.items() if count != most}
+    write_engine_state(checkpoint, EngineState(optimizer_steps=most, weight_steps=others))
+    finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def _words(state: ForeignState, run: Path, *, model: str | None, steps: int) -> str:
+    """Return the words of the command that goes on, besides those that the import was given."""
+    found = state.settings
+    words = [] if model is None else ["--model", model]
+    words += ["--output", str(run), "--steps", str(steps)]
+    words += [] if found.peak is None else ["--lr", repr(found.peak)]
+    words += [f"optim.betas={list(found.betas)}", f"optim.eps={found.eps!r}"]
+    return join([*words, f"optim.weight_decay={found.weight_decay!r}"])
+
+
+def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:
+    """Describe the learning rate of the next step in the source, and in a run with this schedule and its peak."""
+    found = state.settings
+    if found.rate is None or found.peak is None:
+        return ""
+    here = learning_rate(state.step, optim.model_copy(update={"lr": found.peak}), steps=steps)
+    return (
+        f"learning rate of step {state.step + 1}: {found.rate:g} in the source; {here:g} here with --lr "
+        f"{found.peak:g}, optim.schedule={optim.schedule}, optim.warmup_steps={optim.warmup_steps} and --steps {steps}"
+    )

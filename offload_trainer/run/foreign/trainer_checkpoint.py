@@ -1,0 +1,147 @@
+"""Read a checkpoint directory of transformers' Trainer.
+
+    model.safetensors (or shards)   weights; fp32 unless the model was loaded in another dtype
+    optimizer.pt                    state by position: weights with decay in the model's order, then the others
+    trainer_state.json              steps
+
+The optimizer numbers parameters and does not name them. The order is that of `Trainer.create_optimizer`; every count
+and shape is compared with the model's before a number is taken for a weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import with_config
+from torch import nn
+
+from offload_trainer.errors import UserError
+from offload_trainer.model.pretrained import opened_weights
+from offload_trainer.run.foreign.pickles import load_pickle
+from offload_trainer.run.foreign.state import ForeignState, adam_settings
+from offload_trainer.safe_files import LENIENT, Steps, is_there, read_back
+
+STATE = "trainer_state.json"
+OPTIMIZER = "optimizer.pt"
+# The names that `Trainer.get_decay_parameter_names` exempts from weight decay, besides all weights of nn.LayerNorm.
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _TrainerState:
+    """The part of trainer_state.json that an import reads."""
+
+    global_step: Steps
+    max_steps: Steps = 0
+
+
+@contextmanager
+def opened_trainer(directory: Path, model: Any) -> Iterator[ForeignState]:
+    """Open a Trainer's checkpoint of `model`, a model on the meta device with its frozen weights marked.
+
+    Raises UserError for a file that is missing, another optimizer, and state that does not fit the model.
+    """
+    told = f"{directory} (transformers' Trainer)"
+    if is_there(directory / "adapter_config.json"):
+        raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
+    fix = "Import another checkpoint of that run"
+    about = read_back(directory / STATE, _TrainerState, links=True, finite=False, fix=fix)
+    saved = load_pickle(directory / OPTIMIZER)
+    groups, state = _parts(saved, told=told)
+    settings = adam_settings(groups, told=told)
+    places: dict[str, Any] = {
+        name: state.get(number) for name, number in _positions(model, groups, state, told=told).items()
+    }
+    parameters = dict(model.named_parameters())
+    with opened_weights(directory, model) as weights:
+
+        def read(name: str, kind: str) -> torch.Tensor:
+            if kind == "master":
+                return weights.read(name)
+            moments = places[name]
+            return torch.zeros(parameters[name].shape) if moments is None else moments[kind]
+
+        yield ForeignState(
+            told=told,
+            step=about.global_step,
+            trained={name: tuple(parameters[name].shape) for name in places},
+            fixed={name: tuple(p.shape) for name, p in parameters.items() if name not in places},
+            updates=lambda name: 0 if places[name] is None else int(places[name]["step"]),
+            read=read,
+            read_fixed=weights.read,
+            settings=settings,
+            steps=about.max_steps or None,
+        )
+
+
+def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the groups and the state of an optimizer's state_dict.
+
+    Raises UserError if it is not a state_dict of torch's Adam or AdamW.
+    """
+    groups, state = (saved.get(key) if isinstance(saved, Mapping) else None for key in ("param_groups", "state"))
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        raise UserError(f"{told}: {OPTIMIZER} is not the state_dict of a torch optimizer")
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise UserError(f"{told}: {OPTIMIZER} has no groups of numbered parameters")
+    wanted = {"step", "exp_avg", "exp_avg_sq"}
+    for number, moments in state.items():
+        held = set(moments) if isinstance(moments, dict) else set()
+        if not wanted <= held or held - wanted:
+            raise UserError(
+                f"{told}: its optimizer is neither torch's Adam nor its AdamW: parameter {number} has "
+                f"{', '.join(sorted(map(str, held))) or 'no state'}, expected {', '.join(sorted(wanted))}"
+            )
+    return groups, state
+
+
+def decay_order(model: nn.Module) -> list[list[str]]:
+    """Return the trained parameters with and without weight decay, in the order of a Trainer's optimizer."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    of_norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+    spared = {name for name in trained if _WITHOUT_DECAY.search(name.lower()) or name.startswith(of_norms)}
+    return [[name for name in trained if name not in spared], [name for name in trained if name in spared]]
+
+
+def _positions(
+    model: nn.Module, groups: list[dict[str, Any]], state: Mapping[int, Mapping[str, Any]], *, told: str
+) -> dict[str, int]:
+    """Return the optimizer's number of each trained parameter.
+
+    Raises UserError, with the counts and shapes, if the numbers cannot be those of the model's parameters.
+    """
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    decayed = decay_order(model)
+    held = [group["params"] for group in groups]
+    orders = [decayed, [list(trained)]]  # of a Trainer, and of one group with all parameters
+    fitting = [order for order in orders if [len(names) for names in order] == [len(numbers) for numbers in held]]
+    if not fitting:
+        sizes = [len(numbers) for numbers in held]
+        raise UserError(
+            f"{told}: its optimizer has groups of {sizes} parameters; the model has {len(decayed[0])} with weight "
+            f"decay and {len(decayed[1])} without. Freeze with model.freeze what it did not train"
+        )
+    found = {
+        name: number
+        for names, numbers in zip(fitting[0], held, strict=True)
+        for name, number in zip(names, numbers, strict=True)
+    }
+    wrong = [
+        f"parameter {number} {tuple(state[number][kind].shape)}, {name} {trained[name]}"
+        for name, number in found.items()
+        if number in state
+        for kind in ("exp_avg", "exp_avg_sq")
+        if tuple(state[number][kind].shape) != trained[name]
+    ]
+    if wrong:
+        raise UserError(
+            f"{told}: {len(wrong)} moments do not have the shapes of the model's weights, the first: {wrong[0]}"
+        )
+    return found

@@ -1,0 +1,55 @@
+"""Import a checkpoint in this process, and train on from what was imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from engine_bench import Step, engine, train
+from safetensors.torch import load_file
+
+from offload_trainer.checkpoint import read_manifest
+from offload_trainer.data.rows import Batch
+from offload_trainer.run.commands.import_checkpoint import Imported, import_checkpoint
+from offload_trainer.settings import load_config
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+State = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
+
+
+def imported(source: Path, run: Path, *words: str, notes: list[str] | None = None) -> Imported:
+    """Import `source` as the command with `words` does; check the manifest of what it wrote."""
+    config = load_config(list(words))
+    done = import_checkpoint(
+        source,
+        run,
+        model=config.model,
+        optim=config.optim,
+        config=config.model_dump(mode="json"),
+        say=(notes if notes is not None else []).append,
+    )
+    read_manifest(done.checkpoint)
+    return done
+
+
+def state_of(checkpoint: Path) -> State:
+    return {kind: load_file(checkpoint / f"{kind}.safetensors") for kind in KINDS}
+
+
+def assert_same_state(found: State, expected: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Assert that both have the same names and bit-identical tensors, none of them all zeros."""
+    for kind in KINDS:
+        assert found[kind].keys() == expected[kind].keys(), kind
+        for name, tensor in expected[kind].items():
+            assert torch.equal(found[kind][name], tensor), (kind, name)
+        assert any(tensor.any() for tensor in expected[kind].values())
+
+
+def continued(
+    checkpoint: Path, model: Path, data: Sequence[Batch], *words: str, accumulate: int = 1, lr: float
+) -> list[Step]:
+    """Return (loss, norm) of the steps that an engine trains from the checkpoint."""
+    with engine(model, "--dtype", "fp32", *words) as made:
+        made.load(checkpoint)
+        return train(made, data, accumulate=accumulate, lr=lr)

@@ -12,8 +12,8 @@ import torch
 from commands import HELPERS, run_script
 from compare_trainers import assert_same, weights
 from hf_trainers import model_folder
-from sample_chats import labelled, preferences
 from safetensors.torch import load_file
+from sample_chats import labelled, preferences
 from trainer_rank import ACCUMULATE, LIMIT, STEPS, batch_of
 from transformers import AutoModelForCausalLM
 

@@ -187,7 +187,7 @@ class Offloaded(_Trainer):
         return self._session.clip_grad_norm_(float("inf"))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """With several ranks, neither move the model nor wrap it in DistributedDataParallel.
+        """Neither move the model nor wrap it in DistributedDataParallel, with several ranks.
 
         The session has placed it, and exchanges gradients.
         """

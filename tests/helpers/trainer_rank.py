@@ -47,7 +47,9 @@ def _words(output: Path, **changes: Any) -> dict[str, Any]:
 
 def _dpo(model: Any, output: Path, base: type, **more: Any) -> Any:
     args = DPOConfig(**_words(output, precompute_ref_log_probs="peft_config" not in more))
-    return base(model, args=args, train_dataset=load_from_disk(str(output / "pairs")), processing_class=chat_tokenizer(), **more)
+    return base(
+        model, args=args, train_dataset=load_from_disk(str(output / "pairs")), processing_class=chat_tokenizer(), **more
+    )
 
 
 def _adapters(model: Any, output: Path, base: type) -> Any:
@@ -57,7 +59,9 @@ def _adapters(model: Any, output: Path, base: type) -> Any:
 
 def _kto(model: Any, output: Path, base: type) -> Any:
     args = KTOConfig(**_words(output, precompute_ref_log_probs=True))
-    return base(model, args=args, train_dataset=load_from_disk(str(output / "labelled")), processing_class=chat_tokenizer())
+    return base(
+        model, args=args, train_dataset=load_from_disk(str(output / "labelled")), processing_class=chat_tokenizer()
+    )
 
 
 def _grpo(model: Any, output: Path, base: type) -> Any:

@@ -12,8 +12,8 @@ import torch
 from commands import HELPERS, run_script
 from compare_trainers import assert_same, weights
 from hf_trainers import model_folder
-from sample_chats import labelled, preferences
 from safetensors.torch import load_file
+from sample_chats import labelled, preferences
 from trainer_rank import ACCUMULATE, LIMIT, STEPS, batch_of
 from transformers import AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def test_others(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_accumulated(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """With accumulation losses agree within 1e-6: DistributedDataParallel adds each rank's micro-batches first."""
+    """Losses agree within 1e-6 with accumulation: DistributedDataParallel adds each rank's micro-batches first."""
     stock = trained("accumulated", "stock", "resident", folder, tmp_path / "stock", drive, output=tmp_path / "stock")
     ours = trained("accumulated", "ours", "resident", folder, tmp_path / "ours", drive, output=tmp_path / "ours")
     for one, other in zip(ours, stock, strict=True):

@@ -107,12 +107,13 @@ def _summary(directory: Path) -> Run:
         loss=metrics[-1].loss if metrics else None,
         validation_loss=validations[-1].validation_loss if validations else None,
         saved=saved,
-        state=_state(directory, steps=steps, saved=saved),
+        state=state_of(directory, steps=steps, saved=saved),
     )
 
 
-def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
-    if _is_alive(directory):
+def state_of(directory: Path, *, steps: int | None, saved: int | None) -> str:
+    """Return a short description: running, done, or how the run would resume."""
+    if is_alive(directory):
         return "is running"
     try:
         has_page_files = bool(folders_in(directory / PAGES))
@@ -128,7 +129,8 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     return f"resumes from step {saved}"
 
 
-def _is_alive(directory: Path) -> bool:
+def is_alive(directory: Path) -> bool:
+    """Return True if a process holds the lock of the run."""
     try:
         lock = open_lock(directory / ".lock")
     except OSError:

@@ -332,7 +332,7 @@ def serve(directories: Sequence[Path], *, port: int, control: bool, say: Callabl
     token = secrets.token_urlsafe(24) if control else None
     with Server(directories, port=port, token=token) as server:
         say(
-            f"http://{ADDRESS}:{server.server_port}/ shows {len(server.runs)} runs; Ctrl-C ends this server, not the runs"
+            f"http://{ADDRESS}:{server.server_port}/ shows {len(server.runs)} runs; Ctrl-C ends the server alone"
         )
         if token:
             say(f"token for the buttons: {token}")

@@ -331,9 +331,7 @@ def serve(directories: Sequence[Path], *, port: int, control: bool, say: Callabl
     """Serve the page until a signal. `control`: print a new token, with which the page can save and stop the runs."""
     token = secrets.token_urlsafe(24) if control else None
     with Server(directories, port=port, token=token) as server:
-        say(
-            f"http://{ADDRESS}:{server.server_port}/ shows {len(server.runs)} runs; Ctrl-C ends the server alone"
-        )
+        say(f"http://{ADDRESS}:{server.server_port}/ shows {len(server.runs)} runs; Ctrl-C ends the server alone")
         if token:
             say(f"token for the buttons: {token}")
         server.serve_forever()

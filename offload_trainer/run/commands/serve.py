@@ -3,8 +3,8 @@
     metrics.jsonl ── appended bytes ──> Follower ── /data, as JSON ──> the page, which asks each second
     a button, with the token ──> `save` file in the run directory, or a stop signal to the process that has its lock
 
-The server listens on the loopback address only. It refuses a Host header of another name, so that a web site whose
-name resolves to this machine cannot read it, and controls runs only for a token that the browser sends in a header.
+The server listens on the loopback address only. It refuses a Host header of another name, because a web
+site's name may resolve to this machine. It controls runs only for a token that the browser sends in a header.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKEN_HEADER = "X-Offload-Token"
 _HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # any port, because ssh may forward another one
 _STEP = re.compile(rb'\{"step": (\d{1,10}),')
 _MOST_POINTS = 2000  # steps kept of a run; beyond it only every 2nd, 4th, ... step stays
-_CHUNK, _LONGEST = 1 << 20, 16 << 10  # bytes read at once, and of the longest line that is parsed
+_CHUNK, _LONGEST = 1 << 20, 16 << 10  # bytes of one read, and of the longest line that is parsed
 _TAIL = 64  # bytes before the offset that are compared, to notice that the file was rewritten
 _TIMEOUT = 10.0  # seconds that a connection may be idle
 
@@ -49,13 +49,13 @@ class Follower:
                 f"{directory} holds no run: it has neither config.yaml nor .lock; `offload-train runs` lists runs"
             )
         self.directory = directory
-        self.lock = threading.Lock()  # several pages may ask at once
+        self.lock = threading.Lock()  # several pages may ask at the same time
         self.generation = 0  # changes when points are removed, so that a page fetches all of them again
         self.points: list[StepRecord] = []
         self.last: StepRecord | None = None
         self._stride = 1
         self._offset, self._tail, self._inode = 0, b"", 0
-        self._plan: tuple[int, dict[str, Any] | None] = (0, None)
+        self._known: dict[str, tuple[int, Any]] = {}  # file: its time of change, and what was read
         self._stopped: set[int] = set()
 
     def read(self) -> None:
@@ -113,26 +113,31 @@ class Follower:
 
     def plan(self) -> dict[str, Any] | None:
         """Return what the page shows of plan.json, or None if it cannot be read. A run may replace its plan."""
-        path = self.directory / "plan.json"
-        try:
-            changed = path.stat().st_mtime_ns
-            if changed != self._plan[0]:
-                whole = parsed(file_bytes(path), dict)
-                self._plan = changed, {name: whole.get(name) for name in ("tiers", "seconds", "hidden", "traffic")}
-        except (OSError, ValueError):
-            return None
-        return self._plan[1]
+
+        def read(path: Path) -> dict[str, Any]:
+            whole = parsed(file_bytes(path), dict)
+            return {name: whole.get(name) for name in ("tiers", "seconds", "hidden", "traffic")}
+
+        return self._unless_unchanged("plan.json", read)
 
     def state(self) -> tuple[int | None, str]:
         """Return the steps of the whole run, None if unknown, and a short description of its state."""
-        try:
-            steps = read_yaml(self.directory / "config.yaml")["train"]["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
-            steps = None
+        steps = self._unless_unchanged("config.yaml", lambda path: read_yaml(path)["train"]["steps"])
         steps = steps if isinstance(steps, int) else None
         checkpoints = complete_checkpoints(self.directory / "checkpoints")
         saved = step_of(checkpoints[-1]) if checkpoints else None
         return steps, state_of(self.directory, steps=steps, saved=saved)
+
+    def _unless_unchanged(self, name: str, read: Callable[[Path], Any]) -> Any:
+        """Return what `read` makes of a file, or None if it cannot be read. An unchanged file is not read again."""
+        path = self.directory / name
+        try:
+            changed = path.stat().st_mtime_ns
+            if name not in self._known or self._known[name][0] != changed:
+                self._known[name] = changed, read(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return self._known[name][1]
 
     def answer(self, seen: str) -> dict[str, Any]:
         """Return the JSON for the page, which has `seen` "generation.points" already."""
@@ -331,7 +336,7 @@ def serve(directories: Sequence[Path], *, port: int, control: bool, say: Callabl
     """Serve the page until a signal. `control`: print a new token, with which the page can save and stop the runs."""
     token = secrets.token_urlsafe(24) if control else None
     with Server(directories, port=port, token=token) as server:
-        say(f"http://{ADDRESS}:{server.server_port}/ shows {len(server.runs)} runs; Ctrl-C ends the server alone")
+        say(f"http://{ADDRESS}:{server.server_port}/ shows the runs; Ctrl-C ends this server, not the runs")
         if token:
             say(f"token for the buttons: {token}")
         server.serve_forever()

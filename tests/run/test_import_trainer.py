@@ -71,7 +71,9 @@ def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes
         "report_to": "none",
         "disable_tqdm": True,
     }
-    rows = [{"input_ids": row(), "labels": row()} for _ in range(4)]
+    labels = row()
+    labels[0] = -100  # for some models a Trainer counts it as a target, and no token is before it
+    rows = [{"input_ids": row(), "labels": labels} for _ in range(4)]
     trainer = Recording(model, TrainingArguments(str(folder / "out"), **(words | changes)), train_dataset=rows)
     trainer.losses = []
     trainer.train()

@@ -16,7 +16,7 @@ CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
 def test_it_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses equal those of torch.optim.AdamW bit for bit, also after a resume; the export is the trained model."""
+    """Losses equal those of torch.optim.AdamW bit for bit, also after a resume; the export has its weights."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for code in CODE:

@@ -13,22 +13,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from compare_trainers import told
 from datasets import load_from_disk
-from hf_trainers import arguments, loaded, rows
+from hf_trainers import HOMES, arguments, loaded, rows
 from peft import LoraConfig
 from sample_chats import chat_tokenizer, prompts
-from transformers import AutoModelForCausalLM, Trainer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
+from offload_trainer import offload
 from offload_trainer.errors import UserError
-from offload_trainer.hf import Offloaded, session_of
+from offload_trainer.hf import Offloaded, attach, session_of
 
 STEPS, ACCUMULATE, LIMIT = 6, 2, 0.5
 QUIET = {"max_steps": STEPS, "save_steps": 3, "use_cpu": True, "ddp_backend": "gloo"}
@@ -75,6 +76,25 @@ def _grpo(model: Any, output: Path, base: type) -> Any:
     )
 
 
+def _reward(model: Any, output: Path, base: type) -> Any:
+    args = RewardConfig(**_words(output))
+    return base(
+        model, args=args, train_dataset=load_from_disk(str(output / "pairs")), processing_class=chat_tokenizer()
+    )
+
+
+def _classifier(folder: str) -> Any:
+    torch.manual_seed(2)  # the head that gives a reward is new
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+
+
+@contextmanager
+def _offloaded_classifier(folder: str, drive: str, home: str) -> Iterator[Any]:
+    keys: dict[str, Any] = {"seq_len": 64, "micro_batch_size": 4, "kernel": "torch", **HOMES[home]}
+    with offload(_classifier(folder), nvme=drive, say=lambda _: None, **keys) as session:
+        yield attach(session)
+
+
 Made = Callable[..., Any]
 KINDS: dict[str, tuple[type, Made]] = {
     "trainer": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=1)),
@@ -84,10 +104,13 @@ KINDS: dict[str, tuple[type, Made]] = {
     "adapters": (DPOTrainer, _adapters),
     "kto": (KTOTrainer, _kto),
     "grpo": (GRPOTrainer, _grpo),
+    "reward": (RewardTrainer, _reward),
 }
 
 
 def _opened(kind: str, who: str, home: str, folder: str, drive: str) -> AbstractContextManager[Any]:
+    if kind == "reward":
+        return nullcontext(_classifier(folder)) if who == "stock" else _offloaded_classifier(folder, drive, home)
     if who == "stock":
         return nullcontext(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     keys: dict[str, Any] = {"freeze": ["."]} if kind == "adapters" else {}

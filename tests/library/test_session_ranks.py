@@ -70,9 +70,9 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["unclipped", "adapters", "kto", "grpo"])
+@pytest.mark.parametrize("kind", ["unclipped", "adapters", "kto", "grpo", "reward"])
 def test_others(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Unclipped steps, adapters over a frozen base, KTO and GRPO, whose ranks generate, have the stock bits."""
+    """Unclipped steps, adapters over a frozen base, KTO, GRPO, whose ranks generate, and rewards have the stock bits."""
     compared(kind, "resident", folder=folder, drive=drive, tmp_path=tmp_path)
 
 

@@ -262,7 +262,13 @@ def _prepare(words: list[str]) -> None:
 
 def _export(words: list[str]) -> None:
     wish = parse_export_arguments(words)
-    go_offline()
+    repository = None
+    if pushed := wish.pop("push_to_hub"):
+        from offload_trainer.export.hub import HubRepository
+
+        repository = HubRepository(pushed)
+    else:
+        go_offline()
     if wish.pop("trainer"):
         from offload_trainer.run.commands.export_trainer import export_trainer
 
@@ -277,6 +283,8 @@ def _export(words: list[str]) -> None:
         _say(f"note: {note}")
     told = f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}"
     print(shown(told))
+    if repository is not None:
+        print(shown(f"pushed to {repository.push(wish['destination'], message=f'Export of {done.source}')}"))
 
 
 def _import(words: list[str]) -> None:

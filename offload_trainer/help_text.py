@@ -98,6 +98,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
                 "ahead of others; they are refused otherwise",
             ),
             ("--trainer", "also write moments and step, so that transformers' Trainer resumes from DEST; in fp32"),
+            ("--push-to-hub USER/NAME", "then upload DEST to that repository, which is created, private, if needed"),
         ),
         "SOURCE is a run directory (its newest checkpoint), a checkpoint, or page files of a killed run on a drive.\n"
         "A DEST that ends in .gguf becomes one file for llama.cpp, with a model card in DEST.md.",
@@ -312,7 +313,7 @@ def take_count(words: list[str], name: str, *, otherwise: int) -> int:
 
 
 def parse_export_arguments(words: list[str]) -> dict[str, Any]:
-    """Parse the words after `export` into the arguments of `export.export_command.export`, and `trainer`.
+    """Parse the words after `export` into the arguments of `export.export_command.export`, `trainer` and `push_to_hub`.
 
     Raises UserError for mistakes.
     """
@@ -320,9 +321,9 @@ def parse_export_arguments(words: list[str]) -> dict[str, Any]:
     switches = take_switches(words, "--check", "--mixed", "--trainer")
     trainer = "--trainer" in switches
     dtype = take_value(words, "--dtype") or ("fp32" if trainer else "fp16")
-    largest = take_value(words, "--max-shard-size")
+    largest, pushed = take_value(words, "--max-shard-size"), take_value(words, "--push-to-hub")
     if unknown := [word for word in words if word.startswith("-")]:
-        known = "--dtype, --max-shard-size, --check, --mixed, --trainer"
+        known = "--dtype, --max-shard-size, --check, --mixed, --trainer, --push-to-hub"
         raise UserError(f"export: {unknown[0]}: unknown flag; known: {known}")
     gguf = bool(words) and words[-1].endswith(".gguf")
     dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
@@ -347,6 +348,7 @@ def parse_export_arguments(words: list[str]) -> dict[str, Any]:
         "check": "--check" in switches,
         "mixed": "--mixed" in switches,
         "trainer": trainer,
+        "push_to_hub": pushed,
     }
 
 

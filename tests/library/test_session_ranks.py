@@ -72,7 +72,7 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unclipped", "adapters", "kto", "grpo", "reward"])
 def test_others(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Unclipped steps, adapters over a frozen base, KTO, GRPO, whose ranks generate, and rewards have the stock bits."""
+    """Unclipped steps, adapters over a frozen base, KTO, GRPO, whose ranks generate, and rewards have the same bits."""
     compared(kind, "resident", folder=folder, drive=drive, tmp_path=tmp_path)
 
 

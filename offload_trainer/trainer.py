@@ -131,7 +131,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
 def too_late(job: Job) -> str | None:
     """Return why finishing this step and saving cannot be done within `train.stop_within`, or None. For handlers.
 
-    A first step whose seconds nobody knows is finished.
+    A first step of unknown duration is finished.
     """
     within, seconds = job.train.stop_within, job.to_save.seconds
     if within == "auto" or seconds is None:

@@ -19,7 +19,7 @@ class HubRepository:
         """Create or find the repository `name`, such as "user/model".
 
         Raises:
-            UserError: the name is malformed, nobody is logged in, the account may not write there, or the hub cannot
+            UserError: the name is malformed, there is no login, the account may not write there, or the hub cannot
                 be reached.
         """
         from huggingface_hub import HfApi

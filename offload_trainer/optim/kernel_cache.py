@@ -4,7 +4,7 @@
                           adam.so.sha256       its SHA-256; a file that does not match (a power cut) is built again
 
 A loaded library runs with this user's rights, so no directory of the cache that another user can write to is accepted.
-Prebuilt libraries (`prebuilt_kernels.py`) lie in the package, which is trusted as its Python files are, or in the
+Prebuilt libraries (`prebuilt_kernels.py`) are in the package, which is trusted as its Python files are, or in the
 cache.
 """
 
@@ -53,7 +53,7 @@ def built(source: Path, *, flags: tuple[str, ...]) -> Path:
 def prebuilt(source: Path, *, flags: tuple[str, ...]) -> Path | None:
     """Return the best prebuilt library of `source` that this CPU can run, from the package or else from the cache.
 
-    Return None if there is none, and the package was installed without any, as from a checkout.
+    Return None if nothing is prebuilt: the package was installed from a checkout.
 
     Raises:
         TrainerError: the package has prebuilt libraries, and none of them can be used; the message says why.

@@ -55,7 +55,7 @@ def place_prebuilt(source: Path, *, flags: tuple[str, ...], level: str) -> Path:
 
 
 def build_prebuilt(level: str, *, folder: Path = FOLDER) -> Path:
-    """Compile the update kernel for `level` below `folder`, with its SHA-256 in a file beside it; return its path.
+    """Compile the update kernel for `level` below `folder`, with its SHA-256 in a file next to it; return its path.
 
     Raises:
         OSError: there is no compiler.

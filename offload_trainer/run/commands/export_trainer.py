@@ -60,7 +60,7 @@ def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: 
 
 
 def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> None:
-    """Write the files that a Trainer reads besides the model's."""
+    """Write the files that a Trainer reads in addition to the model's."""
     config, done = configuration_of(checkpoint), read_state(checkpoint)
     try:
         optim, steps = OptimSection.model_validate(config["optim"]), int(config["train"]["steps"])

@@ -55,7 +55,7 @@ class Imported:
     told: str  # description of the source
     checkpoint: Path
     bytes: int
-    words: str  # settings of the source, as words of the command that goes on from it
+    words: str  # settings of the source, as words of the command that resumes from it
     rates: str  # learning rates of the next step, in the source and here
 
 
@@ -75,7 +75,7 @@ def import_checkpoint(
         run: a new directory.
         model: the model that it trained; without a name, the one whose config.json is in `source`.
         optim: settings of the run, which schedule its learning rate.
-        config: the whole configuration, recorded in the checkpoint with the source's settings in place of its own.
+        config: the whole configuration, recorded in the checkpoint with the source's settings.
         say: prints a note.
 
     Raises:
@@ -223,7 +223,7 @@ def _write_state(
 
 
 def _words(state: ForeignState, run: Path, *, model: str | None, steps: int) -> str:
-    """Return the words of the command that goes on, besides those that the import was given."""
+    """Return the words that the resuming command needs in addition to those of the import command."""
     found = state.settings
     words = [] if model is None else ["--model", model]
     words += ["--output", str(run), "--steps", str(steps)]

@@ -79,7 +79,7 @@ class ForeignState:
 
 
 def _common_prefix(held: Iterable[str], weights: Sequence[Weight]) -> str:
-    """Return the prefix that most weights have among the names `held`; "" if there is none."""
+    """Return the prefix that most weights have among the names `held`, or ""."""
     names = set(held)
     for weight in weights:
         ends = [name for name in names if name == weight.name or name.endswith(f".{weight.name}")]

@@ -29,7 +29,7 @@ from offload_trainer.safe_files import LENIENT, Steps, is_there, read_back
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
-# The names that `Trainer.get_decay_parameter_names` exempts from weight decay, in addition to all weights of nn.LayerNorm.
+# The names that `Trainer.get_decay_parameter_names` exempts from weight decay; all weights of nn.LayerNorm are too.
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 

@@ -27,7 +27,7 @@ _PREFERENCES = (
     "preference training uses TRL with the Python library: docs/integrations.md; `offload-train cp dpo` writes a script"
 )
 _LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows progress; there is no key for it"
-_UPLOADS = "nothing is uploaded: `offload-train export RUN DIR` writes a directory that `hf upload` can upload"
+_UPLOADS = "`offload-train export RUN DIR --push-to-hub USER/NAME` uploads an export"
 _SHARDING = "--gpus N trains on several ranks: docs/parallel.md, docs/scaling.md; `offload-train plan --parallel`"
 _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
@@ -305,7 +305,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("cp", "copy", ""),
     ("init", "new create setup wizard config configure", ""),
     ("", "eval evaluate evaluation test validate lm_eval perplexity", _EVALUATES),
-    ("", "serve server api deploy webchat webui ui vllm-serve", _SERVES),
+    ("", "server api deploy webchat webui ui vllm-serve", _SERVES),
     ("", "download fetch pull", _HUB),
     ("", "upload push push-to-hub", _UPLOADS),
     ("", "version", "`offload-train --version`"),

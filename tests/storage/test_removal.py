@@ -44,6 +44,7 @@ SINGLE_FILES = {
     ("offload_trainer/hf.py", "replace"): "weights of a save that the Trainer asked for take their names",
     ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
+    ("offload_trainer/run/commands/export_trainer.py", "unlink"): "the mapped moments in our workplace",
     (
         "offload_trainer/run/checks.py",
         "unlink",
@@ -61,7 +62,14 @@ SINGLE_FILES = {
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
 # These remove directories made with mkdtemp or TemporaryDirectory; tests use tmp_path.
-ELSEWHERE = {"damaged_pages.py", "parameter_operations.py", "soak.py", "soak_world.py", "write_parallel_docs.py"}
+ELSEWHERE = {
+    "build_release.py",
+    "damaged_pages.py",
+    "parameter_operations.py",
+    "soak.py",
+    "soak_world.py",
+    "write_parallel_docs.py",
+}
 
 
 def removals(path: Path) -> set[str]:

@@ -3,7 +3,7 @@
     checkout ──> sdist ──> unpacked ──> g++, once for each x86-64 level ──> py3-none-manylinux_2_N_x86_64.whl
 
 The kernels have plain C functions, so one wheel serves every Python and torch. N is the newest glibc that they refer
-to, which is set by the distribution that compiles them: 34 on Debian 12. Compile on an older one for older machines.
+to, which is set by the distribution that compiles them: 36 on Debian 12. Compile on an older one for older machines.
 On other architectures than x86-64 the wheel has no kernels and any platform's tag; it compiles them at the first start.
 
 Needed are setuptools and g++, but not torch.

@@ -27,7 +27,17 @@ from unittest import mock
 import torch
 import transformers
 from every_architecture import Trained, counts, differences, one_line, same_bits, too_far, try_all
-from tiny_image_models import PATCHES, Batch, NoInputs, image_batches, kinds, tiny_image_config, tiny_image_model
+from special_image_models import SPECIAL
+from tiny_image_models import (
+    PATCHES,
+    Batch,
+    NoInputs,
+    Special,
+    image_batches,
+    kinds,
+    tiny_image_config,
+    tiny_image_model,
+)
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import offload_trainer as ot
@@ -124,8 +134,9 @@ def ours(folder: Path, drive: Path, data: Sequence[Batch], *, export: Path | Non
 
 def saved(name: str, folder: Path) -> list[Batch]:
     """Save a tiny model that transformers initialised, and return batches for it."""
-    tiny_image_model(tiny_image_config(kinds()[name]), seed=0).save_pretrained(folder)
-    return image_batches(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), STEPS)
+    special = SPECIAL.get(name, Special())
+    tiny_image_model(tiny_image_config(kinds()[name], special), seed=0).save_pretrained(folder)
+    return image_batches(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), STEPS, special)
 
 
 def examine(name: str, folder: Path) -> Result:

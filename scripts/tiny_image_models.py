@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,13 +39,28 @@ _SMALL = {
 _DEPTH = re.compile(r"^(depth|num_layers_(vision|resampler)|resampler_depth|qformer_num_hidden_layers)$")
 
 
+@dataclass(frozen=True)
+class Special:
+    """What one architecture needs instead of the rules of this module; None keeps the rule.
+
+    `config()` returns the tiny configuration, and `inputs(model, random)` a whole batch of `ROWS` rows with `labels`.
+    `pixels` names the input that the loss has to depend on.
+    """
+
+    config: Callable[[], PreTrainedConfig] | None = None
+    inputs: Callable[[PreTrainedModel, torch.Generator], Batch] | None = None
+    pixels: str = "pixel_values"
+
+
 def kinds() -> dict[str, type[PreTrainedConfig]]:
     """Return the architectures that `AutoModelForImageTextToText` builds, by the name of their configuration."""
     return {kind.__name__.removesuffix("Config"): kind for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
 
 
-def tiny_image_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
+def tiny_image_config(kind: type[PreTrainedConfig], special: Special = Special()) -> PreTrainedConfig:
     """Return a `kind` with its defaults shrunk, for images of `SIDE` x `SIDE` patches."""
+    if special.config is not None:
+        return special.config()
     config = tiny_config(kind)
     free = iter(_SPECIAL)
     for one in _all(config):
@@ -128,13 +144,18 @@ class NoInputs(Exception):
     """No form of image inputs that is tried here runs, or the loss does not depend on the pixels."""
 
 
-def image_batches(model: PreTrainedModel, count: int) -> list[Batch]:
+def image_batches(model: PreTrainedModel, count: int, special: Special = Special()) -> list[Batch]:
     """Return `count` batches of `ROWS` rows with one image each. Raises NoInputs."""
+    if special.inputs is not None:
+        made = [special.inputs(model, torch.Generator().manual_seed(100 + number)) for number in range(count)]
+        if not all(_reads_images(model, batch, special.pixels) for batch in made):
+            raise NoInputs("the loss does not depend on the pixels")
+        return made
     errors = []
     for form in _FORMS:
         try:
             made = [_batch(model, form, seed=number) for number in range(count)]
-            if all(_reads_images(model, batch) for batch in made):
+            if all(_reads_images(model, batch, _pixels_of(batch)) for batch in made):
                 return made
             errors.append(f"{form.__name__}: the loss does not depend on the pixels")
         except Exception as error:  # of transformers' code, for a form that the architecture does not take
@@ -142,9 +163,12 @@ def image_batches(model: PreTrainedModel, count: int) -> list[Batch]:
     raise NoInputs("; ".join(errors))
 
 
-def _reads_images(model: PreTrainedModel, batch: Batch) -> bool:
+def _pixels_of(batch: Batch) -> str:
+    return next(key for key in ("pixel_values", "flattened_patches") if key in batch)
+
+
+def _reads_images(model: PreTrainedModel, batch: Batch, key: str) -> bool:
     """Return whether the loss is a number that changes with the pixels."""
-    key = next(key for key in ("pixel_values", "flattened_patches") if key in batch)
     with torch.no_grad():
         losses = [float(model(**one).loss) for one in (batch, batch | {key: batch[key].flip(-1)})]
     return all(map(math.isfinite, losses)) and losses[0] != losses[1]

@@ -1,0 +1,7 @@
+"""Tiny configurations and image inputs of single architectures, Mistral4 to VisionEncoderDecoder: see `special_image_models.py`."""
+
+from __future__ import annotations
+
+from tiny_image_models import Special
+
+SPECIAL: dict[str, Special] = {}

@@ -1,4 +1,4 @@
-"""Tiny configurations and image inputs of single architectures, Aria to Gemma4Unified: see `special_image_models.py`."""
+"""Tiny configurations and image inputs of architectures whose names are in SPECIAL: see `special_image_models.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny configurations and image inputs of single architectures, Mistral4 to VisionEncoderDecoder: see `special_image_models.py`."""
+"""Tiny configurations and image inputs of architectures whose names are in SPECIAL: see `special_image_models.py`."""
 
 from __future__ import annotations
 

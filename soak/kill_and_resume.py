@@ -7,9 +7,9 @@ another placement of its state. After every kill, each checkpoint with a manifes
 finishes, its losses, gradient norms, rates, masters, moments and export must match the undisturbed run bit for bit.
 `soak.py` does the same with everything else that can end or disturb a run.
 
-With `--warnings` a training is stopped by SIGTERM instead, with a random `train.stop_within` of `--limits`, and must end
-within it: saved, or at once where saving does not fit. `--slow` is the share of these trainings whose steps take 6 s
-more, so that a limit of 5 s is too short for some.
+With `--warnings` a training is stopped by SIGTERM instead, with a random `train.stop_within` of `--limits`, and must
+end within it: saved, or at once where saving does not fit. `--slow` is the share of these trainings whose steps take
+6 s more, so that a limit of 5 s is too short for some.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Trial:
     """Runs, kills and comparisons in one directory."""
 
     def __init__(self, folder: Path, dice: random.Random, *, limits: Sequence[float], slow: float) -> None:
-        """`limits`: train.stop_within of warnings; empty: kill instead. `slow`: share of warned runs with slow steps."""
+        """`limits`: train.stop_within of warnings; empty: kill instead. `slow`: share of warnings in slow steps."""
         self.folder, self.dice, self.limits, self.slow = folder, dice, limits, slow
         self.drive = folder / "drive"
         self.drive.mkdir()

@@ -110,7 +110,9 @@ def main() -> int:
     wish = parser.parse_args()
     ray.init()
     told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))  # `ray job stop`; after ray.init, which sets it
+    signal.signal(
+        signal.SIGTERM, lambda number, _: told.append(number)
+    )  # `ray job stop`; after ray.init, which sets it
     secret, code = secrets.token_hex(32), 1
     for left in reversed(range(wish.max_failures + 1)):
         code = next(filter(None, attempt(wish, secret=secret, told=told)), 0)

@@ -1,4 +1,4 @@
-"""A test of the Ray recipe: a job of two ranks, stopped three times and killed once, has the bits of a run left alone."""
+"""A test of the Ray recipe: a job of two ranks, stopped three times and killed once, has the bits of one left alone."""
 
 from __future__ import annotations
 

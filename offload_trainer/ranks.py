@@ -245,7 +245,8 @@ def tell_not_coming(why: str) -> None:
     note = f"{os.environ.get('GROUP_RANK')} {why}".encode()
     with suppress(RuntimeError):  # the node that hosts the store has ended
         store = _store_of_attempt(timeout=_TELLING)
-        store.set(_NOT_COMING, _sign(note, os.environ.get(SECRET, "").encode()) + b" " + note)
+        signed = _sign(note, os.environ.get(SECRET, "").encode()) + b" " + note
+        store.set(_NOT_COMING, signed)  # type: ignore[arg-type]  # its stub knows text only
 
 
 # -- ranks, nodes and groups -------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 FINAL = (0, 2, 130, 143)  # exit codes after which nothing is started again: done, refused, told to stop
 
 
-@ray.remote(max_concurrency=2)
 class Node:
     """The ranks of one node."""
 
@@ -68,11 +67,14 @@ def attempt(wish: argparse.Namespace, *, secret: str, told: list[int]) -> list[i
             if told:
                 return [128 + told[0]]
         nodes = [
-            Node.options(
+            ray.remote(Node)
+            .options(
+                max_concurrency=2,  # `stop` is called while `run` waits
                 num_cpus=wish.cpus,
                 num_gpus=need.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-            ).remote()
+            )
+            .remote()
             for number in range(wish.nodes)
         ]
         host, port = ray.get(nodes[0].address.remote())

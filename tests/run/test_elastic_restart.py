@@ -1,4 +1,4 @@
-"""Tests of torchrun's restarts: a run whose ranks are killed goes on by itself, and one that is told to stop ends.
+"""Tests of torchrun's restarts: killed ranks resume the run, and a run that is warned ends.
 
 The results have the bits of a run left alone.
 """

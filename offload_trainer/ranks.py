@@ -134,7 +134,7 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
         f"with a message of its own, or does not reach that address ({_INTERFACE} names the network)"
     )
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+        store = _store_of_attempt(timeout=_JOINING)
     except RuntimeError as error:
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
 
@@ -161,6 +161,15 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
         except RuntimeError as error:
             ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
             raise TrainerError(ended) from error
+
+
+def _store_of_attempt(*, timeout: float) -> dist.Store:
+    """Connect to the launcher's store, on several nodes; return what belongs to the ranks started together.
+
+    torchrun keeps its store when it restarts the ranks, so the addresses and notes of earlier ranks are still in it.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _secret() -> bytes:
@@ -235,8 +244,9 @@ def tell_not_coming(why: str) -> None:
         return
     note = f"{os.environ.get('GROUP_RANK')} {why}".encode()
     with suppress(RuntimeError):  # the node that hosts the store has ended
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_TELLING)))
-        store.set(_NOT_COMING, _sign(note, os.environ.get(SECRET, "").encode()) + b" " + note)
+        store = _store_of_attempt(timeout=_TELLING)
+        signed = _sign(note, os.environ.get(SECRET, "").encode()) + b" " + note
+        store.set(_NOT_COMING, signed)  # type: ignore[arg-type]  # its stub knows text only
 
 
 # -- ranks, nodes and groups -------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ another placement of its state. After every kill, each checkpoint with a manifes
 finishes, its losses, gradient norms, rates, masters, moments and export must match the undisturbed run bit for bit.
 `soak.py` does the same with everything else that can end or disturb a run.
 
-With `--warnings` a training is stopped by SIGTERM instead, with a random `train.stop_within`, and must end within it:
-saved, or at once where saving does not fit.
+With `--warnings` a training is stopped by SIGTERM instead, with a random `train.stop_within` of `--limits`, and must
+end within it: saved, or at once where saving does not fit. `--slow` is the share of these trainings whose steps take
+6 s more, so that a limit of 5 s is too short for some.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import argparse
 import random
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from trials import (
     Command,
@@ -47,30 +49,34 @@ PLACEMENTS = (
     ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
     ["--params", "cpu", "--ram-fraction", "0.25"],
 )
-
-
-DEADLINES = (1.05, 1.5, 5, 15, 60)  # of which a second is kept for the end
+LIMITS = (1.05, 1.5, 5, 15, 60)  # seconds, of which one is kept for the end
+SLOW = 6.0  # seconds that a slow step takes longer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--warnings", action="store_true")
-    soak_of_kills(
-        parser,
-        lambda folder, dice, wishes: Trial(folder, dice, warns=wishes.warnings).carry_out(wishes.kills),
-        kills=200,
-    )
+    parser.add_argument("--limits", type=float, nargs="+", default=LIMITS)
+    parser.add_argument("--slow", type=float, default=0.0)
+
+    def carry_out(folder: Path, dice: random.Random, wishes: argparse.Namespace) -> None:
+        limits = wishes.limits if wishes.warnings else ()
+        Trial(folder, dice, limits=limits, slow=wishes.slow).carry_out(wishes.kills)
+
+    soak_of_kills(parser, carry_out, kills=200)
 
 
 class Trial:
     """Runs, kills and comparisons in one directory."""
 
-    def __init__(self, folder: Path, dice: random.Random, *, warns: bool) -> None:
-        self.folder, self.dice, self.warns = folder, dice, warns
+    def __init__(self, folder: Path, dice: random.Random, *, limits: Sequence[float], slow: float) -> None:
+        """`limits`: train.stop_within of warnings; empty: kill instead. `slow`: share of warnings in slow steps."""
+        self.folder, self.dice, self.limits, self.slow = folder, dice, limits, slow
         self.drive = folder / "drive"
         self.drive.mkdir()
         self.log = folder / "log.txt"
         self.found: Counter[str] = Counter()  # phases that kills hit
+        self.took: defaultdict[float, list[float]] = defaultdict(list)  # seconds from a warning to the end, by limit
         self.finished = self.made = self.exports = 0
         self.reference = folder / "uninterrupted"
 
@@ -88,7 +94,7 @@ class Trial:
                 self.kill_training(output)
                 continue
             self.finish(self.words(output, self.dice.choice(PLACEMENTS)))
-            for _ in range(self.dice.randrange(3)):
+            for _ in range(0 if self.limits else self.dice.randrange(3)):
                 self.kill_export(output)
             self.compare(output)
             place.close()
@@ -100,6 +106,8 @@ class Trial:
             f"{sum(self.found.values())} kills, {self.finished} runs, {time.monotonic() - start:.0f} s; hit: ", end=""
         )
         print(", ".join(f"{count} {what}" for what, count in self.found.most_common()))
+        for limit, took in sorted(self.took.items()):
+            print(f"  limit {limit:g} s: {len(took)} warnings, the slowest end after {max(took):.2f} s")
 
     def words(self, output: Path, placement: list[str]) -> list[object]:
         small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
@@ -114,19 +122,53 @@ class Trial:
     def warn(self, words: list[object], when: Callable[[], bool]) -> bool:
         """Run a training and send it SIGTERM once `when` is true; return True if it was still running.
 
-        Raises Difference if it does not end within its `train.stop_within`.
+        Steps may be slow, and `when` is then replaced. Raises Difference if the training does not end within its
+        `train.stop_within`.
         """
-        within = self.dice.choice(DEADLINES)
-        command = Command([*words, f"train.stop_within={within}"], log=self.log)
+        within, first = self.dice.choice(self.limits), None
+        if self.dice.random() < self.slow:
+            first, when = self.slow_steps()
+        command = Command([*words, f"train.stop_within={within}"], log=self.log, first=first)
         if command.wait_for(when):
             command.send(signal.SIGTERM)
         start = time.monotonic()
         # Before the command handles signals, and after it has put their handlers back, SIGTERM has its default action.
         if command.wait() not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise Difference(f"exit {command.code}: {command}")
-        if command.code and time.monotonic() - start > within:
-            raise Difference(f"{time.monotonic() - start:.2f} s after SIGTERM, not {within}: {command}")
+        seconds = time.monotonic() - start
+        if command.code and seconds > within:
+            raise Difference(f"{seconds:.2f} s after SIGTERM, not {within}: {command}")
+        if command.code:
+            self.took[within].append(seconds)
         return command.code != 0
+
+    def slow_steps(self) -> tuple[Callable[[], None], Callable[[], bool]]:
+        """Return what makes the steps of a command slow, and a random moment after its first step, as a condition.
+
+        A warning in the first step would come before the run can know how long its steps take.
+        """
+        one_done, delay, due = self.folder / "one-done", self.dice.uniform(0, SLOW), list[float]()
+        one_done.unlink(missing_ok=True)
+
+        def first() -> None:
+            from offload_trainer.engine.tiered import TieredEngine
+
+            step = TieredEngine.train_step
+
+            def slow(*given: Any, **words: Any) -> Any:
+                time.sleep(SLOW)
+                done = step(*given, **words)
+                one_done.touch()
+                return done
+
+            TieredEngine.train_step = slow
+
+        def when() -> bool:
+            if not due and one_done.exists():
+                due.append(time.monotonic() + delay)
+            return bool(due) and time.monotonic() >= due[0]
+
+        return first, when
 
     def kill(self, words: list[object], when: Callable[[], bool]) -> bool:
         """Run a command and kill it once `when` is true; return True if it was still running."""
@@ -139,11 +181,11 @@ class Trial:
 
     def kill_training(self, output: Path) -> None:
         _, when = moment(self.dice, output, steps=STEPS)
-        end = self.warn if self.warns else self.kill
+        end = self.warn if self.limits else self.kill
         if not end(self.words(output, self.dice.choice(PLACEMENTS)), when):
             return
         said = self.log.read_text()
-        if self.warns:
+        if self.limits:
             words = ("everything saved", "nothing to save", "stopped at once", "complete and saved")
             self.found[next((each for each in words if each in said), "default action")] += 1
         else:

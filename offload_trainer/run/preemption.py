@@ -1,10 +1,11 @@
 """Stop a run when a warning says that its machine will be taken away (spot and preemptible instances).
 
-    train.stop_on=[/run/evicted, aws, gcp] ── a thread in each node's first rank ── warning ──> SIGTERM to this process
+    train.stop_on=[/run/evicted, aws, gcp] ── a thread in each node's first rank ── warning ──> SIGTERM to the run
 
-SIGTERM then does what it always does (signals.py), within `train.stop_within`. A file warns by existing. `aws` and
-`gcp` ask the machine's metadata service, whose address can be changed with the variables that botocore and google-auth
-read: AWS_EC2_METADATA_SERVICE_ENDPOINT and GCE_METADATA_HOST.
+SIGTERM then does what it always does (signals.py), within `train.stop_within`. It goes to the launcher of the ranks, or
+to this process (`launcher.stop_target`). A file warns by existing. `aws` and `gcp` ask the machine's metadata service,
+whose address can be changed with the variables that botocore and google-auth read: AWS_EC2_METADATA_SERVICE_ENDPOINT
+and GCE_METADATA_HOST.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from offload_trainer.run.launcher import stop_target
 
 _EVERY = 2.0  # seconds between looks; AWS recommends 5 and warns 120 s ahead, GCP warns 30 s ahead
 _TIMEOUT = 1.0  # seconds for an answer of a service on the same host
@@ -26,7 +29,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # metada
 
 @contextmanager
 def stopping_on_warnings(sources: Sequence[str], *, say: Callable[[str], None]) -> Iterator[None]:
-    """Within this context, send SIGTERM to this process at the first warning of one of `sources`.
+    """Within this context, send SIGTERM to this run at the first warning of one of `sources`.
 
     Each source is `aws`, `gcp` or the path of a file. `say` is called in a thread: with the warning, and once for each
     service that does not answer, since its warnings cannot be seen.
@@ -57,7 +60,8 @@ def _watch(sources: Sequence[str], over: threading.Event, say: Callable[[str], N
             silent.discard(source)
             if warning is not None:
                 say(f"warning of {source}: {warning}")
-                os.kill(os.getpid(), signal.SIGTERM)
+                with suppress(ProcessLookupError):  # a launcher that is gone; the ranks then end too
+                    os.kill(stop_target(), signal.SIGTERM)
                 return
         if over.wait(_EVERY):
             return

@@ -1,6 +1,8 @@
 """run_and_kill.py [RANK:]WHERE NUMBER WORDS...: run the command, or only its rank RANK, and kill it (SIGKILL) at
-an exact moment.
+an exact moment. WHERE and NUMBER may be lists, separated by commas: the next entry counts after each restart by
+torchrun, and after the last one nothing is killed.
 
+step N     before the Nth step of this process
 page N     before the Nth write into page files
 flip N     before the Nth commit of a rank's pages, after all ranks have written theirs
 half N     halfway through writing the Nth record of a step
@@ -25,7 +27,11 @@ from typing import Any
 
 from offload_trainer.cli import main
 
-(rank, _, where), number = sys.argv[1].rpartition(":"), int(sys.argv[2])
+places, numbers = (word.split(",") for word in sys.argv[1:3])
+attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+if attempt >= len(places):
+    raise SystemExit(main(sys.argv[3:]))
+(rank, _, where), number = places[attempt].rpartition(":"), int(numbers[attempt])
 if rank not in ("", os.environ.get("RANK")):
     raise SystemExit(main(sys.argv[3:]))
 
@@ -59,7 +65,11 @@ def half(descriptor: int, data: bytes, at: int) -> None:
     die()
 
 
-if where == "page":
+if where == "step":
+    from offload_trainer.engine.tiered import TieredEngine
+
+    TieredEngine.train_step = before(TieredEngine.train_step, lambda *_: True)  # type: ignore[method-assign]
+elif where == "page":
     os.pwritev = before(os.pwritev, of("state"))
 elif where == "flip":
     from offload_trainer.offloading.pages.store import PageStore

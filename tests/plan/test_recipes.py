@@ -110,7 +110,7 @@ def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path
 
 def test_each_says_what_it_needs() -> None:
     assert {"run"} <= set.intersection(*(set(head) for head in HEADS.values()))
-    assert {name for name, head in HEADS.items() if "plan" not in head} == {"demo", "tiny", "qlora"}
+    assert {name for name, head in HEADS.items() if "plan" not in head} == {"demo", "tiny", "qlora", "ray_job"}
     for path in RECIPES:
         assert load_config(shlex.split(HEADS[path.stem]["run"])[1:])
 

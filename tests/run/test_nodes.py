@@ -39,15 +39,22 @@ class Nodes:
         folder: Path,
         drives: Sequence[int] = (1, 1),
         script: Sequence[object] = (COMMAND,),
+        restarted: tuple[dist.TCPStore, int] | None = None,
     ) -> None:
+        """`restarted`: the store of a launcher that restarts ranks, and how often it has."""
         folder.mkdir()
         self._bound, port = held_port()
+        launcher: dict[str, object] = {}
+        if restarted:
+            store, count = restarted
+            port = str(store.port)
+            launcher = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": count}
         self.told, self.ranks = [], []
         for rank in range(NODES * each):
             drive = folder / f"drive-{rank // each}"
             drive.mkdir(exist_ok=True)
             place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
-            place |= {ranks.SECRET: "what both nodes know"}
+            place |= {ranks.SECRET: "what both nodes know", **launcher}
             named = ["--nvme", drive] if drives[rank // each] else []
             env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             self.told.append(folder / f"told-{rank}")
@@ -115,6 +122,19 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     assert_same(by_one, alone)
     resume_hint(words, output, folder=tmp_path / "again", alone=alone)
     resume_hint(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
+
+
+def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
+    """They join although the addresses of the ranks before them are still in the launcher's store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [*WORDS, *HALF, *by(2), "--output", tmp_path / "out"]
+    dying = [HELPERS / "run_and_kill.py", "1:step", 4]
+    nodes = Nodes(*words, each=1, folder=tmp_path / "first", script=dying, restarted=(store, 0))
+    assert nodes.wait() == [LOST, -KILL], nodes.text
+    nodes = Nodes(*words, each=1, folder=tmp_path / "again", restarted=(store, 1))
+    assert nodes.wait() == [0, 0], nodes.text
+    assert "resumed from" in nodes.text
+    assert [step["step"] for step in Run(0, "", tmp_path / "out").steps] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_port_that_is_held_is_the_stores_and_nobody_elses() -> None:

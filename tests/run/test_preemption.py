@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from commands import TERMINATE, TINY, call, call_and_kill
 
 from offload_trainer.run import preemption
+from offload_trainer.run.launcher import LAUNCHER, stop_target
 from offload_trainer.telemetry import time_to_save
 from offload_trainer.telemetry.time_to_save import TimeToSave
 
@@ -82,6 +84,25 @@ def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     left.begin_save()
     left.begin_step(validates=False)
     assert left.seconds == 11 + 6  # the longest of the latest steps
+
+
+@pytest.mark.parametrize(
+    ("place", "target"),
+    [
+        ({}, "this process"),
+        ({LAUNCHER: "77"}, "77"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2"}, "its parent"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "3"}, "this process"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, "this process"),
+    ],
+)
+def test_a_warning_goes_to_a_launcher_that_would_restart_or_misjudge_the_ranks(
+    place: dict[str, str], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    known = {"this process": os.getpid(), "its parent": os.getppid()}
+    assert stop_target() == known.get(target, 77)
 
 
 # -- metadata services -------------------------------------------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""Tests of torchrun's restarts: killed ranks resume the run, and a run that is warned ends.
+
+The results have the bits of a run left alone.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from commands import HELPERS, TINY, Run, assert_same_run, call, start
+from forked_ranks import held_port
+
+from offload_trainer.ranks import SECRET
+
+pytestmark = pytest.mark.slow
+
+WORDS = [*TINY, "--engine", "tiered", "--optimizer", "nvme", "--steps", 20, "--save-every", 3, "train.eval_every=0"]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Run:
+    """Return the run of one rank, left alone."""
+    (folder / "drive").mkdir()
+    return call(*WORDS, "--accumulate", 2, "--nvme", folder / "drive", output=folder / "alone")
+
+
+def torchrun(
+    *words: object,
+    folder: Path,
+    script: Sequence[object] = ("-m", "offload_trainer", "train"),
+    nodes: int = 1,
+    meanwhile: Callable[[Path], None] = lambda _: None,
+) -> tuple[list[int], str]:
+    """Run two ranks under torchrun, on one node or two simulated ones; return its exit codes and all that was printed.
+
+    `meanwhile` is called with the file of what is printed, once the ranks are being started.
+    """
+    folder.mkdir()
+    bound, port = held_port()
+    launch = ["-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", 2 // nodes, "--max-restarts", 3]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", port]
+    told, started = folder / "told", []
+    with bound:
+        for node in range(nodes):
+            drive = folder / f"drive-{node}"
+            drive.mkdir()
+            argv = [*launch, "--node-rank", node, *script, *WORDS, "--accumulate", 1, "--nvme", drive, *words]
+            more = {SECRET: "what both nodes know", "CUDA_VISIBLE_DEVICES": ""}
+            started.append(start(*argv, stdout=told, stderr=told, own=True, **more))
+        meanwhile(told)
+        codes = [one.wait(400) for one in started]
+    assert not list(folder.glob("drive-*/offload-trainer/run-*"))
+    return codes, told.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_killed_ranks_are_restarted(nodes: int, alone: Run, seed: int, tmp_path: Path) -> None:
+    """A rank is killed three times: before a random step, before a random write of an update, and in a save."""
+    dice, output = random.Random(seed), tmp_path / "out"
+    places = f"{dice.randrange(2)}:step,{dice.randrange(2)}:page,0:saving"
+    numbers = f"{dice.randrange(2, 9)},{dice.randrange(1, 10)},1"
+    script = [HELPERS / "run_and_kill.py", places, numbers]
+    codes, text = torchrun("--output", output, folder=tmp_path / "nodes", script=script, nodes=nodes)
+    assert codes == [0] * nodes, f"{places} {numbers}: {text[-6000:]}"
+    assert text.count("failed (exitcode: -9)") == 3, text[-6000:]
+    assert_same_run(Run(0, text, output), alone)
+
+
+def test_a_run_that_is_warned_is_not_restarted(alone: Run, tmp_path: Path) -> None:
+    """torchrun ends with the run, which has saved its step; the same command resumes."""
+    warning, go, output = tmp_path / "evicted", tmp_path / "go", tmp_path / "out"
+    metrics, words = output / "metrics.jsonl", [f"train.stop_on=[{warning}]", "--output", output]
+
+    def wait_for(condition: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + 200
+        while not condition():
+            assert time.monotonic() < until, what
+            time.sleep(0.02)
+
+    def warn(told: Path) -> None:
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, "five steps")
+        warning.touch()
+        wait_for(lambda: "finishing this step" in told.read_text(errors="replace"), "SIGTERM")
+        go.touch()
+
+    held = [HELPERS / "run_and_pause.py", 5, go]  # rank 0 waits there for the warning
+    codes, text = torchrun(*words, folder=tmp_path / "first", script=held, meanwhile=warn)
+    assert codes == [1], text[-6000:]
+    assert text.count(f"warning of {warning}: the file exists") == 1  # no rank was started again
+    assert "stopped after step 5, everything saved; the same command resumes from there" in text
+    assert (output / "checkpoints/step-00000005/MANIFEST.json").exists()
+    warning.unlink()
+    codes, text = torchrun(*words, folder=tmp_path / "again")
+    assert codes == [0], text[-6000:]
+    assert_same_run(Run(0, text, output), alone)

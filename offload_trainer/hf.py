@@ -124,15 +124,16 @@ class Offloaded(_Trainer):
 
         classes = type(self).__mro__
         here = classes.index(Offloaded)
+        own = any("create_optimizer" in vars(one) for one in classes[:here])
         for name in _MAKES:
             behind = next((one for one in classes[here + 1 :] if name in vars(one)), None)
             front = next((one for one in classes[:here] if name in vars(one)), None)
-            if (behind not in (None, Trainer) and not front) or (front and name != "create_optimizer"):
+            if (behind not in (None, Trainer) and not own) or (front and name != "create_optimizer"):
                 raise UserError(
                     f"{name} of {(front or behind).__name__} would not be called: override create_optimizer in a class "  # type: ignore[union-attr]
                     "in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"
                 )
-        if any("create_optimizer" in vars(one) for one in classes[:here]):
+        if own:
             made = self.create_optimizer() or self.optimizer
             if not isinstance(made, OffloadedOptimizer):
                 raise UserError(
@@ -170,6 +171,13 @@ class Offloaded(_Trainer):
                 eps=args.adam_epsilon,
             )
         return self.optimizer
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Create the session's optimizer and its scheduler, whatever a class behind this one would make."""
+        if not self._session.trained:
+            return super().create_optimizer_and_scheduler(num_training_steps)
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps)
 
     def training_step(self, *positional: Any, **words: Any) -> torch.Tensor:
         with self._session.micro_batch(last=self.accelerator.sync_gradients):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from pydantic import with_config
+from torch import nn
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
@@ -83,10 +84,14 @@ def pretrained_buffers(directory: Path, model: PreTrainedModel) -> dict[str, tor
     return dict(_read(directory, model, set(persistent_buffers(model))))
 
 
-def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the buffers that transformers saves with the weights (a router's correction, ...)."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state_dict contains, by name, without state_dict(), which a session replaces."""
+    return {
+        f"{owner}.{leaf}" if owner else leaf: buffer
+        for owner, module in model.named_modules()
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None and leaf not in module._non_persistent_buffers_set
+    }
 
 
 def _read(directory: Path, model: PreTrainedModel, wanted: set[str]) -> Iterator[NamedTensor]:

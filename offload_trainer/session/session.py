@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import NonFiniteGradient, UserError
+from offload_trainer.model.pretrained import persistent_buffers
 from offload_trainer.offloading.autograd import not_compiled
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
@@ -509,13 +510,3 @@ def listed(
     for name, buffer in persistent_buffers(model).items():
         found[prefix + name] = buffer
     return found
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state_dict contains, by name, without state_dict(), which a session replaces."""
-    return {
-        f"{owner}.{leaf}" if owner else leaf: buffer
-        for owner, module in model.named_modules()
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None and leaf not in module._non_persistent_buffers_set
-    }

@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, Trainer
 
 from offload_trainer.errors import UserError
-from offload_trainer.hf import Offloaded
+from offload_trainer.hf import Offloaded, session_of
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,10 @@ class Foreign(Trainer):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         return super().create_optimizer(*positional)
 
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.create_scheduler(num_training_steps, self.optimizer)
+
 
 class OverForeign(Offloaded, Foreign):
     pass
@@ -171,5 +175,7 @@ def test_over_a_trainer_of_another_project(folder: Path, drive: Path, tmp_path: 
             OverForeign(note="kept", **given)
         trainer = WithOwnOptimizer(note="kept", **given)
         assert trainer.note == "kept"
+        trainer.create_optimizer_and_scheduler(4)  # transformers 5.23 does not call it, other projects do
+        assert trainer.optimizer is session_of(model).optimizer
         trainer.train()
         assert told(trainer) == told(expected)

@@ -19,7 +19,8 @@ from offload_trainer.settings import FLAGS, all_keys, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-ALL = sorted([*NAMES, "dpo", "qlora", "ray_job"])  # scripts; tests/library/test_dpo_recipe.py and its like run copies
+# Scripts; other tests run copies of them.
+ALL = sorted([*NAMES, "dpo", "llama_factory", "ms_swift", "qlora", "ray_job"])
 SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=16", "--seq-len", "32", "--micro-batch", "2"]
 
 

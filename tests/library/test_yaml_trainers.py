@@ -1,0 +1,99 @@
+"""Tests that the YAMLs of docs/integrations.md train as the projects that they are for do, in pinned versions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compare_trainers import assert_same, weights
+from fresh_environment import fresh_environment
+from hf_trainers import model_folder
+from sample_chats import chat_tokenizer, chats
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/integrations.md").read_text()
+SWIFT, LLAMA_FACTORY = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+SAME = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 4}
+SAME |= {"save_steps": 2, "logging_steps": 1, "report_to": "none", "dataloader_num_workers": 0, "max_grad_norm": 0.5}
+
+
+def installed(place: Path, project: str, *libraries: str) -> dict[str, str]:
+    """Install a project and the libraries that it needs for training over this interpreter's; return its variables."""
+    there = fresh_environment(place) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
+    pip = ["python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    for words in (libraries, ("--no-deps", project)):
+        done = subprocess.run([*pip, *words], env=online, capture_output=True, text=True, check=False)
+        if done.returncode and "No matching distribution" in done.stderr:
+            pytest.skip(f"pip finds none of these here: {done.stderr[-300:]}")
+        assert done.returncode == 0, done.stderr
+    return there
+
+
+def model_and_data(folder: Path) -> Path:
+    (folder / "drive").mkdir()
+    tokenizer = chat_tokenizer()
+    tokenizer.model_max_length = 256
+    model = model_folder(folder / "model", vocab_size=272, max_position_embeddings=256, pad_token_id=0)
+    tokenizer.save_pretrained(model)
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats()))
+    return model
+
+
+def run(command: str, folder: Path, there: dict[str, str]) -> None:
+    done = subprocess.run(shlex.split(command), cwd=folder, env=there, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+def compare(folder: Path, *, weights_in: str = "checkpoint-4") -> None:
+    """Assert equal logs and weights in `ours` and `theirs`, and that only `ours` has a session's state."""
+    logs = {}
+    for name in ("ours", "theirs"):
+        state = json.loads((folder / name / "checkpoint-4/trainer_state.json").read_text())
+        logs[name] = [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in state["log_history"]]
+        assert (folder / name / "checkpoint-4/offload").is_dir() == (name == "ours")
+    assert len(logs["ours"]) == 4
+    assert logs["ours"] == logs["theirs"]
+    assert_same(weights(folder / "ours" / weights_in), weights(folder / "theirs" / weights_in))
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_ms_swift(tmp_path: Path) -> None:
+    libraries = ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4", "modelscope")
+    there = installed(tmp_path, "ms-swift==4.6.0", *libraries)
+    changes: dict[str, Any] = {"model": str(model_and_data(tmp_path)), "model_type": "llama", "template": "chatml"}
+    changes |= {"torch_dtype": "float32", "fp16": False, "max_length": 256, "add_version": False, "check_model": False}
+    theirs = SWIFT | SAME | changes | {"split_dataset_ratio": 0, "output_dir": "theirs"}
+    del theirs["external_plugins"], theirs["model_kwargs"]
+    place = {"nvme": [str(tmp_path / "drive")], "params": "nvme", "ram_fraction": 0.0}
+    ours = SWIFT | theirs | {"output_dir": "ours", "model_kwargs": place}
+    run("python -m offload_trainer cp ms_swift", tmp_path, there)
+    for name, keys in (("ours", ours), ("theirs", theirs)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
+        run(f"swift sft {name}.yaml", tmp_path, there)
+    compare(tmp_path)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_llama_factory(tmp_path: Path) -> None:
+    libraries = ("transformers==5.8.0", "trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "accelerate==1.11.0")
+    there = installed(tmp_path, "llamafactory==0.9.5", *libraries, "omegaconf") | {"DISABLE_VERSION_CHECK": "1"}
+    told = {"file_name": "chat.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}
+    told["tags"] = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": told}))
+    changes: dict[str, Any] = {"model_name_or_path": str(model_and_data(tmp_path)), "template": "default"}
+    changes |= {"dataset_dir": str(tmp_path), "cutoff_len": 128, "pure_bf16": False}
+    for name in ("ours", "theirs"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(LLAMA_FACTORY | SAME | changes | {"output_dir": name}))
+    run("python -m offload_trainer cp llama_factory", tmp_path, there)
+    run(f"python llama_factory.py ours.yaml --nvme {tmp_path / 'drive'} --params nvme", tmp_path, there)
+    run("llamafactory-cli train theirs.yaml", tmp_path, there)
+    compare(tmp_path)

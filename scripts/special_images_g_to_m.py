@@ -13,6 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_trainer.model.probes.tiny_model import HEADS, HIDDEN
 
+_SHIELD_GEMMA2 = (
+    "AutoModelForImageTextToText does not find the weights that it has saved: transformers' rules for their names are "
+    "those of ShieldGemma2ForImageClassification, which has no loss (tests/library/test_image_models.py loads and "
+    "exports them)"
+)
 _IMAGE = VOCABULARY - 1  # the placeholder of configurations that name none
 _TOKENS = (5, VOCABULARY - 16)  # tokens that are not special
 _STD = {"vision_config.initializer_range": 0.02}  # instead of 1e-10, with which the loss would not depend on pixels
@@ -239,4 +244,5 @@ SPECIAL: dict[str, Special] = {
     "MiniCPMOcr": Special(_changed("MiniCPMOcr", _MINICPM), _minicpm),
     "MiniCPMV4_6": Special(_changed("MiniCPMV4_6", _MINICPM), _minicpm),
     "MiniCPMV4_7": Special(_changed("MiniCPMV4_7", _MINICPM), _minicpm_v_4_7),
+    "ShieldGemma2": Special(not_trainable=_SHIELD_GEMMA2),
 }

@@ -44,12 +44,14 @@ class Special:
     """What one architecture needs instead of the rules of this module; None keeps the rule.
 
     `config()` returns the tiny configuration, and `inputs(model, random)` a whole batch of `ROWS` rows with `labels`.
-    `pixels` names the input that the loss has to depend on.
+    `pixels` names the input that the loss has to depend on. `not_trainable` says why transformers does not train the
+    architecture from images; nothing is tried then.
     """
 
     config: Callable[[], PreTrainedConfig] | None = None
     inputs: Callable[[PreTrainedModel, torch.Generator], Batch] | None = None
     pixels: str = "pixel_values"
+    not_trainable: str = ""
 
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:

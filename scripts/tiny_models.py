@@ -58,6 +58,7 @@ _CHANGES: dict[str, dict[str, Any]] = {  # exceptions to the rules
     "Dots3NoteVisionConfig": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
     "FlintConfig": {"mlp_only_layers": [0]},
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
+    "Glm5NextTextConfig": {"index_kpool": 2},  # index_topk has to be a multiple
     "GraniteMoeHybridConfig": {"mamba_d_head": 2 * HIDDEN // HEADS},
     "HunYuanDenseV1Config": {"head_dim": HIDDEN // HEADS},
     "HunYuanMoEV1Config": {"head_dim": HIDDEN // HEADS},

@@ -60,18 +60,20 @@ def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Gr
     `model` may be on the meta device.
     """
     renamings, converters = _kinds(get_model_conversion_mapping(model))
-    wanted = dict(model.state_dict())
+    wanted, prefix = dict(model.state_dict()), model.base_model_prefix
     members: dict[str, list[tuple[str, str | None]]] = {}
-    unexpected = []
-    for key in sorted(keys, key=dot_natural_key):
-        prefix = model.base_model_prefix
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted:  # a rule may have renamed a correct key, or only the body's prefix is missing
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted or (pattern is None and name in members):
-            unexpected.append(key)
-        else:
-            members.setdefault(name, []).append((key, pattern))
+    unexpected = sorted(keys, key=dot_natural_key)
+    # A prefix may be that of another class with the same configuration, such as ShieldGemma 2's classifier.
+    for rules in (renamings, [rule for rule in renamings if not isinstance(rule, PrefixChange)]):
+        before, tried, unexpected = set(members), unexpected, []
+        for key in tried:
+            name, pattern = rename_source_key(key, rules, converters, prefix, wanted)
+            if name not in wanted:  # a rule may have renamed a correct key, or only the body's prefix is missing
+                name, pattern = rename_source_key(key, [], [], prefix, wanted)
+            if name not in wanted or name in before or (pattern is None and name in members):
+                unexpected.append(key)
+            else:
+                members.setdefault(name, []).append((key, pattern))
     groups = [_group(name, found, converters, model, rename=lambda name: name) for name, found in members.items()]
     return groups, unexpected
 

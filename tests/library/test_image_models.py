@@ -14,8 +14,9 @@ from compare_trainers import assert_same, told, weights
 from hf_trainers import HOMES as TRAINERS_HOMES
 from hf_trainers import Ours, arguments, loaded
 from image_models import PATCHES, Batch, image_model, image_rows, opened, stacked
+from tiny_image_models import kinds, tiny_image_config, tiny_image_model
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
+from transformers import AutoModelForImageTextToText, PreTrainedModel, ShieldGemma2ForImageClassification, Trainer
 
 import offload_trainer as ot
 from offload_trainer.config import ModelSection
@@ -160,6 +161,24 @@ def test_an_export_loads_as_an_image_text_model(name: str, drive: Path, tmp_path
             names = {key.partition(".")[0]: key for key in weights(place)}
             assert names["vision_tower"].startswith("vision_tower.vision_model.")
             assert names["language_model"].startswith(("language_model.model.", "language_model.lm_head."))
+
+
+def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_path: Path) -> None:
+    """ShieldGemma 2's weights are read as its classifier reads them, and the classifier reads an export.
+
+    The rules that transformers has for the names of the classifier's weights do not fit the model that is trained.
+    """
+    model = tiny_image_model(tiny_image_config(kinds()["ShieldGemma2"]), seed=1)
+    model.save_pretrained(tmp_path / "model")
+    expected = dict(model.named_parameters())
+    keys = {"nvme": drive, "dtype": "fp32", "say": lambda _: None, "image_patches": PATCHES}
+    with ot.load(tmp_path / "model", micro_batch_size=1, seq_len=16, **keys) as session:
+        assert_same(dict(session.named_masters()), expected)
+        session.export(tmp_path / "out", dtype="fp32")
+    for folder in (tmp_path / "model", tmp_path / "out"):
+        classifier, info = ShieldGemma2ForImageClassification.from_pretrained(folder, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert_same(dict(classifier.model.named_parameters()), expected)
 
 
 def test_a_save_is_resumed(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:

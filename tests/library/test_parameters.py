@@ -288,6 +288,18 @@ def test_a_view_reads_what_its_parameter_holds_now(offloaded: Offloaded) -> None
 
 
 @every_home
+def test_one_operation_reads_several_weights(offloaded: Offloaded) -> None:
+    """It gets the values of weights that the operation before it has read, and of others."""
+    model, reference, session = offloaded
+
+    def joined(one: Net, step: int) -> torch.Tensor:
+        first, second = (one.blocks[at][0].weight.t() for at in (0, 3))
+        return square(one, step) + (torch.cat([first, second, one.head.weight], 1) ** 2).mean()
+
+    assert list(trained(model, session, joined)) == list(trained(reference, None, joined))
+
+
+@every_home
 def test_parameters_without_dimensions(offloaded: Offloaded) -> None:
     model, reference, session = offloaded
     assert model.scale.item() == 1.25

@@ -14,6 +14,8 @@ SELECTED = {
     "AyaVision": "a projector that gates its features",
     "Gemma3": "a mask that is not causal between the tokens of an image",
     "Glm4v": "a tower without a fixed size of images",
+    "HunYuanVL": "a module that reads weights of its own between others, and several in one operation",
+    "Idefics": "attention to images in layers between those of the text",
     "Idefics2": "a resampler, whose blocks cannot be checkpointed, after a tower whose blocks are",
     "Idefics3": "a list of images in each row",
     "InternVL": "a tower with a scale for each layer",

@@ -336,8 +336,8 @@ class WeightPrefetcher:
         """Provide weights, given by unit and offset, to one operation inside the context.
 
         An offloaded weight is copied into separate memory. So is one in a ring buffer if autograd would save it without
-        hooks that could fetch it again. The copy stays until other weights are borrowed or the weights change. Autograd
-        saves the copy itself.
+        hooks that could fetch it again. The copy stays until other weights are borrowed without it, or the weights
+        change. Autograd saves the copy itself.
         """
         bare = unprotected()
         recomputing = self._recomputing is not None and torch.is_grad_enabled()
@@ -349,12 +349,14 @@ class WeightPrefetcher:
         }
         if wanted:
             with without_modes():
+                # The operation also reads weights that an earlier one has borrowed.
+                stays = {name: self._borrowed.pop(name) for name in places if name in self._borrowed}
                 self._return_borrowed()
                 for unit, start in wanted.values():
                     for parameter, place in self._parts[unit]:
                         if place.start == start:
                             set_memory(parameter, self._copy(unit, place))
-            self._borrowed = wanted
+            self._borrowed = stays | wanted
         borrowed = any(name in self._borrowed for name in places)
         keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if borrowed and bare else nullcontext()
         with keeping:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from offload_trainer.model.probes.tiny_model import HEADS, HIDDEN
 
 _IMAGE, _START = VOCABULARY - 1, VOCABULARY - 2  # tokens that no text has
+_LARGE = 0.2  # initializer_range of towers whose features would be too small for fp32 to show in the loss
 _MERGED = SIDE**2 // 4  # tokens of an image of which 2 x 2 patches become one
 
 
@@ -84,7 +85,7 @@ def _video_llama3(model: PreTrainedModel, random: torch.Generator) -> Batch:
 
 def _molmo2_config() -> PreTrainedConfig:
     kind = kinds()["Molmo2"]
-    adapter = tiny_config(type(kind().adapter_config), vision_feature_layer=[-1])
+    adapter = tiny_config(type(kind().adapter_config), vision_feature_layer=[-1], initializer_range=_LARGE)
     return with_small_images(tiny_config(kind, adapter_config=adapter))
 
 
@@ -116,6 +117,9 @@ def _pix2struct(model: PreTrainedModel, random: torch.Generator) -> Batch:
     return with_text(model, {"flattened_patches": patches}, random)
 
 
+_UDOP = _T5 | {"decoder_start_token_id": 0, "relative_attention_num_buckets": 32}  # its 2-D positions have 32 buckets
+
+
 def _udop(model: PreTrainedModel, random: torch.Generator) -> Batch:
     side = model.config.image_size
     images = {
@@ -127,8 +131,8 @@ def _udop(model: PreTrainedModel, random: torch.Generator) -> Batch:
 
 # -- towers -----------------------------------------------------------------------------------------------------------
 
-# Of a tower from SAM. With its own initializer_range, 1e-10, a loss would not depend on the pixels.
-_SAM = {"initializer_range": 0.02, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48}
+# A tower from SAM. With its own initializer_range, 1e-10, a loss would not depend on the pixels.
+_SAM = {"initializer_range": _LARGE, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48}
 _POST = {f"post_conv_{part}_channels": 8 for part in ("in", "mid", "out")}
 _UNLIMITED = {
     **_under("vision_config.sam_config", _SAM | {"downsample_channels": [8, HIDDEN]}),
@@ -141,29 +145,6 @@ def _paligemma(model: PreTrainedModel, random: torch.Generator) -> Batch:
     side = model.config.vision_config.image_size
     batch = with_text(model, {"pixel_values": torch.randn(ROWS, 3, side, side, generator=random)}, random)
     return batch | {"token_type_ids": batch["input_ids"].ne(model.config.image_token_id).long()}
-
-
-_PI0 = {
-    "vlm_config.text_config.num_key_value_heads": 1,
-    "vlm_config.vision_config.vision_use_head": False,
-    "dit_config.num_key_value_heads": 1,
-}
-
-
-def _pi0(model: PreTrainedModel, random: torch.Generator) -> Batch:
-    """Return images, states and actions of a robot. Its loss is that of the actions; `labels` have no effect."""
-    config = model.config
-    side = config.vlm_config.vision_config.image_size
-    actions = ROWS, config.chunk_size, config.max_action_dim
-    images = {
-        "pixel_values": torch.randn(ROWS, 1, 3, side, side, generator=random),
-        "pixel_attention_mask": torch.ones(ROWS, 1, dtype=torch.bool),
-        "state": torch.randn(ROWS, config.max_state_dim, generator=random),
-        "actions": torch.randn(actions, generator=random),
-        "noise": torch.randn(actions, generator=random),
-        "timestep": torch.rand(ROWS, generator=random),
-    }
-    return with_text(model, images, random, count=SIDE**2)
 
 
 def _perception_lm_config() -> PreTrainedConfig:
@@ -192,7 +173,7 @@ SPECIAL: dict[str, Special] = {
     "MuseGlimmer": Special(config=_changed("MuseGlimmer", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
     "MuseSpark": Special(config=_changed("MuseSpark", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
     "NemotronH_Omni_Reasoning_V3_": Special(config=_nemotron_h_omni_config, inputs=_nemotron_h_omni),
-    "PI0": Special(config=_changed("PI0", _PI0), inputs=_pi0),
+    "PI0": Special(not_trainable="it predicts the actions of a robot: its loss takes `actions`, and no `labels`"),
     "PPChart2Table": Special(config=_changed("PPChart2Table", _under("vision_config", _SAM))),
     "PPFormulaNet": Special(config=_changed("PPFormulaNet", _under("vision_config", _SAM | _POST))),
     "PaddleOCRVL": Special(
@@ -211,7 +192,7 @@ SPECIAL: dict[str, Special] = {
         config=_changed("Qwen3OmniMoeThinker", {"vision_start_token_id": _START}), inputs=_omni
     ),
     "Step3p7": Special(config=_changed("Step3p7", {"text_config.sliding_window": 8})),
-    "Udop": Special(config=_changed("Udop", _T5 | {"decoder_start_token_id": 0}), inputs=_udop),
+    "Udop": Special(config=_changed("Udop", _UDOP), inputs=_udop),
     "UnlimitedOcr": Special(config=_changed("UnlimitedOcr", _UNLIMITED)),
     "VideoLlama3": Special(inputs=_video_llama3),
     "VisionEncoderDecoder": Special(

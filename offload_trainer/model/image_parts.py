@@ -10,6 +10,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from torch import nn
@@ -66,8 +67,10 @@ def _units(model: PreTrainedModel, weights: Sequence[Weight], order: Order | Non
         {id(parameter) for parameter in part.parameters()}
         for part in (model.get_decoder(), model.get_encoder(modality="image"))
     )
-    ends = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
-    text_alone = {id(parameter) for part in ends for parameter in part.parameters()}
+    ends = [model.get_output_embeddings()]
+    with suppress(NotImplementedError):  # transformers does not find those inside some decoders (PP-FormulaNet)
+        ends.append(model.get_input_embeddings())
+    text_alone = {id(parameter) for part in ends if part is not None for parameter in part.parameters()}
     inside = every - decoder - text_alone
     if model.config.is_encoder_decoder or not inside:
         inside = encoder - text_alone if encoder < every else set()

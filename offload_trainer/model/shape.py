@@ -42,8 +42,13 @@ def model_shape(
     """Return the shape of a model on the meta device.
 
     `image_patches`: the patches of a row's images; 0 or None: rows hold text alone. Afterwards the model's parameters
-    are in the run's dtype, and frozen as configured.
+    are in the run's dtype, and frozen as configured. Raises UserError for a model without a vocabulary.
     """
+    if not hasattr(model.config.get_text_config(), "vocab_size"):
+        raise UserError(
+            f"{type(model).__name__}: its configuration says no vocab_size, so it predicts no tokens: build it with "
+            "transformers, and give the module to offload_trainer.offload"
+        )
     patterns = []
     for text in section.freeze:
         try:

@@ -267,6 +267,13 @@ def test_what_cannot_be_planned_is_refused(models: Callable[[str], Any], drive: 
         ot.offload(opened(folder), nvme=drive, image_patches=4)  # type: ignore[call-arg]
 
 
+def test_a_model_of_actions_is_refused(tmp_path: Path) -> None:
+    """PI0 predicts the actions of a robot. transformers lists it among the image-text models."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "pi0"}))
+    with pytest.raises(UserError, match="PI0ForConditionalGeneration: its configuration says no vocab_size"):
+        resolved(tmp_path, image_patches="auto")
+
+
 # -- what a plan counts -----------------------------------------------------------------------------------------------
 
 

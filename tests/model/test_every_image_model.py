@@ -21,6 +21,7 @@ SELECTED = {
     "InternVL": "a tower with a scale for each layer",
     "Llava": "hidden states of a layer before the last",
     "Mistral3": "a tower that packs images of any size into one row",
+    "PPFormulaNet": "embeddings of tokens that transformers does not find inside the decoder",
     "Qwen2VL": "positions in three dimensions",
     "Qwen2_5_VL": "windows of attention",
     "Qwen3VL": "features of several layers, added inside the language model",

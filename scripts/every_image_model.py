@@ -57,7 +57,7 @@ _TOWER = r"vision|visual|image_|vit|encoder"  # in the names of towers and their
 class Result:
     """The result of one architecture; `outcome` is right, wrong, refused, traceback, or transformers.
 
-    The last means that transformers builds or runs no such tiny model, and `why` has its error.
+    The last means that transformers builds or runs no such tiny model, and `why` has its error or the reason.
     """
 
     name: str
@@ -142,6 +142,8 @@ def saved(name: str, folder: Path) -> list[Batch]:
 def examine(name: str, folder: Path) -> Result:
     """Return the result of one architecture; a failure becomes its outcome, and no exception escapes."""
     start = time.monotonic()
+    if why := SPECIAL.get(name, Special()).not_trainable:
+        return Result(name, "transformers", why)
     try:
         data = saved(name, folder / "model")
         expected = reference(folder / "model", data)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ Batch = dict[str, torch.Tensor]
 ROWS, TEXT, SIDE = 2, 10, 4  # rows of a batch, tokens of text in a row, patches of an image's side
 PATCHES = SIDE**2 + 1  # of an image, with one for its class
 _SPECIAL = range(VOCABULARY - 16, VOCABULARY)  # tokens that no text has
+_TEXT = range(5, _SPECIAL.start)
 _MARKS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _TOKEN = re.compile(r"(image|img|video|audio|vision|media|boi|eoi|boa|eoa).*(token_(id|index)|_id|_index)$")
 _SMALL = {
@@ -44,12 +45,14 @@ class Special:
     """What one architecture needs instead of the rules of this module; None keeps the rule.
 
     `config()` returns the tiny configuration, and `inputs(model, random)` a whole batch of `ROWS` rows with `labels`.
-    `pixels` names the input that the loss has to depend on.
+    `pixels` names the input that the loss has to depend on. `not_trainable` says why transformers does not train the
+    architecture from images; nothing is tried then.
     """
 
     config: Callable[[], PreTrainedConfig] | None = None
     inputs: Callable[[PreTrainedModel, torch.Generator], Batch] | None = None
     pixels: str = "pixel_values"
+    not_trainable: str = ""
 
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:
@@ -61,12 +64,16 @@ def tiny_image_config(kind: type[PreTrainedConfig], special: Special = Special()
     """Return a `kind` with its defaults shrunk, for images of `SIDE` x `SIDE` patches."""
     if special.config is not None:
         return special.config()
-    config = tiny_config(kind)
+    return with_small_images(tiny_config(kind))
+
+
+def with_small_images(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Make the images of a configuration small, and move its special tokens, in place; return it."""
     free = iter(_SPECIAL)
     for one in _all(config):
         _make_small(one)
         for key, value in list(vars(one).items()):
-            if _TOKEN.search(key) and isinstance(value, int) and value >= VOCABULARY:
+            if _TOKEN.search(key) and isinstance(value, int) and value >= _TEXT.start:
                 setattr(one, key, next(free, _SPECIAL[-1]))
     return config
 
@@ -120,7 +127,9 @@ def _make_small(one: Any) -> None:
     if isinstance(rope, dict) and (sections or "mrope_section" in rope):
         head = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
         half = int(head * rope.get("partial_rotary_factor", getattr(one, "partial_rotary_factor", None) or 1)) // 2
-        one.rope_parameters = rope | {"mrope_section": [half - 2, 1, 1]}
+        section = {"mrope_section": [half - 2, 1, 1]}
+        by_layer = {kind: part | section for kind, part in rope.items() if isinstance(part, dict)}
+        one.rope_parameters = by_layer or rope | section
     if isinstance(getattr(one, "image_grid_pinpoints", None), list) and isinstance(side := _side(one), int):
         one.image_grid_pinpoints = [[side, side]]
 
@@ -176,15 +185,22 @@ def _reads_images(model: PreTrainedModel, batch: Batch, key: str) -> bool:
 
 def _batch(model: PreTrainedModel, form: Callable[..., Batch], *, seed: int) -> Batch:
     random = torch.Generator().manual_seed(100 + seed)
-    names = inspect.signature(type(model).forward).parameters
     images = form(model.config, random)
-    if missing := [name for name in images if name not in names]:
+    if missing := [name for name in images if name not in _arguments(model)]:
         raise ValueError(f"takes no {missing[0]}")
-    batch = dict(images)
-    text = torch.randint(5, _SPECIAL.start, (ROWS, TEXT), generator=random)
+    return with_text(model, images, random)
+
+
+def with_text(model: PreTrainedModel, images: Batch, random: torch.Generator, *, count: int | None = None) -> Batch:
+    """Return `images` with rows of text that begin with `count` placeholders, and `labels`.
+
+    None: as many placeholders as the model makes of an image.
+    """
+    names, batch = _arguments(model), dict(images)
+    text = torch.randint(_TEXT.start, _TEXT.stop, (ROWS, TEXT), generator=random)
     labels = text
     if "input_ids" in names:
-        ids = _with_placeholders(model, images, text)
+        ids = _with_placeholders(model, images, text, count)
         if ids.shape != text.shape:
             labels = torch.cat([torch.full((ROWS, ids.shape[1] - TEXT), -100), text], 1)
         batch |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -194,16 +210,21 @@ def _batch(model: PreTrainedModel, form: Callable[..., Batch], *, seed: int) -> 
     return batch | {"labels": labels}
 
 
-def _with_placeholders(model: PreTrainedModel, images: Batch, text: torch.Tensor) -> torch.Tensor:
-    """Return rows that begin with as many placeholder tokens as the model makes of an image."""
-    token, count = _image_token(model.config), 1
-    if hasattr(model, "get_image_features") and "aspect_ratio_ids" not in images:
+def _with_placeholders(model: PreTrainedModel, images: Batch, text: torch.Tensor, count: int | None) -> torch.Tensor:
+    """Return rows that begin with `count` placeholder tokens, or with as many as the model makes of an image."""
+    token = _image_token(model.config)
+    owner = model if hasattr(model, "get_image_features") else model.base_model
+    if count is None and hasattr(owner, "get_image_features") and "aspect_ratio_ids" not in images:
         with torch.no_grad():
-            found = model.get_image_features(**images)
+            found = owner.get_image_features(**images)
         count = _features(getattr(found, "pooler_output", found), _width(model)) // ROWS
     if token is None:
         return text
-    return torch.cat([torch.full((ROWS, count), token), text], 1)
+    return torch.cat([torch.full((ROWS, 1 if count is None else count), token), text], 1)
+
+
+def _arguments(model: PreTrainedModel) -> Collection[str]:
+    return inspect.signature(type(model).forward).parameters
 
 
 def _width(model: PreTrainedModel) -> int:

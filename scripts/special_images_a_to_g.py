@@ -83,6 +83,7 @@ _SAM = _STD | {"output_channels": 8, "window_size": 2, "global_attn_indexes": [1
 _OCR2 = {
     "text_config.mlp_layer_types": ["dense", "sparse"],
     "text_config.num_experts_per_tok": 2,
+    "text_config.max_position_embeddings": 256,
     **_under(
         "vision_config.sam_config", _SAM | {"downsample_channels": [16, HIDDEN], "image_size": 32, "patch_size": 4}
     ),

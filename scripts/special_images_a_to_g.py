@@ -89,12 +89,16 @@ _OCR2 = {
     ),
 }
 _FASTVIT = {
-    "layers": [1, 1],
-    "embed_dims": [8, HIDDEN],
-    "mlp_ratios": [2, 2],
-    "token_mixers": ["repmixer", "attention"],
-    "cls_ratio": 1.0,
-    "inference_mode": True,
+    "architecture": "fastvit_t8",
+    "initializer_range": 0.2,  # its convolutions have no norms, and would make features of almost 0
+    "model_args": {
+        "layers": [1, 1],
+        "embed_dims": [8, HIDDEN],
+        "mlp_ratios": [2, 2],
+        "token_mixers": ["repmixer", "attention"],
+        "cls_ratio": 1.0,
+        "inference_mode": True,
+    },
 }
 _FLORENCE2 = {
     "depths": [1, 1],
@@ -162,10 +166,7 @@ SPECIAL: dict[str, Special] = {
     "Emu3": Special(_changed("Emu3", _EMU3), _emu3),
     "Ernie4_5_VLMoe": Special(_changed("Ernie4_5_VLMoe", _ERNIE)),
     "Evolla": Special(not_trainable="EvollaForProteinText2Text takes proteins instead of images"),
-    "FastVlm": Special(
-        _changed("FastVlm", _under("vision_config", {"architecture": "fastvit_t8", "model_args": _FASTVIT})),
-        _square(32),
-    ),
+    "FastVlm": Special(_changed("FastVlm", _under("vision_config", _FASTVIT)), _square(32)),
     "Florence2": Special(_changed("Florence2", _under("vision_config", _FLORENCE2)), _square(16)),
     "Fuyu": Special(_changed("Fuyu", {"patch_size": 4, "image_size": 4 * SIDE}), _patches),
     "Gemma3n": Special(_changed("Gemma3n", _GEMMA3N), _square(64)),

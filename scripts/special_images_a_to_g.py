@@ -2,6 +2,174 @@
 
 from __future__ import annotations
 
-from tiny_image_models import Special
+from collections.abc import Callable, Mapping
+from typing import Any
 
-SPECIAL: dict[str, Special] = {}
+import torch
+from tiny_image_models import ROWS, SIDE, Batch, Special, kinds, tiny_image_config, with_small_images, with_text
+from tiny_models import VOCABULARY, tiny_config
+from transformers import (
+    Gemma4Config,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedVisionConfig,
+    Gemma4VisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from offload_trainer.model.probes.tiny_model import HIDDEN
+
+Inputs = Callable[[PreTrainedModel, torch.Generator], Batch]
+_IMAGE = VOCABULARY - 1
+_CODES = range(VOCABULARY - 16, VOCABULARY - 8)  # tokens for a small codebook; no text has them
+_STD = {"initializer_range": 0.02}  # instead of 1e-10, with which a loss would not depend on the pixels
+
+
+def _changed(name: str, changes: Mapping[str, Any]) -> Callable[[], PreTrainedConfig]:
+    """Return a function that makes the tiny configuration `name` with `changes`, whose keys have dots."""
+
+    def make() -> PreTrainedConfig:
+        config = tiny_image_config(kinds()[name])
+        for path, value in changes.items():
+            *parts, key = path.split(".")
+            owner: Any = config
+            for part in parts:
+                owner = getattr(owner, part)
+            if isinstance(owner, dict):
+                owner[key] = value
+            else:
+                setattr(owner, key, value)
+        return config
+
+    return make
+
+
+def _under(part: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{part}.{key}": value for key, value in changes.items()}
+
+
+def _square(side: int) -> Inputs:
+    """Return inputs with images of `side` x `side` pixels."""
+    return lambda model, random: with_text(model, _pixels(side, random), random)
+
+
+def _pixels(side: int, random: torch.Generator) -> Batch:
+    return {"pixel_values": torch.randn(ROWS, 3, side, side, generator=random)}
+
+
+# -- images as codes of a small codebook ------------------------------------------------------------------------------
+
+_CODEBOOK = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
+_CHAMELEON = {
+    "vocabulary_map": {"<image>": _IMAGE} | {f"IMGIMG{chr(ord('A') + n)}Z": code for n, code in enumerate(_CODES)},
+    "image_token_id": _IMAGE,
+    **_under("vq_config", _CODEBOOK | {"num_embeddings": len(_CODES), "latent_channels": HIDDEN}),
+}
+_EMU3 = {
+    "vocabulary_map": {"<image>": _IMAGE, "<|extra_200|>": _IMAGE - 1}
+    | {f"<|visual token {n:06d}|>": code for n, code in enumerate(_CODES)},
+    "image_token_id": _IMAGE,
+    **_under("vq_config", _CODEBOOK | {"codebook_size": len(_CODES), "temporal_downsample_factor": 2}),
+}
+
+
+def _emu3(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    return with_text(model, _pixels(8, random) | {"image_sizes": torch.tensor([[8, 8]] * ROWS)}, random)
+
+
+# -- towers -----------------------------------------------------------------------------------------------------------
+
+_SAM = _STD | {"output_channels": 8, "window_size": 2, "global_attn_indexes": [1]}
+_OCR2 = {
+    "text_config.mlp_layer_types": ["dense", "sparse"],
+    "text_config.num_experts_per_tok": 2,
+    "text_config.max_position_embeddings": 256,
+    **_under(
+        "vision_config.sam_config", _SAM | {"downsample_channels": [16, HIDDEN], "image_size": 32, "patch_size": 4}
+    ),
+}
+_FASTVIT = {
+    "architecture": "fastvit_t8",
+    "initializer_range": 0.2,  # its convolutions have no norms, and would make features of almost 0
+    "model_args": {
+        "layers": [1, 1],
+        "embed_dims": [8, HIDDEN],
+        "mlp_ratios": [2, 2],
+        "token_mixers": ["repmixer", "attention"],
+        "cls_ratio": 1.0,
+        "inference_mode": True,
+    },
+}
+_FLORENCE2 = {
+    "depths": [1, 1],
+    "patch_size": [3, 3],
+    "patch_stride": [2, 2],
+    "patch_padding": [1, 1],
+    "patch_prenorm": [False, True],
+    "embed_dim": [8, 16],
+    "num_heads": [2, 2],
+    "num_groups": [2, 2],
+    "window_size": 4,
+}
+
+_GEMMA3N = {
+    "vision_config.model_args": {"channel_multiplier": 0.05, "msfa_output_resolution": SIDE},
+    "vision_config.hidden_size": 2048,  # MobileNetV5's encoder has no other
+    "vision_soft_tokens_per_image": SIDE**2,
+    "audio_config.conf_num_hidden_layers": 1,
+}
+
+
+def _two_resolutions(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    images = _pixels(4 * 16, random)
+    return with_text(model, images | {"high_res_pixel_values": images["pixel_values"].flip(1)}, random)
+
+
+# -- images as rows of patches ----------------------------------------------------------------------------------------
+
+_WIDTH = 3 * 4**2  # of a patch
+
+
+def _patches(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    images = {"pixel_values": torch.randn(ROWS, SIDE**2, _WIDTH, generator=random)}
+    return with_text(model, images, random, count=SIDE**2)
+
+
+def _patches_with_places(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    places = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE)).repeat(ROWS, 1, 1)
+    images = {"pixel_values": torch.rand(ROWS, SIDE**2, _WIDTH, generator=random), "image_position_ids": places}
+    return with_text(model, images, random)
+
+
+def _gemma4() -> PreTrainedConfig:
+    vision = tiny_config(Gemma4VisionConfig, patch_size=4, pooling_kernel_size=2)
+    return with_small_images(tiny_config(Gemma4Config, vision_config=vision))
+
+
+def _gemma4_unified() -> PreTrainedConfig:
+    sizes = {"patch_size": 2, "pooling_kernel_size": 2, "mm_posemb_size": SIDE, "output_proj_dims": HIDDEN}
+    vision = tiny_config(Gemma4UnifiedVisionConfig, **sizes)
+    return with_small_images(tiny_config(Gemma4UnifiedConfig, vision_config=vision))
+
+
+_QUERIES = {"projector_patch_to_query_dict": {SIDE**2: 4}, "max_value_projector_patch_to_query_dict": 4}
+_ERNIE = {"text_config.moe_intermediate_size": [48, 24], "text_config.rope_parameters.mrope_section": [1, 1, 2]}
+
+SPECIAL: dict[str, Special] = {
+    "Aria": Special(_changed("Aria", _QUERIES)),
+    "Blip": Special(_changed("Blip", _under("vision_config", _STD))),
+    "Blip2": Special(_changed("Blip2", {"image_token_index": _IMAGE, **_under("vision_config", _STD)})),
+    "Chameleon": Special(_changed("Chameleon", _CHAMELEON), _square(8)),
+    "DeepseekOcr2": Special(_changed("DeepseekOcr2", _OCR2)),
+    "DeepseekVLHybrid": Special(_changed("DeepseekVLHybrid", _under("high_res_vision_config", _SAM)), _two_resolutions),
+    "DiffusionGemma": Special(not_trainable="DiffusionGemmaForBlockDiffusion takes no labels and returns no loss"),
+    "Emu3": Special(_changed("Emu3", _EMU3), _emu3),
+    "Ernie4_5_VLMoe": Special(_changed("Ernie4_5_VLMoe", _ERNIE)),
+    "Evolla": Special(not_trainable="EvollaForProteinText2Text takes proteins instead of images"),
+    "FastVlm": Special(_changed("FastVlm", _under("vision_config", _FASTVIT)), _square(32)),
+    "Florence2": Special(_changed("Florence2", _under("vision_config", _FLORENCE2)), _square(16)),
+    "Fuyu": Special(_changed("Fuyu", {"patch_size": 4, "image_size": 4 * SIDE}), _patches),
+    "Gemma3n": Special(_changed("Gemma3n", _GEMMA3N), _square(64)),
+    "Gemma4": Special(_gemma4, _patches_with_places),
+    "Gemma4Unified": Special(_gemma4_unified, _patches_with_places),
+}

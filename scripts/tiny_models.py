@@ -42,6 +42,9 @@ _ATTENTION = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HID
 _CHANGES: dict[str, dict[str, Any]] = {  # exceptions to the rules
     "BambaConfig": {"mamba_d_head": 2 * HIDDEN // HEADS},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "Cosmos3EdgeTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "Dots1Config": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},

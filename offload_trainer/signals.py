@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,16 +61,23 @@ def no_checkpoint_yet() -> Iterator[None]:
 
 
 @contextmanager
-def waiting(*, say: Callable[[str], None] | None) -> Iterator[StopRequest]:
+def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> Iterator[StopRequest]:
     """Within this context, record signals in the returned StopRequest instead of stopping.
 
     `say` is called from the handler of the first signal. The handler may interrupt a print, so `say` must write to the
     file descriptor directly (`stdio.write_now`).
+
+    Signals within `same_within` seconds of the first one count as the same request: systemd and some batch systems
+    signal a launcher and its ranks, and the launcher passes its signal on to the ranks.
     """
     asked = StopRequest()
+    since = 0.0
 
     def stop(number: int, _frame: object) -> None:
+        nonlocal since
         hangup = number == signal.SIGHUP
+        if asked.insisted and time.monotonic() - since < same_within:
+            return
         if asked.insisted and not hangup:
             _restore_defaults()
             _raise_until_heard(number, unsaved="the second signal; stopped at once, unsaved")
@@ -78,7 +86,8 @@ def waiting(*, say: Callable[[str], None] | None) -> Iterator[StopRequest]:
             _restore_defaults()
             _raise_until_heard(number, unsaved=f"{why}; stopped at once, unsaved")
         asked.stop = asked.stop or number
-        asked.insisted = asked.insisted or not hangup
+        if not hangup and not asked.insisted:
+            asked.insisted, since = True, time.monotonic()
         if first and say:
             say(f"{signal.Signals(number).name}: {asked.answer}; once more ends at once, unsaved")
 

@@ -33,6 +33,7 @@ _STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 _STOPPED = {code for number in _STOPPING for code in (-number, 128 + number)}  # exit codes of ranks told to stop
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL to ranks after another one, or their launcher, has ended
 _LOOK = 1.0  # seconds between checks: of the ranks when no signal arrives, and of the launcher
+ECHO = 5.0  # seconds within which a rank gets a signal twice: sent to it too, and passed on by its launcher
 
 
 def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:

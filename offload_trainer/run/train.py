@@ -47,6 +47,7 @@ from offload_trainer.run.checks import (
 )
 from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known, write_plan
 from offload_trainer.run.heartbeat import beating
+from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, as_wished, plan_run
 from offload_trainer.run.preemption import stopping_on_warnings
 from offload_trainer.run.process_setup import ranks_of_environment
@@ -270,7 +271,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
     If the run is to change its plan, return its state instead, which is saved.
     """
     steps, output, log = job.train.steps, setup.output, setup.log
-    with waiting(say=log.say_now) as asked:
+    with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:
         asked.too_late = partial(trainer.too_late, job)
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"

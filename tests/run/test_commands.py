@@ -18,9 +18,11 @@ from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import FLAGS, all_keys, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-# Scripts; other tests run copies of them.
-ALL = sorted([*NAMES, "dpo", "llama_factory", "ms_swift", "qlora", "ray_job"])
+# Configurations; other tests run copies of the scripts and of the batch file.
+NAMES = [recipe.name for recipe in recipes() if recipe.run.startswith(f"offload-train configs/{recipe.file}")]
+ALL = sorted(
+    [*NAMES, "dpo", "kubernetes", "llama_factory", "ms_swift", "qlora", "ray_job", "skypilot", "slurm"]
+)
 SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=16", "--seq-len", "32", "--micro-batch", "2"]
 
 

@@ -89,6 +89,25 @@ def test_a_second_one_ends_at_once_and_a_third_kills(number: signal.Signals) -> 
     assert in_a_fork(work) == -number
 
 
+def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
+    """A signal soon after the first one does not end a rank, and a later one does."""
+    with waiting(say=None, same_within=600) as asked:
+        _twice(signal.SIGTERM)
+        assert asked.stop == signal.SIGTERM
+
+    def twice() -> None:
+        send(signal.SIGTERM)
+        time.sleep(0.06)
+        send(signal.SIGTERM)
+
+    def work() -> int:
+        with pytest.raises(Stopped, match="unsaved"), stop_at_once(), waiting(say=None, same_within=0.05):
+            twice()
+        return 0
+
+    assert in_a_fork(work) == 0
+
+
 @pytest.mark.parametrize("first", STOPPING)
 def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
     """SIGHUP never counts as the second signal, which ends a run immediately.

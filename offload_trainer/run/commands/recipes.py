@@ -1,9 +1,9 @@
 """The `ls`, `cp` and `init` commands: list the recipes of the package, copy one, or ask for what a run needs.
 
-A recipe is a configuration file that begins with comments in this format:
+A recipe is a configuration file, a script, or a file for a scheduler. It begins with comments in this format:
 
     # Description, in one or more sentences.
-    # run:    offload-train configs/NAME.yaml ...
+    # run:    offload-train configs/NAME.yaml ...                    or another command with configs/FILE
     # plan:   offload-train plan configs/NAME.yaml --machine ...      only if it needs a large machine
     # memory: gpu ..., ram ..., ...                                   figures of that plan
 """
@@ -32,7 +32,7 @@ class Recipe:
     """A recipe file, with the parsed comments at its start."""
 
     name: str
-    file: str  # NAME.yaml, or NAME.py for a recipe with a custom training loop
+    file: str  # NAME.yaml, NAME.py (a training loop) or NAME.sbatch (a batch file)
     told: str  # description
     run: str  # command, which refers to the recipe as configs/FILE
     memory: str | None  # memory needed on the machine of its `plan` line
@@ -51,7 +51,7 @@ def recipes() -> list[Recipe]:
 
 def _recipe(file: str, text: str) -> Recipe:
     told, heads = [], {}
-    for line in text.splitlines():
+    for line in text.removeprefix("#!/bin/bash\n").splitlines():
         if not line.startswith("#"):
             break
         if head := _HEAD.match(line):
@@ -82,7 +82,7 @@ def copy_recipe(words: list[str]) -> tuple[Path, str]:
         given = ", ".join(map(shown, words)) or "nothing"
         raise UserError(f"cp needs NAME, and optionally DEST; got {given}")
     known = {recipe.name: recipe for recipe in recipes()}
-    name = words[0].removesuffix(".yaml").removesuffix(".py")
+    name = re.sub(r"\.(yaml|py|sbatch)$", "", words[0])
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

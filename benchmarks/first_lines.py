@@ -35,6 +35,7 @@ WORDS = {
     "export": ["run", "out"],
     "sample": ["run"],
     "chat": ["run"],
+    "eval": ["run", "--tasks", "hellaswag"],
     "runs": [],
     "report": ["run"],
     "init": [],

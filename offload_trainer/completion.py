@@ -103,6 +103,7 @@ def _values() -> Iterator[str]:
         yield from _case(names, words, files=key in _FILES, directories=key in _DIRECTORIES)
     yield from _case(["--machine"], named_machines(), files=True)
     yield from _case(["--write"], (), files=True)
+    yield from _case(["--include-path"], (), directories=True)
 
 
 def _case(names: list[str], words: Any, *, files: bool = False, directories: bool = False) -> Iterator[str]:

@@ -26,6 +26,7 @@ Home = Literal["auto", "gpu", "cpu", "nvme"]
 Scalar = bool | int | float | str
 RuleName = Literal["adamw", "lion", "muon"]  # described in plan/tiered/state_formats.py
 LION_BETAS = (0.9, 0.99)  # defaults of the Lion paper
+STREAM = "stream:"  # begins an entry of data.path that names a streamed data set
 
 
 class _Section(BaseModel):
@@ -117,7 +118,7 @@ class DataSection(_Section):
         "extra: tables), directories of these, directories written by datasets' save_to_disk, or .bin token files; "
         "they are read in this order. builtin: the text that comes with the package; hub:OWNER/NAME, with "
         "/CONFIGURATION and :SPLIT if the dataset has several: a dataset from the hub, downloaded with datasets "
-        "(extra: hub)",
+        "(extra: hub); stream:OWNER/NAME or stream:PATH: one that is tokenized while the run reads it, in its order",
     )
     mixture: tuple[PositiveFloat, ...] = Field(
         (),
@@ -173,6 +174,11 @@ class DataSection(_Section):
         True, description="read the rows in a random order that depends on the seed and changes every epoch"
     )
     cache: str = Field("auto", description="directory for tokenised text; auto: ~/.cache/offload-trainer")
+
+    @property
+    def streamed(self) -> bool:
+        """True if the training text is a stream, which is tokenized while the run reads it."""
+        return any(path.startswith(STREAM) for path in self.path)
 
 
 class OptimSection(_Section):

@@ -35,6 +35,7 @@ OPTIONAL = {
     "sqlalchemy": "2.0.30",
     "alembic": "1.13.1",
     "liger-kernel": "0.8",
+    "lm_eval": "0.4.13",
 }
 _MODULES = {
     "yaml": "PyYAML",
@@ -69,7 +70,7 @@ def to_install(*packages: str) -> str:
 
 def lacks(wish: str, package: str) -> str:
     """Return the error message for a feature that needs a package which is not installed."""
-    also = ("ninja",) if package == "deepspeed" else ()
+    also = {"deepspeed": ("ninja",), "lm_eval": ("accelerate", "peft")}.get(package, ())
     return f"{wish} needs {package}, which is not installed: {to_install(package, *also)}"
 
 

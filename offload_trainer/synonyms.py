@@ -282,9 +282,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "tiered.io": {"aio": "async_io", "libaio": "async_io"},
 }
 
-_EVALUATES = (
-    "a run evaluates every train.eval_every steps; `offload-train export` writes a directory for lm-eval and others"
-)
+_EVALUATES = "with lm-eval's tasks; a run computes its validation loss every train.eval_every steps"
 _SERVES = "`offload-train export` writes a directory that vLLM and transformers load, or a .gguf file for llama.cpp"
 _HUB = "a run downloads what it needs: --model OWNER/NAME a model, --data hub:OWNER/NAME a dataset"
 _COMMANDS: tuple[tuple[str, str, str], ...] = (
@@ -304,7 +302,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("ls", "list recipes templates", ""),
     ("cp", "copy", ""),
     ("init", "new create setup wizard config configure", ""),
-    ("", "eval evaluate evaluation test validate lm_eval perplexity", _EVALUATES),
+    ("eval", "evaluate evaluation test validate lm_eval lm-eval perplexity", _EVALUATES),
     ("", "server api deploy webchat webui ui vllm-serve", _SERVES),
     ("", "download fetch pull", _HUB),
     ("", "upload push push-to-hub", _UPLOADS),

@@ -5,6 +5,7 @@
     chunked_tokenize               documents                     -> ids
     conversations, loss_mask       a record                      -> messages -> ids with a loss mask
     packing                        ids with a loss mask          -> rows, one or several conversations in each
+    stream.StreamedTokens          a streamed data set           -> ids, tokenised while the run reads them
     prepare.prepare_tokens         all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
     mixture                        token files                   -> one, one after the other or mixed by weights
     run_data.prepare_data          the data section             -> the token files of a run, split into rows

@@ -88,6 +88,31 @@ def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
     return found
 
 
+class DocumentEncoder:
+    """Encodes documents of any length; each is followed by the id `separator`, if there is one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, separator: int | None) -> None:
+        self.splitter = TextSplitter(self._encode)
+        self._tokenizer, self._separator = tokenizer, separator
+
+    def batches(self, documents: Iterable[Iterable[str]]) -> Iterator[tuple[list[int], int]]:
+        """Yield batch after batch of the documents' ids, with the number of bytes of their text."""
+        for batch in _batches(piece for blocks in documents for piece in self.splitter.pieces(blocks)):
+            ids: list[int] = []
+            for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
+                ids += row[len(self._encode(piece.before)) :] if piece.before else row
+                if piece.ends_document and self._separator is not None:
+                    ids.append(self._separator)
+            yield ids, sum(len(piece.text.encode()) for piece in batch)
+
+    def _encode_all(self, texts: list[str]) -> Any:
+        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encode_all([text])[0]
+        return ids
+
+
 def tokenize_documents(
     documents: Iterator[Iterable[str]],
     *,
@@ -101,25 +126,12 @@ def tokenize_documents(
 
     `total` is the size of the files in bytes, for progress reports.
     """
-
-    def encode_all(texts: list[str]) -> Any:
-        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = encode_all([text])[0]
-        return ids
-
-    splitter = TextSplitter(encode)
+    encoder = DocumentEncoder(tokenizer, separator=separator)
     done = 0
     begin = reported = time.monotonic()
-    for batch in _batches(piece for blocks in documents for piece in splitter.pieces(blocks)):
-        ids: list[int] = []
-        for piece, row in zip(batch, encode_all([piece.before + piece.text for piece in batch]), strict=True):
-            ids += row[len(encode(piece.before)) :] if piece.before else row
-            if piece.ends_document and separator is not None:
-                ids.append(separator)
+    for ids, size in encoder.batches(documents):
         writer.write(ids)
-        done += sum(len(piece.text.encode()) for piece in batch)
+        done += size
         now = time.monotonic()
         if now - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = now
@@ -129,9 +141,9 @@ def tokenize_documents(
             )
     say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
     writer.text_bytes = done
-    if splitter.inexact:
+    if inexact := encoder.splitter.inexact:
         say(
-            f"note: {splitter.inexact} splits text that has no lines or words, so a few ids may differ from those "
+            f"note: {inexact} splits text that has no lines or words, so a few ids may differ from those "
             "of the unsplit text"
         )
 

@@ -95,12 +95,7 @@ def prepare_tokens(
         raise UserError(
             f"data.token_dtype={section.token_dtype} is for .bin files, and {sources[0]} is text: leave it out"
         )
-    size = vocabulary_size(tokenizer)
-    if size > vocabulary:
-        raise UserError(
-            f"the tokenizer has {size} ids and the model only {vocabulary}: set data.tokenizer to the "
-            f"model's own, or, with random weights, model.overrides.vocab_size={size}"
-        )
+    refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
     rows = None
     if form != TEXT:
@@ -109,6 +104,16 @@ def prepare_tokens(
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: document boundaries are not marked")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, fingerprint=fingerprint, cache=cache, say=say)
+
+
+def refuse_large_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocabulary: int) -> None:
+    """Raise UserError if the tokenizer has ids that the model, with `vocabulary` ids, does not have."""
+    size = vocabulary_size(tokenizer)
+    if size > vocabulary:
+        raise UserError(
+            f"the tokenizer has {size} ids and the model only {vocabulary}: set data.tokenizer to the "
+            f"model's own, or, with random weights, model.overrides.vocab_size={size}"
+        )
 
 
 def _tokenised(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ import torch
 from offload_trainer.data.mixture import MixedTokens, Tokens, order
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import TrainerError, UserError
+
+if TYPE_CHECKING:
+    from offload_trainer.data.stream import StreamedTokens
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
 
@@ -167,11 +170,11 @@ def positions_of(begins: np.ndarray) -> np.ndarray:
 
 
 class RowReader:
-    """Reads batches from the rows `rows` of a token file. The caller's `DataState` holds the position."""
+    """Reads batches from the rows `rows` of a token file or a stream. The caller's `DataState` holds the position."""
 
     def __init__(
         self,
-        tokens: Tokens | MixedTokens,
+        tokens: Tokens | MixedTokens | StreamedTokens,
         *,
         seq_len: int,
         rows: range,

@@ -6,14 +6,14 @@ DataSection, ModelSource ── prepare_data ──> RunData ── identity ─
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.config import DataSection
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.storage.cache_files import cache_directory
 from offload_trainer.units import format_count
 
@@ -36,6 +36,7 @@ class RunData:
     apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
     mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
     shuffle: bool = True  # training rows are read in a random order
+    streamed: bool = False  # tokenized while the run reads it, so that its length is not known
 
     @property
     def paths(self) -> list[Path]:
@@ -44,12 +45,15 @@ class RunData:
 
     def identity(self) -> dict[str, Any]:
         """Return the facts about the data that must be equal at resume; a value of None is not known."""
-        known = {
-            "tokens": len(self.tokens),
-            "training rows": len(self.split.train),
-            "text": _sum(self.tokens),
-            "tokenizer": self.tokens.tokenizer,
-        }
+        known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}
+        if self.streamed:
+            known["stream"] = self.tokens.identity
+        else:
+            known |= {
+                "tokens": len(self.tokens),
+                "training rows": len(self.split.train),
+                "text": _sum(self.tokens),
+            }
         if self.mixture:
             known["mixture"] = list(self.mixture)
         if self.apart is not None:
@@ -62,7 +66,11 @@ def unknown_identity(section: DataSection | None) -> dict[str, Any]:
 
     Without a section, return all keys that any section leads to.
     """
-    names = ["tokens", "training rows", "text", "tokenizer"]
+    names = (
+        ["stream", "tokenizer"] if section and section.streamed else ["tokens", "training rows", "text", "tokenizer"]
+    )
+    if section is None:
+        names.append("stream")
     if section is None or section.mixture:
         names.append("mixture")
     if section is None or section.packing == "on":
@@ -75,7 +83,12 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
     from offload_trainer.data.sources import find_sources
 
     _refuse_mixture(section)
-    find_sources(section.path, say=say)
+    if section.streamed:
+        from offload_trainer.data.stream import check_stream
+
+        check_stream(section.path[0])
+    else:
+        find_sources(section.path, say=say)
     if section.validation_path:
         find_sources(section.validation_path, say=say)
     if section.tokenizer == "auto":
@@ -87,7 +100,10 @@ def _sum(tokens: Any) -> int:
 
 
 def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
-    """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective."""
+    """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective.
+
+    A stream is opened and its first documents tokenized.
+    """
     from offload_trainer.data.prepare import prepare_tokens
     from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint
     from offload_trainer.ranks import rank_zero_first
@@ -103,25 +119,18 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         say=say,
         fingerprint=tokenizer_fingerprint(tokenizer),
     )
-    tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
+    if section.streamed:
+        tokens = held_out = _opened_stream(section, tokenizer, vocabulary=source.shape.vocabulary)
+    else:
+        tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
     if section.validation_path:
         wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
         held_out = rank_zero_first(lambda: prepared(wish))
         if held_out.sums == tokens.sums:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
     split = _rows(section, tokens, held_out, seq_len=seq_len)
-    if tokens.summary:
-        say(f"conversations: {tokens.summary}")
-    separate = held_out is not tokens
-    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * seq_len - 1
-    behind = f"; the last {left} tokens do not fill a row" if left else ""
-    of = f" of {format_count(len(held_out))} tokens" if separate else ""
-    say(
-        f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {len(split.validation)} for validation{of}"
-        f"{behind}"
-    )
-    if section.mixture:
-        say(tokens.shares.told(section.path))
+    for line in _told(section, tokens, held_out, split, seq_len=seq_len):
+        say(line)
     end = end_of_text(tokenizer)
     if section.packing == "on" and end is None and (tokens.row_length is None or held_out.row_length is None):
         raise UserError("data.packing=on: the tokenizer has no end-of-text, so the end of a document is not marked")
@@ -134,8 +143,50 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         source.shape.vocabulary,
         apart=end if section.packing == "on" else None,
         mixture=section.mixture,
-        shuffle=section.shuffle,
+        shuffle=section.shuffle and not section.streamed,
+        streamed=section.streamed,
     )
+
+
+def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> Iterator[str]:
+    """Yield lines for the user on the amount of data and its division."""
+    separate = held_out is not tokens
+    of = f" of {format_count(len(held_out))} tokens" if separate else ""
+    validation = f"{len(split.validation)} for validation{of}"
+    if section.streamed:
+        yield f"data: {tokens.name} is tokenized while the run reads it, in its own order; rows are not shuffled"
+        without = "note: nothing of a stream is held out for validation: give --validation-data"
+        yield f"data: {validation}" if separate else without
+        return
+    if tokens.summary:
+        yield f"conversations: {tokens.summary}"
+    left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * seq_len - 1
+    behind = f"; the last {left} tokens do not fill a row" if left else ""
+    yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{behind}"
+    if section.mixture:
+        yield tokens.shares.told(section.path)
+
+
+def _opened_stream(section: DataSection, tokenizer: Any, *, vocabulary: int) -> Any:
+    """Return the tokens of a stream whose first documents have been read. Collective."""
+    from offload_trainer.data.prepare import refuse_large_vocabulary
+    from offload_trainer.data.stream import StreamedTokens
+    from offload_trainer.data.tokenizer import tokenizer_fingerprint
+    from offload_trainer.ranks import rank_zero_first
+
+    refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    field = section.text_field
+    tokens = StreamedTokens(section.path[0], tokenizer=tokenizer, text_field=field, fingerprint=fingerprint)
+
+    def begin() -> None:
+        try:
+            tokens.read(0, 1)
+        except TrainerError as error:
+            raise UserError(str(error)) from error
+
+    rank_zero_first(begin)
+    return tokens
 
 
 def _refuse_mixture(section: DataSection) -> None:
@@ -194,6 +245,8 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
 
 def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     """Return a line with the number of steps per epoch and the number of epochs of the run."""
+    if data.streamed:
+        return "an epoch: the length of a stream is not known; behind its end it begins again"
     rows = len(data.split.train)
     epochs = steps * rows_per_step / rows
     return (
@@ -240,7 +293,8 @@ def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> 
         behind = range(trained, (len(tokens) - 1) // seq_len)
         return Split(range(trained), behind if held_out is tokens else range((len(held_out) - 1) // seq_len))
     if held_out is tokens:
-        return split_rows(len(tokens), seq_len=seq_len, validation=section.validation)
+        kept = 0.0 if section.streamed else section.validation
+        return split_rows(len(tokens), seq_len=seq_len, validation=kept)
     rows = (len(held_out) - 1) // seq_len
     if not rows:
         raise UserError(

@@ -110,14 +110,9 @@ def hub_files(wish: str) -> tuple[Path, ...]:
 
     Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
     """
-    found = _HUB_NAME.fullmatch(wish.removeprefix("hub:"))
-    if found is None:
-        raise UserError(
-            f"{wish}: a dataset of the hub is written hub:OWNER/NAME, with /CONFIGURATION and :SPLIT if it has several"
-        )
+    name, configuration, split = hub_name(wish)
     if not is_installed("datasets"):
         raise UserError(lacks(wish, "datasets"))
-    name, configuration, split = found.groups()
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     import datasets
 
@@ -130,6 +125,18 @@ def hub_files(wish: str) -> tuple[Path, ...]:
             f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
         ) from error
     return tuple(Path(one["filename"]) for one in loaded.cache_files)
+
+
+def hub_name(wish: str, *, prefix: str = "hub:") -> tuple[str, str | None, str | None]:
+    """Return name, configuration and split of a dataset of the hub. Raises UserError if it is written otherwise."""
+    found = _HUB_NAME.fullmatch(wish.removeprefix(prefix))
+    if found is None:
+        raise UserError(
+            f"{wish}: a dataset of the hub is written {prefix}OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
+            "several"
+        )
+    name, configuration, split = found.groups()
+    return name, configuration, split
 
 
 def _is_read(path: Path) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload_trainer.config import (
+    STREAM,
     DeepSpeedSection,
     ModelSection,
     OptimSection,
@@ -165,10 +166,29 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         )
     if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
+    mistakes += mistakes_of_streams(config)
     mistakes += mistakes_of_division(
         config.parallel, engine=engine.name, checkpointing=config.model.activation_checkpointing
     )
     return mistakes + mistakes_of_rule(optim) + mistakes_of_compilation(config)
+
+
+def mistakes_of_streams(config: TrainConfig) -> list[str]:
+    """Return settings that a streamed data set does not have, one sentence each."""
+    data = config.data
+    mistakes = []
+    if named := [path for path in data.validation_path if path.startswith(STREAM)]:
+        mistakes.append(f"{named[0]}: validation data are not streamed: use hub:NAME or files")
+    if not data.streamed:
+        return mistakes
+    stream = next(path for path in data.path if path.startswith(STREAM))
+    if len(data.path) > 1 or data.mixture:
+        mistakes.append(f"{stream}: a stream is neither mixed nor joined with other text: let it be the only --data")
+    if data.format not in ("auto", "text"):
+        mistakes.append(f"{stream}: a stream is read as text, not as data.format={data.format}: use hub:NAME or files")
+    if config.train.epochs != "auto":
+        mistakes.append(f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps")
+    return mistakes
 
 
 def mistakes_of_compilation(config: TrainConfig) -> list[str]:

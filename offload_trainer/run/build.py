@@ -25,6 +25,7 @@ from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import DeepSpeedSection, ModelSection, OptimSection, SaveSection, TrainSection
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import RunData
+from offload_trainer.data.stream import POINTS
 from offload_trainer.data.tokenizer import TokenBytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
@@ -262,6 +263,8 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     plan, data, train, output = setup.plan, setup.data, setup.train, setup.output
     shape, every = setup.source.shape, setup.save.every
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
+    if data.streamed:
+        data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.planned.machine.rates.matmul.get(setup.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     say = telemetry.say if telemetry else setup.log.say

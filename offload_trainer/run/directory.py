@@ -40,7 +40,7 @@ from offload_trainer.units import shown
 # Files that a run writes in its directory, except checkpoints and weights, which are checked separately.
 WRITTEN = (
     *("config.yaml", "plan.json", "machine.json", "environment.json", "deepspeed.json", "trackers.json"),
-    *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "export.json"),
+    *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "export.json", "stream.jsonl"),
 )
 _MARK = ".lock"
 _TRIES, _INSTANT = 20, 0.05  # attempts to take the lock, and seconds between them

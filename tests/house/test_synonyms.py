@@ -162,7 +162,7 @@ COMMANDS = {
     "estimate-memory": "`offload-train plan`",
     "benchmark": "`offload-train bench`",
     "list": "`offload-train ls`",
-    "eval": "train.eval_every",
+    "evaluate": "`offload-train eval`",
     "vllm-serve": "vLLM",
     "download": "--model OWNER/NAME",
     "version": "`offload-train --version`",

@@ -1,0 +1,266 @@
+"""Streamed data sets: documents are tokenized in the data set's order while the run reads them, without a token file.
+
+    stream:NAME ── datasets, streaming ── documents ── DocumentEncoder ──> ids, read on demand
+
+The ids are those of all documents, each followed by end-of-text, one after the other; behind the last document the data
+set begins again. A row is found by its number, as in a token file, so the number of rows is all that a run needs to
+resume. To reach a row without tokenizing everything before it, the run directory has a list of seek points
+(stream.jsonl): ids before the point, the state of `datasets` there, and a checksum of the ids behind it. Without the
+list a resumed run tokenizes from the beginning. Every rank reads the whole stream and takes its own rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import zlib
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import with_config
+from transformers import PreTrainedTokenizerBase
+
+from offload_trainer.config import STREAM
+from offload_trainer.data.chunked_tokenize import DocumentEncoder
+from offload_trainer.data.documents import TABLES, kind_of, named_fields, string_in
+from offload_trainer.data.sources import hub_name
+from offload_trainer.data.tokenizer import end_of_text
+from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
+from offload_trainer.packages import is_installed, lacks
+from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, one_line, parsed
+from offload_trainer.storage.atomic_io import open_to_append
+
+POINTS = "stream.jsonl"
+_CHARACTERS = 1 << 18  # of the documents that are tokenized together
+_EVERY = 1 << 20  # ids between two seek points
+_FORMAT = 1  # increase it when the same documents and tokenizer give other ids than before
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class Point:
+    """A position between two documents at which reading can begin."""
+
+    stream: Line  # hash of what the ids depend on, except the documents
+    tokens: Count  # ids before it
+    state: dict[str, Any] | None  # of `datasets`; None: the beginning of the data set
+    count: Count  # ids of the documents that are tokenized together from here on
+    crc32: Crc32  # of these ids, as uint32
+
+
+class StreamedTokens:
+    """The ids of a streamed data set, without end. Has the attributes of a `TokenFile` that readers of rows use."""
+
+    row_length, packed, summary, sums, paths = None, False, None, (), ()
+
+    def __init__(self, wish: str, *, tokenizer: PreTrainedTokenizerBase, text_field: str, fingerprint: str) -> None:
+        """Open the stream that `wish` names, which begins with ``stream:``; `fingerprint` is the tokenizer's.
+
+        Raises UserError if it is malformed, no such file exists, or `datasets` is not installed.
+        """
+        check_stream(wish)
+        self.name, self.tokenizer, self._field = wish, fingerprint, text_field
+        self._encoder = DocumentEncoder(tokenizer, separator=end_of_text(tokenizer))
+        key = json.dumps([_FORMAT, wish, text_field, fingerprint, end_of_text(tokenizer)])
+        self._key = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+        self._points = [Point(self._key, 0, None, 0, 0)]  # in their order
+        self._file: Path | None = None  # for new points
+        self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids that were read last and those behind them
+        self._dataset: Any = None
+        self._records: Iterator[Any] = iter(())
+        self._state: dict[str, Any] | None = None  # of `datasets` behind these ids; None: it begins anew there
+        self._fresh = True  # nothing but empty documents has been read since the beginning of the data set
+        self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
+
+    @property
+    def identity(self) -> str:
+        """The name of the stream, with the field that is read if it is not `text`."""
+        return self.name if self._field == "text" else f"{self.name}, field {self._field}"
+
+    def __len__(self) -> int:
+        """Return the largest length that Python can state: the data set is repeated without end."""
+        return sys.maxsize
+
+    def remember(self, points: Path, *, writes: bool) -> None:
+        """Use the seek points in a file, and add new ones to it if `writes` is set.
+
+        Raises TrainerError if one of them describes other documents than have been read.
+        """
+        known = {point.tokens: point for point in self._points if point.count}
+        found = list(_read_points(points, stream=self._key))
+        for point in found:
+            if point.tokens in known:
+                self._compare(point, known[point.tokens])
+            else:
+                known[point.tokens] = point
+                insort(self._points, point, key=_place)
+        if writes:
+            self._file = points
+            for point in known.values():
+                if point not in found:
+                    self._write(point)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` ids from `start` on. Reads whose start grows are fast.
+
+        Raises TrainerError if the data set cannot be read, has no text, or is not the one that seek points describe.
+        """
+        near = self._points[bisect_right(self._points, (start, sys.maxsize), key=_place) - 1]
+        if self._dataset is None or start < self._begin or near.tokens > self._end:
+            self._open(near)
+        while self._end < start + count:
+            self._read_more(keep=start)
+        self._ids, self._begin = self._ids[start - self._begin :], start
+        return self._ids[:count]
+
+    @property
+    def _end(self) -> int:
+        return self._begin + len(self._ids)
+
+    def _open(self, point: Point) -> None:
+        self._begin, self._ids = point.tokens, self._ids[:0]
+        self._expected = point if point.count else None
+        self._load(point.state)
+
+    def _load(self, state: dict[str, Any] | None) -> None:
+        """Begin to read the data set at a state of `datasets`."""
+        try:
+            self._dataset = _loaded(self.name)
+            if state is not None:
+                self._dataset.load_state_dict(state)
+        except Exception as error:  # the hub, the network and files fail in many ways
+            raise self._failed(error) from error
+        self._records, self._state, self._fresh = iter(self._dataset), state, state is None
+
+    def _read_more(self, *, keep: int) -> None:
+        """Tokenize the next documents; forget ids before `keep`."""
+        before, state, fresh = self._end, self._state, self._fresh
+        texts = self._next_texts()
+        ended = self._state is None
+        batches = self._encoder.batches([text] for text in texts)
+        ids = np.array([id_ for batch, _ in batches for id_ in batch], dtype=np.uint32)
+        if not len(ids) and fresh and ended:
+            raise TrainerError(f"{self.name} holds no text")
+        self._fresh = ended or (fresh and not len(ids))
+        point = Point(self._key, before, state, len(ids), zlib.crc32(ids.tobytes()))
+        if self._expected is not None:
+            self._compare(self._expected, point)
+            self._expected = None
+        if len(ids) and (self._points[-1].count == 0 or before >= self._points[-1].tokens + _EVERY):
+            insort(self._points, point, key=_place)
+            if self._file is not None:
+                self._write(point)
+        old = self._ids[max(0, keep - self._begin) :]
+        self._begin = before - len(old)
+        self._ids = np.concatenate([old, ids])
+
+    def _compare(self, then: Point, now: Point) -> None:
+        if (then.count, then.crc32) != (now.count, now.crc32):
+            raise TrainerError(
+                f"{self.name}: the documents behind its first {now.tokens} tokens are not those that were read before. "
+                "Restore the data set, or begin anew with another --output"
+            )
+
+    def _write(self, point: Point) -> None:
+        """Append a point to the file. It begins a line, since a kill may have torn the last one."""
+        assert self._file is not None
+        with open(open_to_append(self._file), "ab", buffering=0) as file:
+            file.write(f"\n{json.dumps(asdict(point))}".encode())
+
+    def _next_texts(self) -> list[str]:
+        """Return the next documents; fewer at the end of the data set, which is opened again there."""
+        texts: list[str] = []
+        size = 0
+        try:
+            while size < _CHARACTERS:
+                record = next(self._records, None)
+                if record is None:
+                    self._load(None)
+                    return texts
+                texts.append(self._text_of(record))
+                size += len(texts[-1])
+            self._state = self._dataset.state_dict()
+        except TrainerError as error:
+            raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
+        except Exception as error:
+            raise self._failed(error) from error
+        return texts
+
+    def _text_of(self, record: dict[str, Any]) -> str:
+        where = f"{self.name}, a document behind token {self._end}"
+        if self._field not in record:
+            raise TrainerError(
+                f"{where}: no field {self._field!r}; there are: {named_fields(record)}. A stream is read as text: name "
+                "the field with data.text_field. Conversations are read from files and from hub:NAME"
+            )
+        return string_in(record, self._field, where=where)
+
+    def _failed(self, error: Exception) -> TrainerError:
+        rerun = f"; {RERUN_HINT}" if self._end else ""
+        return TrainerError(
+            f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
+            f"and the network{rerun}"
+        )
+
+
+def _read_points(file: Path, *, stream: str) -> Iterator[Point]:
+    """Yield the points of a stream in a file that may be missing."""
+    try:
+        lines = file_bytes(file).splitlines()
+    except (FileNotFoundError, ValueError):  # without it, reading begins at the beginning
+        return
+    for line in lines:
+        try:
+            point = parsed(line, Point)
+        except ValueError:  # empty, or torn by a kill
+            continue
+        if point.stream == stream:
+            yield point
+
+
+def _place(point: Point) -> tuple[int, int]:
+    """Return the key of the order of points: of two at one place, the one with a checksum is the later."""
+    return point.tokens, point.count
+
+
+def check_stream(wish: str) -> None:
+    """Raise UserError if a stream's name is malformed, names no file, or `datasets` is missing. Uses no network."""
+    if not is_installed("datasets"):
+        raise UserError(lacks(wish, "datasets"))
+    path = _local(wish)
+    if path is None:
+        hub_name(wish, prefix=STREAM)
+    elif path.is_file() and kind_of(path) != ".jsonl" and path.suffix.lower() not in TABLES:
+        raise UserError(f"{wish}: a stream is read from .jsonl, .parquet or .arrow files, or from a directory of these")
+
+
+def _local(wish: str) -> Path | None:
+    """Return the file or directory that a stream names, or None for a data set of the hub."""
+    name = wish.removeprefix(STREAM)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name.startswith(("/", ".", "~")) or name.count("/") > 2:
+        raise UserError(f"{wish}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
+    return None
+
+
+def _loaded(wish: str) -> Any:
+    """Return the IterableDataset that a stream names, before its first document."""
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    import datasets
+
+    path = _local(wish)
+    if path is None:
+        name, configuration, split = hub_name(wish, prefix=STREAM)
+        return datasets.load_dataset(name, configuration, split=split or "train", streaming=True)
+    if path.is_dir():
+        return datasets.load_dataset(str(path.absolute()), split="train", streaming=True)
+    kind = {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix.lower(), "json")
+    return datasets.load_dataset(kind, data_files=str(path.absolute()), split="train", streaming=True)

@@ -1,0 +1,274 @@
+"""Tests of streamed data sets: their ids are those of the prepared token file, and resumed reading gives the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import KILL, TINY, ask, call, call_and_kill
+from forked_ranks import call_ranks
+from sample_chats import chat_tokenizer
+
+from offload_trainer.config import DataSection
+from offload_trainer.data import stream
+from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.stream import StreamedTokens, check_stream
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.packages import is_installed
+from offload_trainer.run.process_setup import prepare_process
+from offload_trainer.settings import load_config
+
+# Documents of different lengths, of which one is longer than a piece, one is empty, and the others fill many batches.
+DOCUMENTS = [f"document {number} " * (1 + 7 * (number % 5)) for number in range(90)]
+DOCUMENTS[3], DOCUMENTS[40] = "", "a long one, with many words. " * 3000
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Return a jsonl file with the documents."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(DOCUMENTS)))
+    return path
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenize few documents at a time, and set a seek point at nearly each of these places."""
+    monkeypatch.setattr(stream, "_CHARACTERS", 300)
+    monkeypatch.setattr(stream, "_EVERY", 500)
+
+
+@pytest.fixture
+def expected(data: Path, tmp_path: Path) -> np.ndarray:
+    """Return the ids of the token file that is prepared from the same file."""
+    section = DataSection(path=(str(data),), validation=0.0)
+    words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "vocabulary": 300, "seq_len": 8}
+    file = prepare_tokens(section, **words, cache=tmp_path / "cache", say=lambda line: None)
+    return file.read(0, len(file)).astype(np.uint32)
+
+
+def tokens(path: object, *, field: str = "text") -> StreamedTokens:
+    return StreamedTokens(f"stream:{path}", tokenizer=chat_tokenizer(), text_field=field, fingerprint="of this test")
+
+
+def rows(found: StreamedTokens, *numbers: int, length: int = 64) -> list[list[int]]:
+    return [found.read(number * length, length + 1).tolist() for number in numbers]
+
+
+@pytest.mark.usefixtures("small")
+def test_ids_are_the_token_files_again_and_again(data: Path, expected: np.ndarray) -> None:
+    found = tokens(data)
+    twice = np.concatenate([expected, expected, expected[:100]])
+    length = 64
+    for start in range(0, len(twice) - length, length):
+        assert np.array_equal(found.read(start, length + 1)[: len(twice) - start], twice[start : start + length + 1])
+    assert len(found._ids) < 120_000  # little more than the longest document
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "directory"])
+def test_any_place_is_reached_from_the_nearest_seek_point(
+    kind: str, data: Path, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart a row is read from the seek point before it, in every format, also in the next epoch."""
+    path = data
+    if kind == "jsonl.gz":
+        import gzip
+
+        path = tmp_path / "data.jsonl.gz"
+        path.write_bytes(gzip.compress(data.read_bytes()))
+    elif kind == "parquet":
+        from pyarrow import Table, parquet
+
+        path = tmp_path / "data.parquet"
+        parquet.write_table(Table.from_pydict({"text": DOCUMENTS}), path, row_group_size=7)
+    elif kind == "directory":
+        path = tmp_path / "folder"
+        path.mkdir()
+        lines = data.read_text().splitlines(keepends=True)
+        for number in range(3):
+            (path / f"{number}.jsonl").write_text("".join(lines[number * 30 : number * 30 + 30]))
+    first, points = tokens(path), tmp_path / "points.jsonl"
+    last = (len(expected) + 5000) // 64
+    first.remember(points, writes=True)
+    before = rows(first, *range(last))
+    twice = np.concatenate([expected, expected])
+    assert before[last - 1] == twice[(last - 1) * 64 : last * 64 + 1].tolist()
+    assert len(points.read_text().splitlines()) > 20
+    read: list[str] = []
+    real = StreamedTokens._text_of
+    monkeypatch.setattr(StreamedTokens, "_text_of", lambda self, record: read.append("") or real(self, record))
+    for start in (0, 9, len(expected) // 128, len(expected) // 64, last - 3):
+        again = tokens(path)
+        again.remember(points, writes=False)
+        read.clear()
+        assert rows(again, start, start + 1, start + 2) == before[start : start + 3]
+        assert len(read) < len(DOCUMENTS) / 2
+        assert rows(again, 0) == before[:1]  # backwards, too
+
+
+@pytest.mark.usefixtures("small")
+def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_path: Path) -> None:
+    points = tmp_path / "points.jsonl"
+    first = tokens(data)
+    first.remember(points, writes=True)
+    before = rows(first, *range(200))
+    assert rows(tokens(data), 150) == before[150:151]
+    other = tokens(data, field="id")
+    other.remember(points, writes=False)
+    assert len(other._points) == 1  # points of another stream are not used
+    saved, text = {point.tokens for point in stream._read_points(points, stream=first._key)}, points.read_text()
+    assert len(saved) > 5
+    points.write_text(text[: len(text) * 2 // 3])  # a kill has torn the last line
+    again = tokens(data)
+    again.remember(points, writes=True)
+    assert rows(again, *range(200)) == before
+    assert {point.tokens for point in stream._read_points(points, stream=first._key)} == saved
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("changed", [0, 60])
+def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> None:
+    """Documents that have changed at a seek point from which a run resumes are refused."""
+    first = tokens(data)
+    first.remember(tmp_path / "points.jsonl", writes=True)
+    rows(first, *range(1600))
+    lines = data.read_text().splitlines(keepends=True)
+    for number in range(changed, changed + 25):
+        lines[number] = json.dumps({"id": number, "text": "something else"}) + "\n"
+    data.write_text("".join(lines))
+
+    def resumed() -> None:
+        again = tokens(data)
+        again.read(0, 1)
+        again.remember(tmp_path / "points.jsonl", writes=False)
+        for number in range(1500, 1600, 5):
+            again._dataset = None  # as in a new process, reading begins at the nearest point
+            rows(again, number)
+
+    with pytest.raises(TrainerError, match=r"the documents behind its first \d+ tokens are not those"):
+        resumed()
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        ("stream:/nowhere/a.jsonl", "no such file or directory"),
+        ("stream:corpus", "written stream:OWNER/NAME, with /CONFIGURATION"),
+        ("stream:{here}/text.txt", "a stream is read from .jsonl, .parquet or .arrow files"),
+    ],
+)
+def test_names_that_are_refused(wish: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    with pytest.raises(UserError, match=re.escape(told)):
+        check_stream(wish.format(here=tmp_path))
+
+
+def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "is_installed", lambda module: module != "datasets" and is_installed(module))
+    with pytest.raises(UserError, match="stream:a/b needs datasets, which is not installed: pip install 'datasets>="):
+        check_stream("stream:a/b")
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([{"content": "a"}], "no field 'text'; there are: content. A stream is read as text"),
+        ([{"text": 5}], "field 'text' holds a number, where a string is needed"),
+        ([{"text": ""}, {"text": ""}], "holds no text"),
+    ],
+)
+def test_documents_that_cannot_be_used(lines: list[dict[str, object]], told: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(TrainerError, match=re.escape(told)):
+        tokens(tmp_path / "a.jsonl").read(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--data", "stream:a/b", "c.txt"], "a stream is neither mixed nor joined with other text"),
+        (["--data", "stream:a/b", "--validation-data", "stream:a/c"], "validation data are not streamed"),
+        (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
+        (["--data", "stream:a/b", "data.format=chat"], "a stream is read as text, not as data.format=chat"),
+        (["--data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
+    ],
+)
+def test_settings_that_a_stream_does_not_have(words: list[str], told: str, tmp_path: Path) -> None:
+    done = ask(*TINY, *words, "--output", tmp_path / "run")
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_data_set_of_the_hub_may_use_the_network(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, offline in (("hub:a/b", False), ("stream:a/b", False), (f"stream:{data}", True), (str(data), True)):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+            monkeypatch.setenv(name, "")  # it is restored at the end
+            monkeypatch.delenv(name)
+        prepare_process(load_config(["--data", path]))
+        assert ("HF_HUB_OFFLINE" in os.environ) == offline, path
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+WORDS = [*TINY, "--steps", "6", "--save-every", "2", "train.eval_every=0", "--micro-batch", "2"]
+KEPT = ("step", "tokens", "loss", "grad_norm", "lr")
+
+
+def figures(steps: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[step[name] for name in KEPT] for step in steps]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Return a jsonl file that a run of 6 steps reads more than once."""
+    path = tmp_path / "text.jsonl"
+    lines = [{"text": f"It was the best of times, number {number}, and the worst."} for number in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path: Path) -> None:
+    """Within the first epoch a run over a stream has the bits of one over the prepared text without shuffling."""
+    words = [*WORDS, "--accumulate", "1", "data.validation=0"]
+    streamed = call(*words, "--data", f"stream:{text}", output=tmp_path / "streamed")
+    prepared = call(*words, "--data", text, "data.shuffle=false", output=tmp_path / "prepared")
+    assert figures(streamed.steps) == figures(prepared.steps)
+    assert "rows are not shuffled" in streamed.text
+    assert "nothing of a stream is held out for validation" in streamed.text
+    other = call(*words, "--data", text, output=tmp_path / "shuffled")
+    assert other.losses != prepared.losses
+
+
+@pytest.mark.parametrize("more", [[], ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]])
+def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
+    """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
+    words = [*WORDS, "--accumulate", "4", "--data", f"stream:{text}", "--nvme", drive, *more]
+    words += ["--validation-data", text]
+    whole = call(*words, output=tmp_path / "whole")
+    assert json.loads((tmp_path / "whole/stream.jsonl").read_text())["tokens"] == 0
+    call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 3, number=KILL, hold=3)
+    again = call(*words, output=tmp_path / "killed")
+    assert "resum" in again.text
+    assert figures(again.steps) == figures(whole.steps)
+    last = "checkpoints/step-00000006" if not more else "export"
+    for path in (whole.output / last).glob("*.safetensors"):
+        assert (again.output / last / path.name).read_bytes() == path.read_bytes(), path.name
+    changed = call(*words, "data.text_field=other", output=tmp_path / "killed", check=False)
+    assert changed.code == 2
+
+
+def test_two_ranks_take_the_rows_of_one(text: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--data", f"stream:{text}"]
+    alone = call(*words, "--accumulate", "2", output=tmp_path / "alone")
+    both = call_ranks(*words, "--accumulate", "1", output=tmp_path / "both", count=2)
+    assert [run.code for run in both] == [0, 0], both
+    assert figures(both[0].steps) == figures(alone.steps)
+    for path in (alone.output / "checkpoints/step-00000006").glob("*.safetensors"):
+        assert (both[0].output / "checkpoints/step-00000006" / path.name).read_bytes() == path.read_bytes()

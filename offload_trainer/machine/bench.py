@@ -45,6 +45,7 @@ from offload_trainer.units import format_bytes, format_count
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6
 _HEAD = 64  # size of an attention head
+_COLD = 32 << 20  # elements of weights that no cache holds
 _VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
@@ -136,6 +137,8 @@ def _compute_rates(
     layers: dict[str, Rate] = {}
     for dtype in lacking:
         layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=budget.layer_seconds)
+        if not gpu:
+            layers |= _weight_rates(dtype, layer, products=matmul[dtype], seconds=budget.layer_seconds)
     say("bench: memory")
     memory = before.memory or _triad(budget.memory_elements)
     say("bench: AdamW")
@@ -292,6 +295,25 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
         for phase, count, times in zip(("forward", "backward"), counts, taken, strict=True):
             how = f"{what}, median of {len(times)}"
             rates[layer_key(dtype, part, phase)] = Rate(count / median(times), "measured", how)
+    return rates
+
+
+def _weight_rates(dtype: str, layer: LayerSizes, *, products: Rate, seconds: float) -> dict[str, Rate]:
+    """Return weights/s of products with weights that are in no cache, without the seconds of the products themselves.
+
+    A backward uses each weight twice: for the gradient of its input, and for its own.
+    """
+    inner, outer = layer.matrix[1:]
+    rows, count = min(layer.matrix[0], 128), max(2, _COLD // (inner * outer))
+    weights = [torch.randn(inner, outer).to(DTYPES[dtype]).requires_grad_() for _ in range(count)]
+    given = torch.randn(rows, inner).to(DTYPES[dtype]).requires_grad_()
+    taken = _timed(([given, *weights], lambda: [given @ weight for weight in weights]), seconds=seconds)
+    rates = {}
+    for phase, times, uses in zip(("forward", "backward"), taken, (1, 2), strict=True):
+        used = uses * count * inner * outer
+        more = max(median(times) - 2 * rows * used / products.value, 0.01 * median(times))
+        how = f"{count} products of {rows} x {inner} x {outer}, median of {len(times)}"
+        rates[layer_key(dtype, "weights", phase)] = Rate(used / more, "measured", how)
     return rates
 
 

@@ -315,11 +315,11 @@ class OffloadedModel:
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """Wrap each backward, after waiting for the previous update.
+        """Wrap each backward, after waiting until the previous update has read all gradients.
 
         `last`: it is the step's last, so norms are computed and the update may begin.
         """
-        self.synchronize()
+        self._begin_backward()
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
@@ -327,6 +327,8 @@ class OffloadedModel:
             return_now()  # a forward leaves holes in the heap, and the first gradient, that of the head, is large
             yield
             self.gradients.end_of_backward(last=last)
+        if last:
+            self.update_progress.finish()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -359,8 +361,12 @@ class OffloadedModel:
         return self.stream.saving() if self.stream else nullcontext()
 
     def _begin_backward(self) -> None:
-        """Wait for the previous update, because the backward overwrites the gradient sums that it reads."""
-        self.synchronize()
+        """Wait until the previous update has read the gradient sums, because the backward overwrites them."""
+        if self.updater.speculates:  # state that is still being written does not hold the backward up
+            self.update_progress.wait_for_weights()
+            self._restore_resident()
+        else:
+            self.synchronize()
         if self._prefetches_pages:
             self._prefetches_pages = False
             self.updater.pipeline.prefetch()
@@ -368,6 +374,9 @@ class OffloadedModel:
     def synchronize(self) -> None:
         """Wait until no update is running; raise the error of the last one, if any."""
         self.update_progress.finish()
+        self._restore_resident()
+
+    def _restore_resident(self) -> None:
         if self.resident_guard is not None:
             self.resident_guard.restore_all()
 

@@ -94,7 +94,7 @@ class DriveFacts:
     rates: DriveRates | None = None
 
 
-_LAYER_UNITS = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s"}
+_LAYER_UNITS = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s", "weights": "G weights/s"}
 LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # `layer_key` writes it
 
 
@@ -104,7 +104,7 @@ class Rates:
     """Rates of computation and of copies on one machine; None if not measured or given."""
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
-    layers: dict[LayerKey, Rate] = field(default_factory=dict)  # work other than matrix products, by `layer_key`
+    layers: dict[LayerKey, Rate] = field(default_factory=dict)  # what a layer takes besides products, by `layer_key`
     memory: Rate | None = None  # bytes/s of a STREAM triad on all cores
     update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, dtype conversions included
     sums: dict[Line, Rate] = field(default_factory=dict)  # bytes/s of adding gradients in RAM, by `sums_key`
@@ -121,7 +121,9 @@ class Rates:
 def layer_key(dtype: str, part: str, phase: str) -> str:
     """Return the key of a rate in `Rates.layers`.
 
-    `part` is attention (FLOP/s, over the whole row), values (elements per second) or loss (logits per second).
+    `part` is attention (FLOP/s, over the whole row), values (elements per second), loss (logits per second), or on a
+    CPU weights (elements per second): a product's weights come from memory and its gradient goes to new memory,
+    whatever the number of tokens.
     """
     return f"{dtype}.{part}.{phase}"
 

@@ -277,8 +277,9 @@ class TokenWork:
 def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float | None]:
     """Return the seconds per token of forward and of backward with its recomputation; None without a measured rate."""
     again, forward, backward = work_of_token(work)
+    tokens = work.micro_batch * work.length
     repeated, first, last = (
-        _seconds(part, work.dtype, machine, phase=phase)
+        _seconds(part, work.dtype, machine, phase=phase, tokens=tokens)
         for part, phase in ((again, "forward"), (forward, "forward"), (backward, "backward"))
     )
     return {"forward": first, "backward": None if repeated is None or last is None else repeated + last}
@@ -328,7 +329,8 @@ def _work_of_blocks(shape: ModelShape, seq_len: int) -> TokenWork:
     return TokenWork(products, attention=shape.block_flops(seq_len=seq_len) - products, values=shape.widths, logits=0.0)
 
 
-def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str) -> float | None:
+def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str, tokens: int) -> float | None:
+    """Return the seconds of one of `tokens` tokens that are computed together."""
     timed = stands_for(dtype, machine)
     if timed is None:
         return None
@@ -339,6 +341,8 @@ def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str
         if rate is None:
             return (work.products + work.attention) / (_OF_MATMUL * products)
         seconds += count / rate.value
+    if weights := rates.get(layer_key(timed, "weights", phase)):
+        seconds += work.products / 2 / tokens / weights.value
     return seconds
 
 

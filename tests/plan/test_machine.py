@@ -70,7 +70,7 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
 def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, drive: Path) -> None:
     rates = timed.rates
     assert set(rates.matmul) == {"fp32"}
-    parts = itertools.product(("attention", "values", "loss"), ("forward", "backward"))
+    parts = itertools.product(("attention", "values", "loss", "weights"), ("forward", "backward"))
     assert set(rates.layers) == {layer_key("fp32", *part) for part in parts}
     assert all(rate.value > 0 for rate in rates.layers.values())
     assert rates.update["torch"].value > 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,9 +122,11 @@ class PagePipeline:
         self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete
         self._prefetched: list[StagedPage] = []  # prefetched pages in slots
         self._prefetching = False  # gradients are not complete yet
+        self._writing: Mapping[int, Future] = {}  # pages of the last update that may still be being written
         self._ready = _Arrivals()
         self._in_slots: set[int] = set()  # pages in slots that are not updated yet
         self._offered_to: object = None  # the speculative step that pages are offered to
+        self._too_early: list[tuple[object, int, Any]] = []  # offers while the previous step is still being written
         self._order: list[int] = []  # order in which its units (or the previous step's) were offered
         self._turns: dict[int, int] = {}  # position of each unit in the previous step's offers
         self._overdue: list[Future] = []  # prefetches of units that were expected earlier and did not come
@@ -202,15 +204,35 @@ class PagePipeline:
     def expect(self, step: object) -> None:
         """Accept offers of pages for a speculative step, and prefetch in the order of the last step's offers.
 
-        `interrupt`, and then `begin` or `withdraw`, ends this.
+        Pages that have been offered to it before are staged now. `interrupt`, and then `begin` or `withdraw`, ends
+        this.
         """
-        self.drop_prefetched()
+        self.read_ahead()
         with self._lock:
             self._offered_to = step
             order, self._order = self._order, []
             self._turns = {unit: turn for turn, unit in enumerate(order)}
-        offered = [route for unit in order for route in self._offered.get(unit, ())]
-        self._prefetch([route for route in offered if "state" in route.through_host])
+            before, self._too_early = self._too_early, []
+        for its, unit, made in before:
+            if its is step:
+                self.offer(step, unit, made, None)
+
+    def read_ahead(self, *, writing: Mapping[int, Future] | None = None) -> None:
+        """Prefetch for a speculative step, unless no earlier one has shown the order of its offers.
+
+        Half of the slots are for the pages that the next forward needs first. Their gradients come last, and reading
+        their state only then would hold up that forward. The other slots follow the last step's offers. A page in
+        `writing` is read when its write has ended.
+        """
+        if self._prefetching or not self._order:
+            return
+        held = {route.number for route in self._routes if "state" in route.through_host}
+        first = sorted(held)[: len(self._slots) // 2]
+        offered = [route.number for unit in self._order for route in self._offered.get(unit, ())]
+        order = dict.fromkeys([*first, *(number for number in offered if number in held)])
+        routes = {route.number: route for route in self._routes}
+        self._writing = writing or {}
+        self._prefetch([routes[number] for number in order])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """Stage a unit's pages that may be offered; its gradients are complete after the event `made`."""
@@ -218,8 +240,9 @@ class PagePipeline:
             self._ready.put(error)
             return
         with self._lock:
-            if step is not self._offered_to:
-                return  # the step is decided, so `begin` stages all pages
+            if step is not self._offered_to:  # `expect` stages these pages, or if the step is decided `begin` does
+                self._too_early.append((step, unit, made))
+                return
             self._gradients_ready[unit] = made
             self._order.append(unit)
             early = [page for page in self._prefetched if page.route.page.unit == unit]
@@ -291,22 +314,28 @@ class PagePipeline:
         with self._lock:
             early = not self._waiting
             coming = self._expected if early else self._waiting
-            if not coming or (early and self._one_stays_free and not self._free):
+            route = next((route for route in coming if not early or self._is_written(route)), None)
+            if route is None or (early and self._one_stays_free and not self._free):
                 self._free.append(slot)
                 return
-            page = self._start_read(coming.popleft(), slot)
+            coming.remove(route)
+            page = self._start_read(route, slot, newest=early)
             if early:
                 self._prefetched.append(page)
                 return
         self._complete(page)
+
+    def _is_written(self, route: Route) -> bool:
+        """Return whether the last update has written the page's state."""
+        return route.number not in self._writing or self._writing[route.number].done
 
     def _put_in_ram(self, routes: Iterable[Route]) -> None:
         """Let `next` return these pages, which are entirely in RAM. The caller holds the lock."""
         none = torch.empty(0, dtype=torch.uint8)
         self._ready.put_in_ram([StagedPage(route, none, none, none, loaded=[], slot=None) for route in routes])
 
-    def _start_read(self, route: Route, slot: int) -> StagedPage:
-        """Start reading a page's state into a slot."""
+    def _start_read(self, route: Route, slot: int, *, newest: bool) -> StagedPage:
+        """Start reading a page's state into a slot. `newest`: what the last update has written, valid yet or not."""
         self._in_slots.add(route.number)
         state, gradient, out = self._slots[slot]
         count, through = route.page.elements, route.through_host
@@ -319,7 +348,8 @@ class PagePipeline:
             slot=slot,
         )
         if "state" in through:
-            page.loaded.append(self._store.read(route.number, page.state))
+            copy = self._store.copies.newest(route.number) if newest else None
+            page.loaded.append(self._store.read(route.number, page.state, copy=copy))
         return page
 
     def _complete(self, page: StagedPage) -> None:

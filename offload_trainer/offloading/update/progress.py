@@ -100,10 +100,12 @@ class UpdateProgress:
 
     def wait_for_pages(self) -> None:
         """Wait until all units have their new weights."""
-        with self._lock:
-            left = list(self._units.values())
-        for future in left:
+        for future in self._left_over():
             future.wait()
+
+    def _left_over(self) -> list[Future]:
+        with self._lock:
+            return list(self._units.values())
 
     def end(self, error: BaseException | None) -> None:
         """End the update."""
@@ -132,6 +134,11 @@ class UpdateProgress:
         """Wait for the unit's new weights; raise the update's error."""
         future = self._units.get(unit)
         if future is not None:
+            self._wait(future)
+
+    def wait_for_weights(self) -> None:
+        """Wait until all units have their new weights, as `wait` does; all gradients have been read then."""
+        for future in self._left_over():
             self._wait(future)
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
 from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.snapshot import PageSnapshot
@@ -110,9 +112,9 @@ class Updater:
         self._snapshot: PageSnapshot | None = None
         # Split masters would lose their old weights.
         assert not overlap_backward or (overlap_forward and not store.format.remainders)
-        self._pending_writes: list[PendingWrite] = []  # pages of the current update that are being written back
-        # The next speculative step; its future completes when it accepts pages.
-        self._next_speculative: tuple[SpeculativeStep, Future] | None = None
+        self._overlap_backward = overlap_backward
+        self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
+        self._next_speculative: SpeculativeStep | None = None
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
         self._thread = Workers(1, "update") if overlap_forward else None
         if self._thread is not None:
@@ -155,10 +157,12 @@ class Updater:
     @torch.no_grad()
     def _run(self, step: _Step, at_end: Callable[[], None], speculative: SpeculativeStep | None) -> None:
         try:
-            self._pending_writes = []
+            self._pending_writes = {}
             self._update_all(step if speculative is None else self._decided(speculative, step))
+            if self._overlap_backward:
+                self.pipeline.read_ahead(writing={n: sent.whole for n, sent in self._pending_writes.items()})
             self._update_progress.wait_for_pages()
-            together([sent.whole for sent in self._pending_writes]).wait()
+            together([sent.whole for sent in self._pending_writes.values()]).wait()
             at_end()
         except BaseException as error:
             self._update_progress.end(error)
@@ -188,7 +192,7 @@ class Updater:
             self._report_written(page.route, self.pipeline.write_back(page, done()))
 
     def _report_written(self, route: Route, sent: PendingWrite) -> None:
-        self._pending_writes.append(sent)
+        self._pending_writes[route.number] = sent
         self._update_progress.when_written(route.page.unit, weights=sent.weights, whole=sent.whole)
 
     def close(self) -> None:
@@ -196,6 +200,8 @@ class Updater:
         self._end_speculation()
         if self._thread is not None:
             self._thread.close()
+        with suppress(TrainerError):  # of state that nothing will use
+            self.pipeline.drop_prefetched()
 
     # -- speculative updates, before the step's parameters are known ---------------------------------------------------
 
@@ -205,9 +211,19 @@ class Updater:
         The state that its backward completes first is prefetched from now on, or after the current update.
         """
         assert self._thread is not None
-        speculative, accepting = SpeculativeStep(params), Future()
-        self._next_speculative = speculative, accepting
-        self._thread.put(ending(accepting, partial(self.pipeline.expect, speculative)))
+        self._next_speculative = SpeculativeStep(params)
+        self._thread.put(partial(self._accept, self._next_speculative))
+
+    def _accept(self, speculative: SpeculativeStep) -> None:
+        try:
+            self.pipeline.expect(speculative)
+        except BaseException as error:
+            speculative.error = error
+
+    @property
+    def speculates(self) -> bool:
+        """Return whether a step is announced whose pages are updated only after the current update has ended."""
+        return self._next_speculative is not None or self._speculative is not None
 
     def begin_last_backward(self) -> None:
         """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
@@ -220,8 +236,7 @@ class Updater:
             self.pipeline.prefetch()
             return
         assert self._thread is not None
-        self._speculative, accepting = coming
-        accepting.wait()  # otherwise the first units would be offered too early
+        self._speculative = coming
         self._gradients.watch(partial(self.pipeline.offer, self._speculative))
         self._thread.put(partial(self._update_offered, self._speculative))
 

@@ -35,11 +35,13 @@ OPTIONAL = {
     "sqlalchemy": "2.0.30",
     "alembic": "1.13.1",
     "liger-kernel": "0.8",
+    "pillow": "10.0.1",
 }
 _MODULES = {
     "yaml": "PyYAML",
     "mlflow": "mlflow-skinny",
     "liger_kernel": "liger-kernel",
+    "PIL": "pillow",
 }  # modules whose name differs from the package's
 
 

@@ -36,11 +36,13 @@ OPTIONAL = {
     "alembic": "1.13.1",
     "liger-kernel": "0.8",
     "lm_eval": "0.4.13",
+    "pillow": "10.0.1",
 }
 _MODULES = {
     "yaml": "PyYAML",
     "mlflow": "mlflow-skinny",
     "liger_kernel": "liger-kernel",
+    "PIL": "pillow",
 }  # modules whose name differs from the package's
 
 

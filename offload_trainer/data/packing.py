@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.conversations import example_of
+from offload_trainer.data.images import ImageEncoder
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED, TokenWriter
+from offload_trainer.data.tokenizer import padding_id
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
 
@@ -45,14 +47,14 @@ class RowOptions:
     everything: bool  # train on all tokens, not only on answers
     length: int  # row length in tokens
     packed: bool  # put several conversations in a row
+    images: ImageEncoder | None = None  # conversations may hold images
 
     def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-        """Return everything that the rows depend on except the lines and the tokenizer's ids."""
+        """Return everything that the rows depend on except the lines, their pictures and the tokenizer's ids."""
         template = hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
-        wish = asdict(self)
         # omit the key for unpacked rows, so that their existing cache files keep their names
-        packed = ["packed"] if wish.pop("packed") else []
-        return [_VERSION, *wish.values(), template, *packed]
+        packed = ["packed"] if self.packed else []
+        return [_VERSION, self.form, self.everything, self.length, template, *packed]
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
@@ -76,8 +78,8 @@ def write_rows(
     Raises UserError, with file and line, for a record that is not a conversation, and if no conversation has a learned
     token.
     """
-    encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
-    pad = next((id_ for id_ in (tokenizer.pad_token_id, end_of_text) if id_ is not None), 0)
+    encoder = wish.images or AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
+    pad = padding_id(tokenizer)
     maker, packer = RowMaker(wish.length, pad=pad), Packer(wish.length, pad=pad)
     reported = time.monotonic()
     examples = (example_of(record, form=wish.form, where=where) for where, record in records)
@@ -88,6 +90,8 @@ def write_rows(
                 row = packer.add(row)
             if row is not None:
                 writer.write(row)
+                if wish.images:
+                    writer.write_line(wish.images.line)
         if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             say(f"{maker.counts.conversations} conversations, {format_count(maker.counts.tokens)} tokens")

@@ -9,13 +9,16 @@ of their forwards do not depend on how they are divided over ranks and gradient 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
+from offload_trainer.data.images import ImageTokens
 from offload_trainer.data.mixture import MixedTokens, Tokens, order
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import TrainerError, UserError
@@ -47,7 +50,7 @@ class Batch:
     `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
     the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of
     inputs, over all rows, that only fill up rows of conversations. `seed` determines everything random in a training
-    forward (dropout, router noise).
+    forward (dropout, router noise). `images` are the model's other inputs, if rows may hold images (pixels, ...).
     """
 
     inputs: torch.Tensor
@@ -56,6 +59,7 @@ class Batch:
     seed: int = 0
     positions: torch.Tensor | None = None
     padding: int = 0
+    images: Mapping[str, Any] | None = None
 
     @property
     def tokens(self) -> int:
@@ -86,10 +90,15 @@ class Batch:
         )
 
     def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
-        """Return the arguments of a loss (model/loss.py) on device `place`: inputs, targets, seed, count, positions."""
-        positions = None if self.positions is None else _copied(self.positions, place)
+        """Return the arguments of a loss (model/loss.py) on device `place`.
+
+        They are inputs, targets, seed, count, positions and images.
+        """
+        copied = partial(_copied, place=place)
+        positions = None if self.positions is None else copied(self.positions)
+        images = tree_map_only(torch.Tensor, copied, self.images and dict(self.images))
         seed = self.seed if training else None
-        return _copied(self.inputs, place), _copied(self.targets, place), seed, self.counted, positions
+        return copied(self.inputs), copied(self.targets), seed, self.counted, positions, images
 
 
 def _copied(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
@@ -174,7 +183,7 @@ class RowReader:
 
     def __init__(
         self,
-        tokens: Tokens | MixedTokens | StreamedTokens,
+        tokens: Tokens | MixedTokens | StreamedTokens | ImageTokens,
         *,
         seq_len: int,
         rows: range,
@@ -247,8 +256,17 @@ class RowReader:
             begins = np.zeros_like(targets, dtype=bool)
             begins[:, 1:] = block[:, :-2] == self._apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
-        inputs = torch.from_numpy(block[:, :-1].copy())
-        return Batch(inputs, torch.from_numpy(targets), state, seed=seed, positions=positions, padding=padding)
+        inputs = block[:, :-1].copy()
+        images = self._tokens.inputs(indices, inputs) if isinstance(self._tokens, ImageTokens) else None
+        return Batch(
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            state,
+            seed=seed,
+            positions=positions,
+            padding=padding,
+            images=images,
+        )
 
     def _row(self, position: int) -> int:
         if self._shares is not None:

@@ -112,6 +112,11 @@ def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.eos_token_id
 
 
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id that fills up rows of conversations."""
+    return next((id_ for id_ in (tokenizer.pad_token_id, end_of_text(tokenizer)) if id_ is not None), 0)
+
+
 class TokenBytes:
     """UTF-8 bytes per token id in running text, to report the loss in bits per byte.
 

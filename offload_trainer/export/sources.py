@@ -210,7 +210,8 @@ def _told_of_page_files(run: Path) -> str:
 @contextmanager
 def _left_by(run: Path, left: FinalExport) -> Iterator[Source]:
     """Open RUN/export, in fp32, in the way that any pretrained model is read."""
-    source = resolve_model(ModelSection(name=str(run.absolute() / "export")), seed=0)
+    # With a number of patches, the model is of the class that its configuration names.
+    source = resolve_model(ModelSection(name=str(run.absolute() / "export")), seed=0, image_patches=1)
     shapes = {weight.name: weight.shape for weight in source.shape.weights}
     with source.opened() as found:
         yield Source(

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from offload_trainer.errors import UserError
 
-Patches = int | Literal["auto"] | None  # patches of a row's images; None: the caller trains on text only
+Patches = int | Literal["auto"] | None  # patches of a row's images; None: there are no images
 
 
 def class_names(config: Any) -> tuple[str | None, str | None]:
@@ -49,16 +49,17 @@ def auto_class(config: Any) -> Any:
 def settle_class(config: Any, name: str, *, image_patches: Patches) -> bool:
     """Set the class that `auto_class` returns for `config`; return whether rows with images are expected.
 
-    With `image_patches` 0 a configuration of both kinds is a causal language model. Raises UserError if
-    `image_patches` is None and transformers has only an image-text model.
+    With `image_patches` 0 or None a configuration of both kinds is a causal language model. Raises UserError if it is
+    None, which means that none was wished and the data has no images, and transformers has only an image-text model.
     """
     image, text = class_names(config)
     if image is None:
         return False
     if image_patches is None and text is None:
         raise UserError(
-            f"--model {name}: {image} reads images, and this command trains on text alone: load it with "
-            "offload_trainer.load for a training loop of your own, or with offload_trainer.hf.load for a Trainer"
+            f"--model {name}: {image} reads images, and the first lines of --data have none (docs/data.md, Images). "
+            "model.image_patches=0 trains it on text alone; model.image_patches=N, the patches of a row's images, "
+            "expects images in later lines"
         )
     named = getattr(config, "architectures", None) or ()
     text_alone = not image_patches or (text in named and image not in named)

@@ -201,8 +201,8 @@ def resolve_model(
 
     `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence
     each other is refused. `pieces` is for rows divided among ranks: a model that would compute another result is
-    refused. `image_patches` is for the library, whose rows may hold images: their patches in each row, or "auto". With
-    None, a model that transformers has only with images is refused.
+    refused. `image_patches`: patches of the images in each row, or "auto"; None if rows hold none, in which case a
+    model that transformers has only with images is refused.
 
     Raises UserError for an unknown model or configuration key, and for weights that do not fit.
     """
@@ -310,8 +310,7 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     """Write the config.json and generation_config.json that `from_pretrained` reads together with exported weights.
 
     For a pretrained model the latter is copied from its directory if present, as are the files of an image-text model's
-    processor. Buffers that belong to the weights are
-    saved in a separate file, from which exports read them.
+    processor. Buffers that belong to the weights are saved in a separate file, from which exports read them.
     """
     config = copy.deepcopy(source.config)
     config.architectures = [type(source._meta()).__name__]

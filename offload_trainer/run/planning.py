@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
+from offload_trainer.data.run_data import holds_images
 from offload_trainer.errors import UserError
 from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -74,22 +75,14 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
         longest: also find the longest row (in tokens) that fits.
         again: an earlier plan of `config`, whose machine, perhaps with new rates, and model are used.
     """
-    from offload_trainer.model.loader import resolve_model
     from offload_trainer.run.resume_point import config_to_resume
 
-    refuse_base(config.model)
     config = _with_resumed_copies(config, nodes=nodes)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
-    if again:
-        source: Any = again.source
-    else:
-        packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
-        source = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
-        refuse_nothing_trained(source.shape)
-        source = with_block_order(config, source)
-    models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
+    source = again.source if again else model_of(config, world=world)
+    models = MemoryFallbacks(lambda: source)
     before = config_to_resume(config.save) if config.placement.engine_name != "deepspeed" else {}
     kept = _with_resumed_choices(config, before, models, world=world, on_gpu=machine.gpu is not None)
     for wish in (_with_resumed_schedule(kept, before), kept):
@@ -133,6 +126,52 @@ def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfil
     return replace(machine, output=freed(machine.output), drives=tuple(map(freed, machine.drives)))
 
 
+def model_of(config: TrainConfig, *, world: int) -> Any:
+    """Return the ModelSource of a configuration. Raises UserError if this command cannot train it on `world` ranks."""
+    from offload_trainer.model.loader import resolve_model
+
+    refuse_base(config.model)
+    packed, pieces, patches = config.data.packing == "on", config.parallel.sequence > 1, config.model.image_patches
+    source = resolve_model(
+        config.model,
+        seed=config.train.seed,
+        packed=packed,
+        pieces=pieces,
+        image_patches=None if patches == "auto" and not holds_images(config.data) else patches,
+    )
+    refuse_nothing_trained(source.shape)
+    if source.shape.images:
+        refuse_with_images(config, world=world)
+    elif patches != "auto" and patches:
+        raise UserError(f"model.image_patches={patches}: --model {config.model.name} reads no images: leave it out")
+    return with_block_order(config, source)
+
+
+def refuse_with_images(config: TrainConfig, *, world: int) -> None:
+    """Raise UserError for settings that rows with images do not support."""
+    model, data, parallel = config.model, config.data, config.parallel
+    chosen = {
+        "--engine deepspeed": config.placement.engine_name == "deepspeed",
+        f"{world} ranks": world > 1,
+        "parallel.sequence": parallel.sequence > 1,
+        "data.packing=on": data.packing == "on",
+        "data.mixture": bool(data.mixture),
+        "--data stream:": data.streamed,
+        "data.train_on=all": data.train_on == "all",
+        "data.tokenizer": data.tokenizer != "auto",
+        "model.offload_activations": bool(model.offload_activations),
+        "model.mlp_chunk": isinstance(model.mlp_chunk, int),
+        "model.compile=on": model.compile == "on",
+        "model.kernels=liger": model.kernels == "liger",
+        "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
+    }
+    if told := [setting for setting, here in chosen.items() if here]:
+        raise UserError(
+            f"{' and '.join(told)}: not with images in the data: leave it out, or train on text alone with "
+            "model.image_patches=0"
+        )
+
+
 def refuse_nothing_trained(shape: ModelShape) -> None:
     """Raise UserError if model.freeze freezes every weight. Adapter training needs the library, not this command."""
     if not shape.trainable:
@@ -157,6 +196,8 @@ def with_block_order(config: TrainConfig, source: Any) -> Any:
         return source
     from offload_trainer.model.probes.block_order import why_no_chain
 
+    if source.shape.images:
+        return replace(source, shape=replace(source.shape, no_chain="rows hold images"))
     why = why_no_chain(source._meta(), trust_remote_code=config.model.trust_remote_code)
     return replace(source, shape=replace(source.shape, no_chain=why))
 
@@ -192,7 +233,7 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
         return longest_row(wish, source.shape, found.machine, world=plan.world, nodes=plan.nodes)
 
     tokens = longest(found.source)
-    if tokens < found.source.shape.context and may_tile(config):
+    if tokens < found.source.shape.context and may_tile(config) and not found.source.shape.images:
         tokens = longest(models.as_wished(wish, pieces=True))
     return replace(found, plan=replace(plan, longest_row=tokens))
 
@@ -261,11 +302,11 @@ class MemoryFallbacks:
 
     def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
         """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
-        tiered = config.tiered
+        tiered, images = config.tiered, self._preset is None and self.source.shape.images is not None
         left_open = config.placement.engine_name == "tiered" and tiered.fetch_granularity == "auto"
-        left_open = left_open and config.model.compile == "off"
+        left_open = left_open and config.model.compile == "off" and not images
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
-            for pieces in (False, True) if may_tile(config) else (False,):
+            for pieces in (False, True) if may_tile(config) and not images else (False,):
                 wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
                 of = self.as_wished(wish, pieces=pieces)
                 if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):

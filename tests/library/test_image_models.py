@@ -251,7 +251,7 @@ def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
     assert name("both", image_patches=0) == name("both") == "Qwen3_5ForCausalLM"
     assert name("images", image_patches="auto") == name("images", image_patches=0) == "LlavaForConditionalGeneration"
     assert resolved(tmp_path / "images", image_patches=0).shape.images is None
-    with pytest.raises(UserError, match="LlavaForConditionalGeneration reads images, and this command trains on text"):
+    with pytest.raises(UserError, match="LlavaForConditionalGeneration reads images, and the first lines of --data"):
         resolved(tmp_path / "images")
 
 

@@ -31,10 +31,8 @@ from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.planning import (
     MemoryFallbacks,
     machine_here,
+    model_of,
     planned,
-    refuse_base,
-    refuse_nothing_trained,
-    with_block_order,
     with_longest_row,
 )
 from offload_trainer.settings import values_given
@@ -45,7 +43,7 @@ _MICRO = (16, 4, 1)  # micro-batch sizes to try for the tiered engine in a compa
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     """Plan a run on a described machine, with the longest row that fits."""
-    models = _models(config)
+    models = _models(config, world=config.placement.gpus)
     found = planned(config, models, machine, world=config.placement.gpus)
     return with_longest_row(found, config, models).plan
 
@@ -59,11 +57,9 @@ def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> li
     if not all(count.isdigit() and 0 < int(count) <= _MOST_NODES for count in counts):
         raise UserError(f"--nodes {nodes}: whole numbers from 1 to {_MOST_NODES}, such as 2 or 1,2,4")
     gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
-    models = _models(config)
-    return [
-        planned(config, models, machine, world=gpus * count, nodes=count).plan
-        for count in sorted(set(map(int, counts)))
-    ]
+    numbers = sorted(set(map(int, counts)))
+    models = _models(config, world=gpus * numbers[-1])
+    return [planned(config, models, machine, world=gpus * count, nodes=count).plan for count in numbers]
 
 
 def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: str | None) -> Comparison:
@@ -84,7 +80,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    models = _models(config)
+    models = _models(config, world=gpus * count)
     shape = models.as_wished(config).shape
     whole = "" if _preset(config) else _why_whole(models.source)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
@@ -184,17 +180,8 @@ def _why_whole(source: Any) -> str:
     return ""
 
 
-def _models(config: TrainConfig) -> MemoryFallbacks:
-    def source() -> Any:
-        from offload_trainer.model.loader import resolve_model
-
-        refuse_base(config.model)
-        packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
-        found = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
-        refuse_nothing_trained(found.shape)
-        return with_block_order(config, found)
-
-    return MemoryFallbacks(source, preset=_preset(config))
+def _models(config: TrainConfig, *, world: int) -> MemoryFallbacks:
+    return MemoryFallbacks(lambda: model_of(config, world=world), preset=_preset(config))
 
 
 def _preset(config: TrainConfig) -> ModelShape | None:

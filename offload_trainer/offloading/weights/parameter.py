@@ -348,6 +348,8 @@ def _run_with_values(
     _collect((args, kwargs), found)
     parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
     _refuse_unsupported(func, operation.name, parameters[0])
+    if _clamps_nothing(operation, args, kwargs):
+        return args[0]
     _refuse_writing(operation, args, kwargs)
     provider = parameters[0].provider
     if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
@@ -550,6 +552,14 @@ def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> 
             f"{parameter.weight} was given to torch's operator {name}, inside which weights cannot be fetched: use "
             "Python's own control flow, or give it parameter.clone()"
         )
+
+
+def _clamps_nothing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the operation clamps a weight in place without changing it, as Gemma 3n does in each forward."""
+    if operation.name != "clamp_" or not isinstance(args[0], Shared):
+        return False
+    with torch.no_grad():
+        return torch.equal(torch.clamp(*args, **kwargs), args[0])
 
 
 def _refuse_writing(operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

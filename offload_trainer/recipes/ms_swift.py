@@ -1,4 +1,4 @@
-# A plugin for ms-swift: `swift sft` and `swift pt` train with offloaded weights, all of them or adapters over them.
+# A plugin for ms-swift: `swift sft` and `swift pt` train all weights, offloaded; other tuners were not tried.
 # run:    swift sft sft.yaml --external_plugins configs/ms_swift.py
 # docs/integrations.md has a YAML. It needs ms-swift 4.6, and offload-trainer without its extra hf.
 import argparse
@@ -44,7 +44,7 @@ class OffloadedLoader(ModelLoader):
                 f"{', '.join(unused) or self.model_info.task_type}: the weights are loaded by offload_trainer.hf.load, "
                 "as a causal language model; leave these keys out, and give its keywords in model_kwargs"
             )
-        words = {"freeze": ["."]} if wish.tuner_type != "full" else {}
+        words: dict[str, Any] = {"freeze": ["."]} if wish.tuner_type != "full" else {}
         words |= {
             "dtype": DTYPES[str(self.model_info.torch_dtype)],
             "seq_len": wish.max_length,

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, load
 
-MODEL_KEYS = ("model_name_or_path", "use_fast_tokenizer", "split_special_tokens", "trust_remote_code")
+MODEL_KEYS: tuple[str, ...] = ("model_name_or_path", "use_fast_tokenizer", "split_special_tokens", "trust_remote_code")
 MODEL_KEYS += ("disable_gradient_checkpointing", "use_reentrant_gc", "low_cpu_mem_usage")
 METHOD_KEYS = ("pure_bf16", "disable_shuffling", "use_dft_loss", "use_eaft_loss", "eaft_alpha")
 PAD_TO = 8  # LLaMA-Factory pads rows for training to a multiple of this

@@ -1,12 +1,12 @@
-# A plugin for ms-swift: `swift sft` and `swift pt` train with offloaded weights, all of them or adapters over them.
+# A plugin for ms-swift: `swift sft` and `swift pt` train all weights, offloaded; other tuners were not tried.
 # run:    swift sft sft.yaml --external_plugins configs/ms_swift.py
 # docs/integrations.md has a YAML. It needs ms-swift 4.6, and offload-trainer without its extra hf.
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
 from swift.model import MODEL_MAPPING, ModelLoader
 from swift.trainers import Seq2SeqTrainer, TrainerFactory
 
@@ -35,7 +35,7 @@ class OffloadedLoader(ModelLoader):
         for name in ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps"):
             parser.add_argument(f"--{name}", type=int, required=True)
         parser.add_argument("--tuner_type", default="lora")
-        parser.add_argument("--model_kwargs", type=json.loads, default={})
+        parser.add_argument("--model_kwargs", type=yaml.safe_load, default={})
         wish, _ = parser.parse_known_args()
         unused = [name for name in ELSEWHERE if getattr(self, name)]
         unused += [name for name in ("quantization_config", "max_memory") if name in model_kwargs]
@@ -44,7 +44,7 @@ class OffloadedLoader(ModelLoader):
                 f"{', '.join(unused) or self.model_info.task_type}: the weights are loaded by offload_trainer.hf.load, "
                 "as a causal language model; leave these keys out, and give its keywords in model_kwargs"
             )
-        words = {"freeze": ["."]} if wish.tuner_type != "full" else {}
+        words: dict[str, Any] = {"freeze": ["."]} if wish.tuner_type != "full" else {}
         words |= {
             "dtype": DTYPES[str(self.model_info.torch_dtype)],
             "seq_len": wish.max_length,

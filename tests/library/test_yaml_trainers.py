@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,22 @@ from sample_chats import chat_tokenizer, chats
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/integrations.md").read_text()
 SWIFT, LLAMA_FACTORY = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+OURS = ("pydantic", "psutil", "PyYAML", "tqdm", "safetensors")  # what this package needs beside torch and transformers
 SAME = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 4}
 SAME |= {"save_steps": 2, "logging_steps": 1, "report_to": "none", "dataloader_num_workers": 0, "max_grad_norm": 0.5}
 
 
-def installed(place: Path, project: str, *libraries: str) -> dict[str, str]:
-    """Install a project and the libraries that it needs for training over this interpreter's; return its variables."""
-    there = fresh_environment(place) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+def installed(place: Path, *projects: str, libraries: tuple[str, ...]) -> dict[str, str]:
+    """Create an environment with this torch, the libraries, and the projects without what they ask for."""
+    there = fresh_environment(place) | {"PYTHONPATH": str(ROOT)}
+    (site,) = (place / "venv/lib").glob("python3*/site-packages")
+    (site / "libraries.pth").unlink()
+    for found in Path(sysconfig.get_path("purelib")).iterdir():
+        if found.name.startswith(("torch", "functorch", "nvidia", "triton")):
+            (site / found.name).symlink_to(found)
     online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
     pip = ["python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
-    for words in (libraries, ("--no-deps", project)):
+    for words in ((*OURS, *libraries), ("--no-deps", *projects)):
         done = subprocess.run([*pip, *words], env=online, capture_output=True, text=True, check=False)
         if done.returncode and "No matching distribution" in done.stderr:
             pytest.skip(f"pip finds none of these here: {done.stderr[-300:]}")
@@ -66,8 +73,12 @@ def compare(folder: Path, *, weights_in: str = "checkpoint-4") -> None:
 @pytest.mark.network
 @pytest.mark.slow
 def test_ms_swift(tmp_path: Path) -> None:
-    libraries = ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4", "modelscope")
-    there = installed(tmp_path, "ms-swift==4.6.0", *libraries)
+    libraries = ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4")
+    others = (
+        "modelscope addict attrdict binpacking dacite einops fastapi json-repair matplotlib nltk openai pillow rouge"
+    )
+    others += " scipy sentencepiece simplejson sortedcontainers tensorboard tiktoken uvicorn zstandard"
+    there = installed(tmp_path, "ms-swift==4.6.0", libraries=(*libraries, *others.split()))
     changes: dict[str, Any] = {"model": str(model_and_data(tmp_path)), "model_type": "llama", "template": "chatml"}
     changes |= {"torch_dtype": "float32", "fp16": False, "max_length": 256, "add_version": False, "check_model": False}
     theirs = SWIFT | SAME | changes | {"split_dataset_ratio": 0, "output_dir": "theirs"}
@@ -85,7 +96,10 @@ def test_ms_swift(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_llama_factory(tmp_path: Path) -> None:
     libraries = ("transformers==5.8.0", "trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "accelerate==1.11.0")
-    there = installed(tmp_path, "llamafactory==0.9.5", *libraries, "omegaconf") | {"DISABLE_VERSION_CHECK": "1"}
+    projects = ("llamafactory==0.9.5", "torchaudio==2.11.0")
+    there = installed(tmp_path, *projects, libraries=(*libraries, "omegaconf")) | {"DISABLE_VERSION_CHECK": "1"}
+    for compiled in tmp_path.glob("venv/lib/*/site-packages/torchaudio/lib/*.so"):
+        compiled.unlink()  # it needs a torch with CUDA; text needs no more than the import
     told = {"file_name": "chat.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}
     told["tags"] = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": told}))

@@ -223,7 +223,7 @@ def until(condition: Callable[[], bool], told: Callable[[], str], *, seconds: fl
 
 
 def free_ports() -> int:
-    """Return the first of two neighbouring ports at which nobody listens."""
+    """Return the first of two neighbouring ports that are free."""
     for port in range(20000, 30000, 2):
         with suppress(OSError), socket.socket() as one, socket.socket() as other:
             one.bind(("", port))

@@ -81,7 +81,8 @@ def pretrained_order(directory: Path, model: PreTrainedModel) -> list[str]:
 
 def pretrained_buffers(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Read the buffers that are saved with the weights."""
-    return dict(_read(directory, model, set(persistent_buffers(model))))
+    once = {name for name, _ in model.named_buffers()}  # a buffer of two modules is saved under one name
+    return dict(_read(directory, model, once & persistent_buffers(model).keys()))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,7 +5,8 @@
 transformers initialises and saves each model. Three fp32 steps with an image in each row then train it in four ways:
 transformers' module with torch's fused AdamW, and `offload_trainer.load` with everything in RAM, with weights and state
 on a drive, and with activation checkpointing. Once more the vision tower is frozen. Inputs are random pixels of the
-shape that the model's own forward takes, so no processor is needed.
+shape that the model's own forward takes, so no processor is needed. FastVlm, Gemma3n and PerceptionLM need timm and
+torchvision, and are not tried without.
 
 An architecture is right if five conditions hold. The first loss agrees within 1e-5, and later losses within 1e-4.
 Gradient norms agree within a relative 1e-4, and weights within 1e-5, after steps that move them by up to 3e-3. All

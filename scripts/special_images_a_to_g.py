@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from tiny_image_models import ROWS, SIDE, Batch, Special, kinds, tiny_image_config, with_small_images, with_text
+from tiny_image_models import (
+    ROWS,
+    SIDE,
+    Batch,
+    Special,
+    changed_config,
+    under,
+    with_small_images,
+    with_text,
+)
 from tiny_models import VOCABULARY, tiny_config
 from transformers import (
     Gemma4Config,
@@ -25,29 +33,6 @@ _CODES = range(VOCABULARY - 16, VOCABULARY - 8)  # tokens for a small codebook; 
 _STD = {"initializer_range": 0.02}  # instead of 1e-10, with which a loss would not depend on the pixels
 
 
-def _changed(name: str, changes: Mapping[str, Any]) -> Callable[[], PreTrainedConfig]:
-    """Return a function that makes the tiny configuration `name` with `changes`, whose keys have dots."""
-
-    def make() -> PreTrainedConfig:
-        config = tiny_image_config(kinds()[name])
-        for path, value in changes.items():
-            *parts, key = path.split(".")
-            owner: Any = config
-            for part in parts:
-                owner = getattr(owner, part)
-            if isinstance(owner, dict):
-                owner[key] = value
-            else:
-                setattr(owner, key, value)
-        return config
-
-    return make
-
-
-def _under(part: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{part}.{key}": value for key, value in changes.items()}
-
-
 def _square(side: int) -> Inputs:
     """Return inputs with images of `side` x `side` pixels."""
     return lambda model, random: with_text(model, _pixels(side, random), random)
@@ -63,13 +48,13 @@ _CODEBOOK = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks"
 _CHAMELEON = {
     "vocabulary_map": {"<image>": _IMAGE} | {f"IMGIMG{chr(ord('A') + n)}Z": code for n, code in enumerate(_CODES)},
     "image_token_id": _IMAGE,
-    **_under("vq_config", _CODEBOOK | {"num_embeddings": len(_CODES), "latent_channels": HIDDEN}),
+    **under("vq_config", _CODEBOOK | {"num_embeddings": len(_CODES), "latent_channels": HIDDEN}),
 }
 _EMU3 = {
     "vocabulary_map": {"<image>": _IMAGE, "<|extra_200|>": _IMAGE - 1}
     | {f"<|visual token {n:06d}|>": code for n, code in enumerate(_CODES)},
     "image_token_id": _IMAGE,
-    **_under("vq_config", _CODEBOOK | {"codebook_size": len(_CODES), "temporal_downsample_factor": 2}),
+    **under("vq_config", _CODEBOOK | {"codebook_size": len(_CODES), "temporal_downsample_factor": 2}),
 }
 
 
@@ -84,7 +69,7 @@ _OCR2 = {
     "text_config.mlp_layer_types": ["dense", "sparse"],
     "text_config.num_experts_per_tok": 2,
     "text_config.max_position_embeddings": 256,
-    **_under(
+    **under(
         "vision_config.sam_config", _SAM | {"downsample_channels": [16, HIDDEN], "image_size": 32, "patch_size": 4}
     ),
 }
@@ -156,20 +141,22 @@ _QUERIES = {"projector_patch_to_query_dict": {SIDE**2: 4}, "max_value_projector_
 _ERNIE = {"text_config.moe_intermediate_size": [48, 24], "text_config.rope_parameters.mrope_section": [1, 1, 2]}
 
 SPECIAL: dict[str, Special] = {
-    "Aria": Special(_changed("Aria", _QUERIES)),
-    "Blip": Special(_changed("Blip", _under("vision_config", _STD))),
-    "Blip2": Special(_changed("Blip2", {"image_token_index": _IMAGE, **_under("vision_config", _STD)})),
-    "Chameleon": Special(_changed("Chameleon", _CHAMELEON), _square(8)),
-    "DeepseekOcr2": Special(_changed("DeepseekOcr2", _OCR2)),
-    "DeepseekVLHybrid": Special(_changed("DeepseekVLHybrid", _under("high_res_vision_config", _SAM)), _two_resolutions),
+    "Aria": Special(changed_config("Aria", _QUERIES)),
+    "Blip": Special(changed_config("Blip", under("vision_config", _STD))),
+    "Blip2": Special(changed_config("Blip2", {"image_token_index": _IMAGE, **under("vision_config", _STD)})),
+    "Chameleon": Special(changed_config("Chameleon", _CHAMELEON), _square(8)),
+    "DeepseekOcr2": Special(changed_config("DeepseekOcr2", _OCR2)),
+    "DeepseekVLHybrid": Special(
+        changed_config("DeepseekVLHybrid", under("high_res_vision_config", _SAM)), _two_resolutions
+    ),
     "DiffusionGemma": Special(not_trainable="DiffusionGemmaForBlockDiffusion takes no labels and returns no loss"),
-    "Emu3": Special(_changed("Emu3", _EMU3), _emu3),
-    "Ernie4_5_VLMoe": Special(_changed("Ernie4_5_VLMoe", _ERNIE)),
+    "Emu3": Special(changed_config("Emu3", _EMU3), _emu3),
+    "Ernie4_5_VLMoe": Special(changed_config("Ernie4_5_VLMoe", _ERNIE)),
     "Evolla": Special(not_trainable="EvollaForProteinText2Text takes proteins instead of images"),
-    "FastVlm": Special(_changed("FastVlm", _under("vision_config", _FASTVIT)), _square(32)),
-    "Florence2": Special(_changed("Florence2", _under("vision_config", _FLORENCE2)), _square(16)),
-    "Fuyu": Special(_changed("Fuyu", {"patch_size": 4, "image_size": 4 * SIDE}), _patches),
-    "Gemma3n": Special(_changed("Gemma3n", _GEMMA3N), _square(64)),
+    "FastVlm": Special(changed_config("FastVlm", under("vision_config", _FASTVIT)), _square(32)),
+    "Florence2": Special(changed_config("Florence2", under("vision_config", _FLORENCE2)), _square(16)),
+    "Fuyu": Special(changed_config("Fuyu", {"patch_size": 4, "image_size": 4 * SIDE}), _patches),
+    "Gemma3n": Special(changed_config("Gemma3n", _GEMMA3N), _square(64)),
     "Gemma4": Special(_gemma4, _patches_with_places),
     "Gemma4Unified": Special(_gemma4_unified, _patches_with_places),
 }

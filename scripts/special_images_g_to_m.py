@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tiny_image_models import ROWS, SIDE, TEXT, Batch, Special, kinds, tiny_image_config
+from tiny_image_models import ROWS, SIDE, TEXT, Batch, Special, changed_config
 from tiny_models import VOCABULARY
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -26,24 +26,11 @@ _STD = {"vision_config.initializer_range": 0.02}  # instead of 1e-10, with which
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 
-def _changed(name: str, changes: Mapping[str, Any]) -> Callable[[], PreTrainedConfig]:
-    """Return a function that makes the tiny configuration of `name` with `changes`, whose keys may have a dot."""
-
-    def make() -> PreTrainedConfig:
-        config = tiny_image_config(kinds()[name])
-        for path, value in changes.items():
-            part, _, key = path.rpartition(".")
-            setattr(getattr(config, part) if part else config, key, value)
-        return config
-
-    return make
-
-
 def _tiled(name: str, changes: Mapping[str, Any] = {}) -> Callable[[], PreTrainedConfig]:
     """Return a function that makes a configuration whose images are the whole image and a single tile."""
 
     def make() -> PreTrainedConfig:
-        config: Any = _changed(name, changes)()
+        config: Any = changed_config(name, changes)()
         config.image_grid_pinpoints = [[config.vision_config.image_size] * 2]
         return config
 
@@ -214,35 +201,37 @@ def _minicpm_v_4_7(model: PreTrainedModel, random: torch.Generator) -> Batch:
 
 
 SPECIAL: dict[str, Special] = {
-    "GotOcr2": Special(_changed("GotOcr2", _GOT_OCR2)),
+    "GotOcr2": Special(changed_config("GotOcr2", _GOT_OCR2)),
     "Granite4Vision": Special(_tiled("Granite4Vision", _GRANITE4_VISION), _granite4_vision),
-    "GraniteDocling": Special(_changed("GraniteDocling", {"vision_config.scale_factor": 2}), _granite_docling),
+    "GraniteDocling": Special(changed_config("GraniteDocling", {"vision_config.scale_factor": 2}), _granite_docling),
     "HunYuanVL": Special(
-        _changed("HunYuanVL", {"text_config.head_dim": HIDDEN // HEADS, "vision_config.max_image_size": 16 * SIDE})
+        changed_config(
+            "HunYuanVL", {"text_config.head_dim": HIDDEN // HEADS, "vision_config.max_image_size": 16 * SIDE}
+        )
     ),
-    "Idefics": Special(_changed("Idefics", {"alpha_initializer": "ones"}), _idefics),
-    "Inkling": Special(_changed("Inkling", _INKLING), _inkling),
-    "Inkling2": Special(_changed("Inkling2", _INKLING2), _inkling2),
-    "InstructBlip": Special(_changed("InstructBlip", _STD | {"image_token_index": _IMAGE}), _instruct_blip()),
+    "Idefics": Special(changed_config("Idefics", {"alpha_initializer": "ones"}), _idefics),
+    "Inkling": Special(changed_config("Inkling", _INKLING), _inkling),
+    "Inkling2": Special(changed_config("Inkling2", _INKLING2), _inkling2),
+    "InstructBlip": Special(changed_config("InstructBlip", _STD | {"image_token_index": _IMAGE}), _instruct_blip()),
     "InstructBlipVideo": Special(
-        _changed("InstructBlipVideo", _STD | {"video_token_index": _IMAGE}), _instruct_blip(2)
+        changed_config("InstructBlipVideo", _STD | {"video_token_index": _IMAGE}), _instruct_blip(2)
     ),
-    "Janus": Special(_changed("Janus", _JANUS), _square(SIDE**2)),
-    "Kosmos2": Special(_changed("Kosmos2", {"text_config.layers": 2, "latent_query_num": 4}), _kosmos2),
+    "Janus": Special(changed_config("Janus", _JANUS), _square(SIDE**2)),
+    "Kosmos2": Special(changed_config("Kosmos2", {"text_config.layers": 2, "latent_query_num": 4}), _kosmos2),
     "Kosmos2_5": Special(
-        _changed(
+        changed_config(
             "Kosmos2_5", {"text_config.layers": 2, "latent_query_num": 4, "vision_config.max_num_patches": SIDE**2}
         ),
         _kosmos2_5,
         pixels="flattened_patches",
     ),
-    "Lfm2Vl": Special(_changed("Lfm2Vl", _LFM2_VL), _lfm2_vl),
-    "Llama4": Special(_changed("Llama4", _LLAMA4), _square(SIDE**2 // 4)),
+    "Lfm2Vl": Special(changed_config("Lfm2Vl", _LFM2_VL), _lfm2_vl),
+    "Llama4": Special(changed_config("Llama4", _LLAMA4), _square(SIDE**2 // 4)),
     "LlavaNext": Special(_tiled("LlavaNext")),
     "LlavaNextVideo": Special(_tiled("LlavaNextVideo")),
     "LlavaOnevision": Special(_tiled("LlavaOnevision")),
-    "MiniCPMOcr": Special(_changed("MiniCPMOcr", _MINICPM), _minicpm),
-    "MiniCPMV4_6": Special(_changed("MiniCPMV4_6", _MINICPM), _minicpm),
-    "MiniCPMV4_7": Special(_changed("MiniCPMV4_7", _MINICPM), _minicpm_v_4_7),
+    "MiniCPMOcr": Special(changed_config("MiniCPMOcr", _MINICPM), _minicpm),
+    "MiniCPMV4_6": Special(changed_config("MiniCPMV4_6", _MINICPM), _minicpm),
+    "MiniCPMV4_7": Special(changed_config("MiniCPMV4_7", _MINICPM), _minicpm_v_4_7),
     "ShieldGemma2": Special(not_trainable=_SHIELD_GEMMA2),
 }

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
-from tiny_image_models import ROWS, SIDE, TEXT, Batch, Special, kinds, tiny_image_config, with_small_images, with_text
+from tiny_image_models import (
+    ROWS,
+    SIDE,
+    TEXT,
+    Batch,
+    Special,
+    changed_config,
+    kinds,
+    under,
+    with_small_images,
+    with_text,
+)
 from tiny_models import VOCABULARY, tiny_config
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -15,29 +23,6 @@ from offload_trainer.model.probes.tiny_model import HEADS, HIDDEN
 _IMAGE, _START = VOCABULARY - 1, VOCABULARY - 2  # tokens that no text has
 _LARGE = 0.2  # initializer_range of towers whose features would be too small for fp32 to show in the loss
 _MERGED = SIDE**2 // 4  # tokens of an image of which 2 x 2 patches become one
-
-
-def _changed(name: str, changes: Mapping[str, Any]) -> Callable[[], PreTrainedConfig]:
-    """Return a function that makes the tiny configuration `name` with `changes`, whose keys have dots."""
-
-    def make() -> PreTrainedConfig:
-        config = tiny_image_config(kinds()[name])
-        for path, value in changes.items():
-            *parts, key = path.split(".")
-            owner: Any = config
-            for part in parts:
-                owner = getattr(owner, part)
-            if isinstance(owner, dict):
-                owner[key] = value
-            else:
-                setattr(owner, key, value)
-        return config
-
-    return make
-
-
-def _under(part: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{part}.{key}": value for key, value in changes.items()}
 
 
 # -- images as rows of patches ----------------------------------------------------------------------------------------
@@ -105,8 +90,8 @@ def _molmo2(model: PreTrainedModel, random: torch.Generator) -> Batch:
 _T5 = {"d_kv": HIDDEN // HEADS, "d_ff": 48}
 _PATCH = 3 * 4**2  # values of a patch
 _PIX2STRUCT = {
-    **_under("text_config", _T5),
-    **_under("vision_config", _T5 | {"patch_embed_hidden_size": _PATCH, "seq_len": 2 * SIDE}),
+    **under("text_config", _T5),
+    **under("vision_config", _T5 | {"patch_embed_hidden_size": _PATCH, "seq_len": 2 * SIDE}),
 }
 
 
@@ -135,7 +120,7 @@ def _udop(model: PreTrainedModel, random: torch.Generator) -> Batch:
 _SAM = {"initializer_range": _LARGE, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48}
 _POST = {f"post_conv_{part}_channels": 8 for part in ("in", "mid", "out")}
 _UNLIMITED = {
-    **_under("vision_config.sam_config", _SAM | {"downsample_channels": [8, HIDDEN]}),
+    **under("vision_config.sam_config", _SAM | {"downsample_channels": [8, HIDDEN]}),
     "vision_config.encoder_config.image_size": 14,  # SAM's output is a single patch
 }
 
@@ -170,38 +155,42 @@ def _perception_lm(model: PreTrainedModel, random: torch.Generator) -> Batch:
 SPECIAL: dict[str, Special] = {
     "Mistral4": Special(not_trainable="it reads no images: its class is the causal language model Mistral4ForCausalLM"),
     "Molmo2": Special(config=_molmo2_config, inputs=_molmo2),
-    "MuseGlimmer": Special(config=_changed("MuseGlimmer", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
-    "MuseSpark": Special(config=_changed("MuseSpark", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
+    "MuseGlimmer": Special(config=changed_config("MuseGlimmer", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
+    "MuseSpark": Special(config=changed_config("MuseSpark", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
     "NemotronH_Omni_Reasoning_V3_": Special(config=_nemotron_h_omni_config, inputs=_nemotron_h_omni),
     "PI0": Special(not_trainable="it predicts the actions of a robot: its loss takes `actions`, and no `labels`"),
-    "PPChart2Table": Special(config=_changed("PPChart2Table", _under("vision_config", _SAM))),
-    "PPFormulaNet": Special(config=_changed("PPFormulaNet", _under("vision_config", _SAM | _POST))),
+    "PPChart2Table": Special(config=changed_config("PPChart2Table", under("vision_config", _SAM))),
+    "PPFormulaNet": Special(config=changed_config("PPFormulaNet", under("vision_config", _SAM | _POST))),
     "PaddleOCRVL": Special(
-        config=_changed("PaddleOCRVL", {"text_config.rope_parameters.mrope_section": [2, 1, 1]}),
+        config=changed_config("PaddleOCRVL", {"text_config.rope_parameters.mrope_section": [2, 1, 1]}),
     ),
     "PaliGemma": Special(
-        config=_changed("PaliGemma", {"text_config.num_key_value_heads": 1, "vision_config.vision_use_head": False}),
+        config=changed_config(
+            "PaliGemma", {"text_config.num_key_value_heads": 1, "vision_config.vision_use_head": False}
+        ),
         inputs=_paligemma,
     ),
     "PerceptionLM": Special(config=_perception_lm_config, inputs=_perception_lm),
-    "Pix2Struct": Special(config=_changed("Pix2Struct", _PIX2STRUCT), inputs=_pix2struct, pixels="flattened_patches"),
+    "Pix2Struct": Special(
+        config=changed_config("Pix2Struct", _PIX2STRUCT), inputs=_pix2struct, pixels="flattened_patches"
+    ),
     "Qwen2_5OmniThinker": Special(
-        config=_changed("Qwen2_5OmniThinker", {"vision_start_token_id": _START}), inputs=_omni
+        config=changed_config("Qwen2_5OmniThinker", {"vision_start_token_id": _START}), inputs=_omni
     ),
     "Qwen3OmniMoeThinker": Special(
-        config=_changed("Qwen3OmniMoeThinker", {"vision_start_token_id": _START}), inputs=_omni
+        config=changed_config("Qwen3OmniMoeThinker", {"vision_start_token_id": _START}), inputs=_omni
     ),
-    "Step3p7": Special(config=_changed("Step3p7", {"text_config.sliding_window": 8})),
-    "Udop": Special(config=_changed("Udop", _UDOP), inputs=_udop),
-    "UnlimitedOcr": Special(config=_changed("UnlimitedOcr", _UNLIMITED)),
+    "Step3p7": Special(config=changed_config("Step3p7", {"text_config.sliding_window": 8})),
+    "Udop": Special(config=changed_config("Udop", _UDOP), inputs=_udop),
+    "UnlimitedOcr": Special(config=changed_config("UnlimitedOcr", _UNLIMITED)),
     "VideoLlama3": Special(inputs=_video_llama3),
     "VisionEncoderDecoder": Special(
-        config=_changed(
+        config=changed_config(
             "VisionEncoderDecoder",
             {
                 "pad_token_id": 0,
                 "decoder_start_token_id": 1,
-                **_under("decoder", {"is_decoder": True, "add_cross_attention": True}),
+                **under("decoder", {"is_decoder": True, "add_cross_attention": True}),
             },
         )
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,30 @@ def with_small_images(config: PreTrainedConfig) -> PreTrainedConfig:
             if _TOKEN.search(key) and isinstance(value, int) and value >= _TEXT.start:
                 setattr(one, key, next(free, _SPECIAL[-1]))
     return config
+
+
+def changed_config(name: str, changes: Mapping[str, Any]) -> Callable[[], PreTrainedConfig]:
+    """Return a function that makes the tiny configuration `name` with `changes`, whose keys have dots."""
+
+    def make() -> PreTrainedConfig:
+        config = tiny_image_config(kinds()[name])
+        for path, value in changes.items():
+            *parts, key = path.split(".")
+            owner: Any = config
+            for part in parts:
+                owner = getattr(owner, part)
+            if isinstance(owner, dict):
+                owner[key] = value
+            else:
+                setattr(owner, key, value)
+        return config
+
+    return make
+
+
+def under(part: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `changes` with keys below `part`."""
+    return {f"{part}.{key}": value for key, value in changes.items()}
 
 
 def tiny_image_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:

@@ -42,7 +42,7 @@ _DEPTH = re.compile(r"^(depth|num_layers_(vision|resampler)|resampler_depth|qfor
 
 @dataclass(frozen=True)
 class Special:
-    """What one architecture needs instead of the rules of this module; None keeps the rule.
+    """Exceptions of one architecture from the rules of this module; None keeps the rule.
 
     `config()` returns the tiny configuration, and `inputs(model, random)` a whole batch of `ROWS` rows with `labels`.
     `pixels` names the input that the loss has to depend on. `not_trainable` says why transformers does not train the

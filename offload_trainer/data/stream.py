@@ -37,7 +37,7 @@ from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, on
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"
-_CHARACTERS = 1 << 18  # of the documents that are tokenized together
+_CHARACTERS = 1 << 18  # characters of the documents that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
 _FORMAT = 1  # increase it when the same documents and tokenizer give other ids than before
 
@@ -49,9 +49,9 @@ class Point:
 
     stream: Line  # hash of what the ids depend on, except the documents
     tokens: Count  # ids before it
-    state: dict[str, Any] | None  # of `datasets`; None: the beginning of the data set
-    count: Count  # ids of the documents that are tokenized together from here on
-    crc32: Crc32  # of these ids, as uint32
+    state: dict[str, Any] | None  # state_dict() of the data set; None: its beginning
+    count: Count  # number of ids of the documents that are tokenized together from here on
+    crc32: Crc32  # checksum of these ids as uint32
 
 
 class StreamedTokens:
@@ -69,12 +69,12 @@ class StreamedTokens:
         self._encoder = DocumentEncoder(tokenizer, separator=end_of_text(tokenizer))
         key = json.dumps([_FORMAT, wish, text_field, fingerprint, end_of_text(tokenizer)])
         self._key = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-        self._points = [Point(self._key, 0, None, 0, 0)]  # in their order
-        self._file: Path | None = None  # for new points
+        self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
+        self._file: Path | None = None  # New points are appended to this file.
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids that were read last and those behind them
         self._dataset: Any = None
         self._records: Iterator[Any] = iter(())
-        self._state: dict[str, Any] | None = None  # of `datasets` behind these ids; None: it begins anew there
+        self._state: dict[str, Any] | None = None  # State of `datasets` after these ids; None: its beginning.
         self._fresh = True  # nothing but empty documents has been read since the beginning of the data set
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
 

@@ -200,7 +200,7 @@ class Updater:
         self._end_speculation()
         if self._thread is not None:
             self._thread.close()
-        with suppress(TrainerError):  # of state that nothing will use
+        with suppress(TrainerError):  # A read of state that nothing will use may fail.
             self.pipeline.drop_prefetched()
 
     # -- speculative updates, before the step's parameters are known ---------------------------------------------------

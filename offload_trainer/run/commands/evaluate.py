@@ -31,7 +31,7 @@ _RESULTS = "lm_eval.json"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the harness is asked for; None leaves a value to the task."""
+    """Arguments for the harness; None leaves a value to the task."""
 
     tasks: tuple[str, ...]  # names or patterns of tasks, groups and tags
     limit: int | None = None  # documents of each task
@@ -113,7 +113,7 @@ def evaluate(
 
 
 def _known(wish: Evaluation, tasks: Any) -> list[str]:
-    """Return the names that match the wishes. Raises UserError for those that match none."""
+    """Return the names of the tasks that match. Raises UserError for those that match none."""
     found = {name: tasks.match_tasks([name]) for name in wish.tasks}
     if unknown := [name for name, names in found.items() if not names]:
         near = nearest(unknown[0], tasks.all_tasks)

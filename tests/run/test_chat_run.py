@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import KILL, TINY, ask, call, call_and_kill
+from commands import TINY, ask, call, whole_and_resumed
 from sample_chats import CHATS
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
@@ -50,14 +50,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(packing: str, chat: Path, drive: P
         drive,
         f"data.packing={packing}",
     ]
-    whole = call(*words, output=tmp_path / "whole")
-    saved = tmp_path / "killed/checkpoints/step-00000002/MANIFEST.json"
-    killed = call_and_kill(*words, output=tmp_path / "killed", when=lambda _: saved.exists(), number=KILL, hold=3)
-    assert killed.code == -KILL
-    again = call(*words, output=tmp_path / "killed")
-    assert "resumed from" in again.text
-    for key in ("loss", "grad_norm", "tokens"):
-        assert [step[key] for step in again.steps] == [step[key] for step in whole.steps]
+    whole, _ = whole_and_resumed(*words, folder=tmp_path)
     assert "conversations: 18 conversations, " in whole.text
     assert whole.losses[-1] < whole.losses[0]
     template = AutoTokenizer.from_pretrained(whole.output / "model").chat_template

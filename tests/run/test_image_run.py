@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import KILL, ask, call, call_and_kill
+from commands import ask, call, whole_and_resumed
 from image_models import llava, opened, picture, told
 from torch.nn import functional
 from transformers import AutoProcessor, LlavaProcessor
@@ -127,14 +127,7 @@ def test_a_run_has_the_bits_of_plain_torch(
 def test_a_killed_run_goes_on_to_the_last_bit(run: Callable[..., list[Any]], drive: Path, tmp_path: Path) -> None:
     """The rows are shuffled, and some are for validation."""
     words = run("--nvme", drive, "data.shuffle=true", "data.validation=0.2", "--steps", 6)
-    whole = call(*words, output=tmp_path / "whole")
-    saved = tmp_path / "killed/checkpoints/step-00000002/MANIFEST.json"
-    killed = call_and_kill(*words, output=tmp_path / "killed", when=lambda _: saved.exists(), number=KILL, hold=3)
-    assert killed.code == -KILL
-    again = call(*words, output=tmp_path / "killed")
-    assert "resumed from" in again.text
-    for key in ("loss", "grad_norm", "tokens"):
-        assert [step[key] for step in again.steps] == [step[key] for step in whole.steps]
+    whole, again = whole_and_resumed(*words, folder=tmp_path)
     read = [(one / "evaluations.jsonl").read_text().splitlines()[-1] for one in (whole.output, again.output)]
     assert len({json.loads(line)["validation_loss"] for line in read}) == 1
 

@@ -288,7 +288,11 @@ class Listener:
             self._listening.append(socket.create_server((host, 0), family=_family(host)))
         for listening in self._listening:
             listening.listen(1024)
-            threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+        self._accepting = [
+            threading.Thread(target=self._accept, args=(listening,), daemon=True) for listening in self._listening
+        ]
+        for thread in self._accepting:
+            thread.start()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -323,6 +327,8 @@ class Listener:
         for listening in self._listening:
             listening.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
             listening.close()
+        for thread in self._accepting:
+            thread.join()  # the kernel keeps the name while a thread is still inside accept
 
     def _dial(self, peer: int, number: int, *, until: float, look: Callable[[], None]) -> socket.socket:
         near = peer in self._here

@@ -45,7 +45,9 @@ from offload_trainer.units import format_bytes, format_count
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6
 _HEAD = 64  # size of an attention head
-_COLD = 32 << 20  # elements of weights that no cache holds
+_FEW = 128  # tokens of a short micro-batch
+_COLD, _MOST_BLOCKS = 48 << 20, 16  # elements of weights that no cache holds, and the blocks that have them
+_TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient anew each time
 _VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
@@ -138,7 +140,8 @@ def _compute_rates(
     for dtype in lacking:
         layers |= _layer_rates(dtype, layer, gpu=gpu, seconds=budget.layer_seconds)
         if not gpu:
-            layers |= _weight_rates(dtype, layer, products=matmul[dtype], seconds=budget.layer_seconds)
+            known = Rates(matmul=matmul, layers=layers)
+            layers |= _rates_of_few_tokens(dtype, layer, known=known, seconds=budget.layer_seconds)
     say("bench: memory")
     memory = before.memory or _triad(budget.memory_elements)
     say("bench: AdamW")
@@ -298,23 +301,28 @@ def _layer_rates(dtype: str, layer: LayerSizes, *, gpu: bool, seconds: float) ->
     return rates
 
 
-def _weight_rates(dtype: str, layer: LayerSizes, *, products: Rate, seconds: float) -> dict[str, Rate]:
-    """Return weights/s of products with weights that are in no cache, without the seconds of the products themselves.
+def _rates_of_few_tokens(dtype: str, layer: LayerSizes, *, known: Rates, seconds: float) -> dict[str, Rate]:
+    """Return the rates of what a CPU spends on a micro-batch however few tokens it has, by `layer_key`.
 
-    A backward uses each weight twice: for the gradient of its input, and for its own.
+    `weights` are weights/s of blocks beyond what the rates in `known` say: weights come from memory, every operation
+    has to be called, and attention is slower on short rows. A backward uses each weight twice: for the gradient of its
+    input, and for its own. `tables` are elements/s of the gradient of an embedding, which goes to new memory.
     """
-    inner, outer = layer.matrix[1:]
-    rows, count = min(layer.matrix[0], 128), max(2, _COLD // (inner * outer))
-    weights = [torch.randn(inner, outer).to(DTYPES[dtype]).requires_grad_() for _ in range(count)]
-    given = torch.randn(rows, inner).to(DTYPES[dtype]).requires_grad_()
-    taken = _timed(([given, *weights], lambda: [given @ weight for weight in weights]), seconds=seconds)
+    rows, width = min(layer.matrix[0], _FEW), layer.width
+    weights, count = 12 * width * width, max(2, min(_MOST_BLOCKS, _COLD // (12 * width * width)))
+    taken = _timed(_blocks(rows, width, count, DTYPES[dtype]), seconds=seconds)
     rates = {}
     for phase, times, uses in zip(("forward", "backward"), taken, (1, 2), strict=True):
-        used = uses * count * inner * outer
-        more = max(median(times) - 2 * rows * used / products.value, 0.01 * median(times))
-        how = f"{count} products of {rows} x {inner} x {outer}, median of {len(times)}"
-        rates[layer_key(dtype, "weights", phase)] = Rate(used / more, "measured", how)
-    return rates
+        rate = {part: known.layers[layer_key(dtype, part, phase)].value for part in ("attention", "values")}
+        of_block = uses * (2 * rows * weights / known.matmul[dtype].value + 4 * rows * rows * width / rate["attention"])
+        of_block += VALUES * rows * width / rate["values"]
+        more = max(median(times) - count * of_block, 0.01 * median(times))
+        how = f"{count} blocks of width {width}, {rows} tokens, median of {len(times)}"
+        rates[layer_key(dtype, "weights", phase)] = Rate(uses * count * weights / more, "measured", how)
+    table, ids = torch.zeros(_TABLE // width, width, dtype=DTYPES[dtype], requires_grad=True), torch.arange(rows)
+    _, fresh = _timed(([table], lambda: [functional.embedding(ids, table)]), seconds=seconds / 4)
+    how = f"gradient of {_TABLE >> 20} Mi elements, median of {len(fresh)}"
+    return {**rates, layer_key(dtype, "tables", "backward"): Rate(table.numel() / median(fresh), "measured", how)}
 
 
 _Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # the inputs that get gradients, and a forward
@@ -345,6 +353,30 @@ def _values(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -
         return [attended + functional.layer_norm(attended, (width,), scale, shift), active]
 
     return [narrow, wide, scale, shift], forward
+
+
+def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
+    """Return `count` blocks of GPT-2, one after the other."""
+    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    blocks = [[(torch.randn(shape) / width).to(dtype).requires_grad_() for shape in shapes] for _ in range(count)]
+    given = torch.randn(tokens, width).to(dtype).requires_grad_()
+    heads = 1 if width % _HEAD else width // _HEAD
+
+    def normed(hidden: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(hidden, (width,))
+
+    def forward() -> Sequence[torch.Tensor]:
+        hidden = given
+        for attending, projecting, widening, narrowing in blocks:
+            query, key, value = (normed(hidden) @ attending).view(1, tokens, 3, heads, -1).transpose(1, 3).unbind(2)
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            hidden = hidden + mixed.transpose(1, 2).reshape(tokens, width) @ projecting
+            wide = normed(hidden) @ widening
+            active = 0.5 * wide * (1.0 + torch.tanh(0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))))
+            hidden = hidden + active @ narrowing
+        return [hidden]
+
+    return [given, *(weight for block in blocks for weight in block)], forward
 
 
 def _loss(dtype: torch.dtype, device: torch.device) -> _Work:

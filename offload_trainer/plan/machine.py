@@ -94,7 +94,13 @@ class DriveFacts:
     rates: DriveRates | None = None
 
 
-_LAYER_UNITS = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s", "weights": "G weights/s"}
+_LAYER_UNITS = {
+    "attention": "GFLOP/s",
+    "values": "G values/s",
+    "loss": "G logits/s",
+    "weights": "G weights/s",
+    "tables": "G elements/s",
+}
 LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # `layer_key` writes it
 
 
@@ -121,9 +127,9 @@ class Rates:
 def layer_key(dtype: str, part: str, phase: str) -> str:
     """Return the key of a rate in `Rates.layers`.
 
-    `part` is attention (FLOP/s, over the whole row), values (elements per second), loss (logits per second), or on a
-    CPU weights (elements per second): a product's weights come from memory and its gradient goes to new memory,
-    whatever the number of tokens.
+    `part` is attention (FLOP/s, over the whole row), values (elements per second) or loss (logits per second). Two more
+    are measured on a CPU, for what a micro-batch takes however few tokens it has: weights (elements per second of the
+    blocks' weights) and tables (elements per second of the gradients of embeddings and other large weights).
     """
     return f"{dtype}.{part}.{phase}"
 

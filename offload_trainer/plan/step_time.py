@@ -15,7 +15,8 @@ from statistics import median, quantiles
 
 from offload_trainer.plan.images import without_frozen
 from offload_trainer.plan.machine import MachineProfile, Rate, layer_key, update_key
-from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.memory import mapped_from
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import TierMap, Unit, first_block
 from offload_trainer.plan.tiers import DEVICE, on_drive
 from offload_trainer.plan.workload import Workload
@@ -258,12 +259,16 @@ _OF_MATMUL = 0.8  # share of the matrix product rate that a whole model reaches 
 
 @dataclass(frozen=True)
 class TokenWork:
-    """Counts of one token: floating-point operations, values that elementwise layers process, and logits."""
+    """Counts of one token: floating-point operations, values that elementwise layers process, and logits.
+
+    `tables` counts the elements of large gradients, once a micro-batch and not for each token.
+    """
 
     products: float
     attention: float
     values: float
     logits: float
+    tables: int = 0
 
     def __add__(self, other: TokenWork) -> TokenWork:
         return TokenWork(
@@ -271,6 +276,7 @@ class TokenWork:
             self.attention + other.attention,
             self.values + other.values,
             self.logits + other.logits,
+            self.tables + other.tables,
         )
 
 
@@ -304,6 +310,7 @@ def work_of_token(work: Workload) -> tuple[TokenWork, TokenWork, TokenWork]:
         attention=shape.backward_flops(seq_len=seq_len) - products,
         values=shape.widths * min(1.0, products / max(1.0, 2 * whole.products)),  # frozen layers need less
         logits=shape.vocabulary,
+        tables=sum(_fresh_elements(weight, work) for weight in shape.weights if weight.trainable),
     )
     forward, again = whole, TokenWork(0.0, 0.0, 0.0, 0.0)
     if work.breadth_first:  # the loss is computed in the backward
@@ -329,6 +336,15 @@ def _work_of_blocks(shape: ModelShape, seq_len: int) -> TokenWork:
     return TokenWork(products, attention=shape.block_flops(seq_len=seq_len) - products, values=shape.widths, logits=0.0)
 
 
+def _fresh_elements(weight: Weight, work: Workload) -> int:
+    """Return the elements of a weight's gradients that each micro-batch writes to newly mapped memory on a CPU.
+
+    Each use of a tied weight has a gradient, and their sum is one more.
+    """
+    large = weight.numel * work.item_bytes >= mapped_from(work.seq_len)
+    return weight.numel * (weight.uses + (weight.uses > 1)) if large else 0
+
+
 def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str, tokens: int) -> float | None:
     """Return the seconds of one of `tokens` tokens that are computed together."""
     timed = stands_for(dtype, machine)
@@ -341,8 +357,9 @@ def _seconds(work: TokenWork, dtype: str, machine: MachineProfile, *, phase: str
         if rate is None:
             return (work.products + work.attention) / (_OF_MATMUL * products)
         seconds += count / rate.value
-    if weights := rates.get(layer_key(timed, "weights", phase)):
-        seconds += work.products / 2 / tokens / weights.value
+    for part, whole in (("weights", work.products / 2), ("tables", work.tables)):
+        if rate := rates.get(layer_key(timed, part, phase)):
+            seconds += whole / tokens / rate.value
     return seconds
 
 

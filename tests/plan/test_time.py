@@ -92,15 +92,17 @@ def test_compute_counts_the_recomputation() -> None:
 
 
 def test_what_is_no_product_takes_its_own_time() -> None:
-    """Attention, elementwise operations, the loss and weights from memory have their own rates; a checkpointed backward
-    repeats the blocks' forward.
+    """Attention, elementwise operations, the loss, weights from memory and the embedding's gradients have their own
+    rates; a checkpointed backward repeats the blocks' forward.
     """
     rates = {"attention": (1e9, 2e9), "values": (3e6, 4e6), "loss": (5e6, 6e6), "weights": (7e6, 8e6)}
+    rates["tables"] = (0.0, 9e6)
     here = timed()
     layers = {
         layer_key("bf16", part, phase): rate(value)
         for part, values in rates.items()
         for phase, value in zip(("forward", "backward"), values, strict=True)
+        if value
     }
     words = ("model.activation_checkpointing=on", "model.loss_chunk=4096", "--accumulate", "1", "--micro-batch", "1")
     made = {
@@ -117,7 +119,9 @@ def test_what_is_no_product_takes_its_own_time() -> None:
     expected = 1024 * (of_blocks + head / 1e12 + 50304 / 5e6) + weights[0] + weights[1]
     assert seconds["forward"] == pytest.approx(expected, rel=1e-3)
     after = 2 * (blocks + head) / 1e12 + 2 * attention / 2e9 + values / 4e6 + 50304 / 6e6
-    assert seconds["backward"] == pytest.approx(1024 * (of_blocks + after) + weights[0] + weights[2], rel=1e-3)
+    tables = 3 * 50304 * 768 / 9e6  # the tied embedding's two gradients and their sum
+    expected = 1024 * (of_blocks + after) + weights[0] + weights[2] + tables
+    assert seconds["backward"] == pytest.approx(expected, rel=1e-3)
     assert made[False].forecast.seconds["forward"] == pytest.approx(
         1024 * (blocks + head + attention) / 0.8e12, rel=1e-3
     )

@@ -18,6 +18,7 @@ from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
 from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
 from offload_trainer.plan.step_time import (
+    DEVICE_COPIES,
     PHASES,
     UPDATE_START,
     Bound,
@@ -529,8 +530,12 @@ class TieredCandidate:
         waited = dict.fromkeys(PHASES, 0.0)
         for wait in self._waits:
             waited[wait.phase] += wait.seconds or 0.0
-        if self.machine.gpu is None:
-            waited["backward"] += self._adding  # a CPU adds gradients between the computations of a backward
+        if self.machine.gpu is None:  # the cores that compute also add gradients and copy weights from RAM
+            waited["backward"] += self._adding
+            if self.placement.params == TierKind.RAM and (memory := self.machine.rates.memory):
+                for moved in self.traffic():
+                    if moved.place == DEVICE_COPIES and moved.phase != "update":
+                        waited[moved.phase] += 2 * moved.read / memory.value
         return waited
 
     def notes(self) -> list[str]:

@@ -157,21 +157,18 @@ def test_other_settings_are_torchs_too(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_ranks_have_the_bits_of_one(dtype: str, tmp_path: Path) -> None:
-    """Ranks own whole matrices, so that two and three of them give the losses, norms and files of one.
-
-    All twenty steps are clipped, in fp32 as well.
-    """
+def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+    """Ranks own whole matrices, so that two and three of them give the losses, norms and files of one."""
     model = str(model_directory(tmp_path / "model", "gpt2"))
     (tmp_path / "drive").mkdir()
-    words = (*MUON, "--dtype", dtype, "--optimizer", "nvme", "--ram-fraction", "0.5", "optim.max_grad_norm=0.3")
+    words = (*MUON, "--dtype", "bf16", "--optimizer", "nvme", "--ram-fraction", "0.5")
     results = []
     for ranks in (1, 2, 3):
         case = Case(
             model,
             (*words, "--accumulate", str(6 // ranks)),
             str(tmp_path / str(ranks)),
+            steps=3,
             micro=6,
             drives=(str(tmp_path / "drive"),),
         )

@@ -361,8 +361,13 @@ class OffloadedModel:
         return self.stream.saving() if self.stream else nullcontext()
 
     def _begin_backward(self) -> None:
-        """Wait until the previous update has read the gradient sums, because the backward overwrites them."""
-        if self.updater.speculates:  # state that is still being written does not hold the backward up
+        """Wait until the previous update has read the gradient sums, because the backward overwrites them.
+
+        One rank does not wait for state that is still being written, if pages are updated during this backward: they
+        are when that update has ended. Of several ranks the others could overwrite pages that rank 0's last record
+        names, so none of them begins before rank 0 has recorded the update.
+        """
+        if self.updater.speculates and self.node.world == 1:
             self.update_progress.wait_for_weights()
             self._restore_resident()
         else:

@@ -3,8 +3,10 @@
     python rank_with_speculation.py RANK COUNT FOLDER NODES
 
 The rank writes OUT/ahead-RANK.json: for each such step the number of pages that were kept, and of all that were done.
+Rank 0 writes OUT/ahead-read.json: the steps before whose record it has read what the last record names.
 A backward hook pauses before the first block until this rank has updated its pages of all announced units, so the
-outcome does not depend on timing. The last rank is late to roll back a step that is skipped.
+outcome does not depend on timing. The last rank is late to roll back a step that is skipped, and rank 0 is late to
+record its first steps. Until it has, what its last record names must be whole.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ from engine_bench import engine as plain_engine
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
+from offload_trainer.offloading.pages.manifest import read_description, read_newest
+from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep
 from offload_trainer.offloading.update.updater import Updater
 
+LATE = 3  # updates that rank 0 is late to record
 PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has NaN in its last gradient
 kept: list[tuple[int, int]] = []
 told: set[int] = set()
+read: list[int] = []  # steps before whose record rank 0 has read what the last one names
 
 
 def watch() -> None:
@@ -82,11 +88,32 @@ def plant(ours: Any, *, accumulate: int) -> None:
     ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(last)
 
 
+def record_late(ours: Any, model: Path) -> None:
+    """Record updates as a run does, the first ones late; before each record, read all that the last one names."""
+    ours.offloaded.enable_manifest(model=model)
+    manifest = ours.offloaded.manifest
+    note, directory = manifest.note, ours.offloaded._drives.directories[0]
+
+    def noted(step: int, *, updating: bool) -> None:
+        if not updating:
+            time.sleep(0.5 if step <= LATE else 0.0)
+            if read_newest(read_description(directory)) is not None:
+                for _ in read_store(directory).weights():
+                    pass
+                read.append(step)
+        note(step, updating=updating)
+
+    manifest.note = noted
+
+
 @contextmanager
 def engine(model: Path, *words: str, **more: Any) -> Iterator[Any]:
     accumulate = int(words[words.index("--accumulate") + 1])
     with plain_engine(model, *words, shadows=0.6, **more) as made:
         plant(made, accumulate=accumulate)
+        store, node = made.offloaded.store, made.offloaded.node
+        if node.rank == 0 and store.copies.count == 2 and all(page.home >= 0 for page in store.pages):
+            record_late(made, model)
         yield made
 
 
@@ -99,6 +126,9 @@ if __name__ == "__main__":
     watch()
     for case in json.loads((folder / "cases.json").read_text()):
         kept.clear()
+        read.clear()
         forked_ranks.Case(**case).run()
         (Path(case["out"]) / f"ahead-{rank}.json").write_text(json.dumps(kept))
+        if rank == 0:
+            (Path(case["out"]) / "ahead-read.json").write_text(json.dumps(read))
         ranks.wait_for_all()

@@ -66,6 +66,25 @@ def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path)
                 assert done
 
 
+@pytest.mark.parametrize("home", ["weights on the device", "all on the drive"])
+def test_no_rank_overwrites_what_the_last_record_names(home: str, tmp_path: Path) -> None:
+    """Rank 0 is late to record a step, and the other one could update pages of the next step meanwhile.
+
+    Rank 0 fails if they are among those from which a killed run would resume.
+    """
+    model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
+    (tmp_path / "drive").mkdir()
+    words = (*ON_DRIVES[home], "--ram-fraction", "0", "--dtype", "bf16", "optim.max_grad_norm=0", "--accumulate", "1")
+    drives = (str(tmp_path / "drive"),)
+    case = Case(
+        model, (*words, *FULL), str(tmp_path / "two"), steps=rank_with_speculation.LATE + 1, micro=2, drives=drives
+    )
+    run_ranks([case], count=2, folder=tmp_path / "ranks", script=SCRIPT)
+    assert len(begun(case, count=2)[0]) == rank_with_speculation.LATE
+    read = json.loads((tmp_path / "two/ahead-read.json").read_text())
+    assert read == list(range(2, rank_with_speculation.LATE + 1))
+
+
 def test_overflow_and_accumulation(tmp_path: Path) -> None:
     """fp16 finds its scale, with two micro-batches a rank; 8-bit moments are rounded stochastically, by the step's
     number.

@@ -171,6 +171,7 @@ class PagePipeline:
             self._ready.drop_in_ram()
             self._put_in_ram(route for route in self._in_ram if route.number not in skip)
             early, self._prefetched = self._prefetched, []
+            self._overdue = [read for read in self._overdue if not read.done]
             left = (one for one in self._routes if one.number not in self._in_slots and one.number not in skip)
             self._waiting = deque(left)
             free, self._free = self._free, []
@@ -251,7 +252,7 @@ class PagePipeline:
             self._put_in_ram(route for route in offered if not route.through_host)
             new = [route for route in offered if route.through_host and route.number not in self._in_slots]
             self._waiting = deque(sorted([*self._waiting, *new], key=lambda route: route.number))
-            overdue = self._overdue_pages(self._turns.get(unit, -1))
+            overdue = self._overdue_pages(unit)
             free, self._free = self._free, []
         for page in early:
             self._complete(page)
@@ -261,13 +262,15 @@ class PagePipeline:
             assert page.slot is not None
             read.then(partial(self._refill, page.slot))
 
-    def _overdue_pages(self, turn: int) -> list[tuple[StagedPage, Future]]:
+    def _overdue_pages(self, offered: int) -> list[tuple[StagedPage, Future]]:
         """Return the prefetched pages, with their reads, that must give up their slots because others need them.
 
-        These are pages whose unit came before `turn` in the previous step and has not come now. If prefetched pages
-        fill all slots, all of them give up theirs: units may come in another order, and nothing else would free a slot.
+        These are pages whose unit came before the unit `offered` in the previous step and has not come now. If
+        prefetched pages fill all slots, all of them give up theirs: units may come in another order, and nothing else
+        would free a slot.
         """
-        late = {unit for unit, its in self._turns.items() if its <= turn}
+        turn = self._turns.get(offered, -1)  # The first pages of the forward are expected without a turn.
+        late = {offered, *(unit for unit, its in self._turns.items() if its <= turn)}
         self._expected = deque(route for route in self._expected if route.page.unit not in late)
         if self._free or not self._waiting:
             return []

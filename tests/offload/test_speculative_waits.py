@@ -20,10 +20,15 @@ from test_shares import on_streams
 from test_speculative_update import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
 from test_tiered import skip_last_block
 
+from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients.collector import Gradients
+from offload_trainer.offloading.pages.manifest import ManifestWriter
 from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.update.page_pipeline import PagePipeline
+from offload_trainer.offloading.update.step_params import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.plan.tiered.update_staging import Route
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -170,6 +175,38 @@ def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path,
     assert all(found)
 
 
+def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of step 2 fails while the backward of step 3 has complete units: step 1 can still be read."""
+    note, in_backward = ManifestWriter.note, threading.Event()
+
+    def failing(manifest: ManifestWriter, step: int, *, updating: bool) -> None:
+        if step == 2 and not updating:
+            assert in_backward.wait(300)
+            raise TrainerError("the drive failed")
+        note(manifest, step, updating=updating)
+
+    monkeypatch.setattr(ManifestWriter, "note", failing)
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        ours.offloaded.enable_manifest(model=folder)
+        updater = ours.offloaded.updater
+        train(ours, batches(1))
+        before = masters(ours)
+
+        def go(_: torch.Tensor) -> None:
+            in_backward.set()
+            until(lambda: bool(updater._speculative.error or updater._speculative.written))
+
+        train(ours, batches(2)[1:])
+        ours.offloaded.parameters[HOLD][0].register_hook(go)
+        with pytest.raises(TrainerError, match="the drive failed"):
+            train(ours, batches(3)[2:])
+        ours.close()
+        (index,) = drive.glob("offload-trainer/run-*/store.json")
+        assert_same(dict(read_store(index.parent).weights()), before)
+
+
 # -- state that is read before its gradients exist ---------------------------------------------------------------------
 
 
@@ -271,6 +308,71 @@ def test_state_that_was_read_ahead_of_units_that_are_not_complete(skipped: bool,
             steps = train(ours, batches(5), before=before)
             found.append(str((steps, [tensor.tolist() for tensor in masters(ours).values()])))
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("always")
+def test_a_page_that_is_expected_without_a_turn_is_updated_once(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward needs its unit first, the last step did not offer it, and no slot has read it ahead until it is
+    offered.
+    """
+    model, offer, offered = gpt2(folder), PagePipeline.offer, list[int]()
+    words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
+
+    def told(moving: PagePipeline, step: Any, unit: int, *given: Any) -> None:
+        offer(moving, step, unit, *given)
+        offered.append(unit)
+
+    def written(_: PagePipeline, route: Route) -> bool:
+        return route.page.unit != 0 or 0 in offered
+
+    with engine(model, *words, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        moving, pages = ours.offloaded.updater.pipeline, ours.offloaded.store.pages
+        monkeypatch.setattr(PagePipeline, "_is_written", written)
+        found = train(ours, batches(1))
+        ours.synchronize()
+        moving._order = [unit for unit in moving._order if unit]
+        monkeypatch.setattr(PagePipeline, "offer", told)
+        assert [route.page.unit for route in moving._expected][:2] == [0, 0]
+        norm, updater = ours.offloaded.norm, ours.offloaded.updater
+
+        def at_rest() -> bool:
+            wanted = {number for number, page in enumerate(pages) if page.unit in moving._order}
+            return 0 in moving._order and wanted == set(updater._speculative.written) and _quiet(moving)
+
+        def norm_at_rest() -> float:
+            until(at_rest)
+            return norm()
+
+        monkeypatch.setattr(ours.offloaded, "norm", norm_at_rest)
+        found += train(ours, batches(2)[1:])
+        monkeypatch.setattr(ours.offloaded, "norm", norm)
+        found += train(ours, batches(3)[2:])
+        assert found == plain(model, 3, NOT_CLIPPED)[0]
+        assert_same(masters(ours), plain(model, 3, NOT_CLIPPED)[1])
+
+
+def _quiet(moving: PagePipeline) -> bool:
+    """Return whether each slot is free or holds a page that was read ahead."""
+    with moving._lock:
+        return len(moving._free) + len(moving._prefetched) == len(moving._slots)
+
+
+def test_steps_that_are_not_announced_offer_nothing(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose steps are clipped stops announcing them; it must not collect their units for ever."""
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], CLIPPED, FULL, drives=[drive]) as ours:
+        monkeypatch.setattr(MispredictionWatch, "rarely", True)
+        train(ours, batches(1))
+        monkeypatch.setattr(MispredictionWatch, "rarely", False)
+        train(ours, batches(1))
+        ours.synchronize()
+        moving = ours.offloaded.updater.pipeline
+        before = len(moving._too_early)
+        train(ours, batches(2))
+        ours.synchronize()
+        assert len(moving._too_early) == before
 
 
 # -- units out of order ------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ class GradientSums(Protocol):
     dtype: torch.dtype
     store: UnitStore  # the sums outside the device
 
-    def watch(self, complete: Complete) -> None:
-        """Call `complete` for each unit when all its weights have their gradients of the step's last backward.
+    def watch(self, complete: Complete | None) -> None:
+        """Call `complete`, if given, for each unit when all its weights have their gradients of the last backward.
 
         With several ranks no rank uses the unit's weights in this step any more by then. The call comes from any
         thread, including autograd's. A unit with a weight that has no gradient in that backward is not reported.
@@ -146,7 +146,7 @@ class Gradients:
         self._complete: Complete | None = None
         self._missing: dict[int, set[str]] = {}  # unit -> weights whose last gradient is missing
 
-    def watch(self, complete: Complete) -> None:
+    def watch(self, complete: Complete | None) -> None:
         self._complete = complete
 
     @property

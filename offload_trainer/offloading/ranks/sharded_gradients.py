@@ -109,7 +109,7 @@ class ShardedGradients:
         self._normed: set[int] = set()  # units whose partial norms are up to date
         self._complete: Complete | None = None
 
-    def watch(self, complete: Complete) -> None:
+    def watch(self, complete: Complete | None) -> None:
         self._complete = complete
 
     @property

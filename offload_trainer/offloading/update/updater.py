@@ -116,6 +116,7 @@ class Updater:
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._next_speculative: SpeculativeStep | None = None
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
+        self._failed: BaseException | None = None  # the error of the last update on the thread
         self._thread = Workers(1, "update") if overlap_forward else None
         if self._thread is not None:
             limit_cores(self._thread, cores_beside(device))
@@ -165,6 +166,7 @@ class Updater:
             together([sent.whole for sent in self._pending_writes.values()]).wait()
             at_end()
         except BaseException as error:
+            self._failed = error
             self._update_progress.end(error)
         else:
             self._update_progress.end(None)
@@ -216,6 +218,8 @@ class Updater:
 
     def _accept(self, speculative: SpeculativeStep) -> None:
         try:
+            if self._failed is not None:  # its step may not be recorded, and the record's pages must stay
+                raise self._failed
             self.pipeline.expect(speculative)
         except BaseException as error:
             speculative.error = error
@@ -233,6 +237,7 @@ class Updater:
         """
         coming, self._next_speculative = self._next_speculative, None
         if coming is None:
+            self._gradients.watch(None)  # nothing would take the units, step after step
             self.pipeline.prefetch()
             return
         assert self._thread is not None
@@ -262,7 +267,7 @@ class Updater:
         """Update offered pages on the thread until interrupted."""
         step = _Step(speculative.expected, after=None)
         try:
-            while (page := self.pipeline.next()) is not None:
+            while speculative.error is None and (page := self.pipeline.next()) is not None:
                 speculative.began = speculative.began or time.perf_counter()
                 number = page.route.number
                 if number in self.shadows:

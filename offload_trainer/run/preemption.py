@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 
 from offload_trainer.run.launcher import stop_target
@@ -52,7 +53,7 @@ def _watch(sources: Sequence[str], over: threading.Event, say: Callable[[str], N
         for source in sources:
             try:
                 warning = _SERVICES[source]() if source in _SERVICES else _file(Path(source))
-            except OSError as error:
+            except (OSError, HTTPException, ValueError) as error:  # also of a malformed answer or address
                 if source not in silent:
                     say(f"note: train.stop_on: {source} does not answer ({error}), so its warnings cannot be seen")
                 silent.add(source)
@@ -96,7 +97,10 @@ _SERVICES = {"aws": _aws, "gcp": _gcp}
 
 
 def _answer(url: str, headers: dict[str, str], *, method: str = "GET") -> str:
-    """Return a short answer of a metadata service as one line. Raises OSError without one."""
+    """Return a short answer of a metadata service as one line.
+
+    Raises OSError without one, HTTPException if it is malformed, and ValueError for a URL that is none.
+    """
     request = urllib.request.Request(url, headers=headers, method=method)
     with _opener.open(request, timeout=_TIMEOUT) as response:
         return " ".join(response.read(_MOST).decode("utf-8", errors="replace").split())

@@ -141,25 +141,31 @@ def whole_and_resumed(*words: object, folder: Path) -> tuple[Run, Run]:
 
 
 def call_and_kill(
-    *words: object, output: Path, when: Callable[[list[str]], bool], number: int, hold: int | None = None
+    *words: object,
+    output: Path,
+    when: Callable[[list[str]], bool],
+    number: int,
+    hold: int | None = None,
+    told: str = "",
 ) -> Run:
-    """Run the command and send it signal `number` as soon as `when(lines of metrics.jsonl)` is true.
+    """Run the command and send it signal `number` as soon as `when(lines of metrics.jsonl)` is true and it has
+    printed `told`.
 
     With `hold`, the run pauses after step `hold` until the signal was sent, so that a busy machine changes nothing.
     """
     metrics = output / "metrics.jsonl"
     with tempfile.TemporaryDirectory() as folder:
-        told, go = Path(folder) / "told", Path(folder) / "go"
+        said, go = Path(folder) / "told", Path(folder) / "go"
         argv = [COMMAND] if hold is None else [Path(__file__).with_name("run_and_pause.py"), hold, go]
-        process = start(*argv, *words, "--output", output, stdout=told, stderr=told)
+        process = start(*argv, *words, "--output", output, stdout=said, stderr=said)
         deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and when(metrics.read_text().splitlines()):
+            if metrics.exists() and when(metrics.read_text().splitlines()) and told in said.read_text(errors="replace"):
                 process.send_signal(number)
                 break
             time.sleep(0.005)
         go.touch()
-        return Run(process.wait(300), told.read_text(errors="replace"), output)
+        return Run(process.wait(300), said.read_text(errors="replace"), output)
 
 
 def fill(directory: Path) -> None:

@@ -52,11 +52,10 @@ def test_a_file_stops_a_run(tmp_path: Path) -> None:
         if len(lines) < 3:
             return False
         warning.touch()
-        time.sleep(3 * preemption._EVERY)
         return True
 
     words = [*WORDS, f"train.stop_on=[{warning}]"]
-    run = call_and_kill(*words, output=output, when=appears, number=0, hold=3)
+    run = call_and_kill(*words, output=output, when=appears, number=0, hold=3, told="finishing this step")
     assert run.code == 128 + signal.SIGTERM, run.text
     assert f"warning of {warning}: the file exists" in run.text
     assert checkpoints(output)[-1] == "step-00000003"
@@ -112,6 +111,7 @@ class Metadata(BaseHTTPRequestHandler):
     """A stand-in for the metadata services of AWS and GCP."""
 
     warns = False
+    garbled = False  # the answers are no HTTP
     asked: ClassVar[list[str]] = []
 
     def do_PUT(self) -> None:
@@ -132,6 +132,9 @@ class Metadata(BaseHTTPRequestHandler):
             self._answer(404, "")
 
     def _answer(self, code: int, text: str) -> None:
+        if self.garbled:
+            self.wfile.write(b"a page of a proxy\r\n")
+            return
         self.send_response(code)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -155,9 +158,13 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the signals that are sent instead of SIGTERM to this process; looks are 10 ms apart."""
+    """Return the signals that are sent instead of SIGTERM to this process; looks are 10 ms apart.
+
+    The stand-in of a service has a minute for an answer, since the machine may be busy.
+    """
     sent: list[int] = []
     monkeypatch.setattr(preemption, "_EVERY", 0.01)
+    monkeypatch.setattr(preemption, "_TIMEOUT", 60.0)
     monkeypatch.setattr(preemption.os, "kill", lambda _, number: sent.append(number))
     return sent
 
@@ -188,6 +195,37 @@ def test_a_metadata_service_stops_a_run(
     (line,) = said
     assert line.startswith(f"warning of {source}: ")
     assert told in line
+
+
+@pytest.mark.parametrize("source", ["aws", "gcp"])
+def test_a_service_is_asked_again_after_an_answer_that_is_no_http(
+    source: str, service: str, stops: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{service}")
+    monkeypatch.setenv("GCE_METADATA_HOST", service)
+    monkeypatch.setattr(Metadata, "garbled", True)
+    monkeypatch.setattr(Metadata, "warns", True)
+    said: list[str] = []
+    with preemption.stopping_on_warnings([source], say=said.append):
+        until(lambda: said)
+        assert not stops
+        monkeypatch.setattr(Metadata, "garbled", False)
+        until(lambda: stops)
+    assert said[0].startswith(f"note: train.stop_on: {source} does not answer (")
+    assert said[-1].startswith(f"warning of {source}: ")
+
+
+def test_an_address_that_is_no_url_is_told_and_files_still_warn(
+    stops: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "169.254.169.254")
+    said: list[str] = []
+    with preemption.stopping_on_warnings(["aws", str(tmp_path / "evicted")], say=said.append):
+        until(lambda: said)
+        (tmp_path / "evicted").touch()
+        until(lambda: stops)
+    assert said[0].startswith("note: train.stop_on: aws does not answer (unknown url type")
+    assert len(said) == 2
 
 
 def test_a_service_that_does_not_answer_is_told_once(stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

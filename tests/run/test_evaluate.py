@@ -184,6 +184,23 @@ def test_weights_that_are_not_numbers_give_no_figures(
     assert not (tmp_path / "a.json").exists()
 
 
+def test_figures_are_told_if_their_file_cannot_be_written(
+    run: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file appears, or the disk fills, while the model is evaluated."""
+    evaluated, said = tmp_path / "a.json", list[str]()
+    refuse = evaluation._refuse_nan
+
+    def meanwhile(*given: Any) -> None:
+        evaluated.touch()
+        refuse(*given)
+
+    monkeypatch.setattr(evaluation, "_refuse_nan", meanwhile)
+    with pytest.raises(UserError, match=r"a.json: already exists"):
+        evaluate(run, wish(tasks, tasks=("ours_rolling",)), write=evaluated, say=said.append)
+    assert "bits_per_byte" in said[-1]
+
+
 def test_without_lm_eval(run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "is_installed", lambda module: module != "lm_eval")
     with pytest.raises(UserError, match=r"eval needs lm_eval, which is not installed: pip install 'lm_eval>="):

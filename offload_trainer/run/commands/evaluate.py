@@ -108,7 +108,11 @@ def evaluate(
     table = "\n".join(make_table(results, kind) for kind in ("results", "groups") if results.get(kind))
     text = json.dumps(results, indent=1, default=handle_non_serializable)
     if write is not None:
-        write_new(write, text + "\n")
+        try:
+            write_new(write, text + "\n")
+        except UserError:
+            say(table)  # computing the figures took long
+            raise
     return Evaluated(table, text, write)
 
 

@@ -69,7 +69,8 @@ def unpacked(data: bytes, *, told: str) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise anything
-        raise UserError(f"{told} cannot be read: {shown(str(error).strip().splitlines()[0])}") from error
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{told} cannot be read: {shown(why)}") from error
 
 
 def load_metadata(file: BinaryIO, *, told: str) -> Any:

@@ -85,7 +85,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from offload_trainer.run import launcher
 
-launcher._GRACE = 0.5
+# Long enough for a busy machine where the ranks react, and shorter than a save where they must be left to it.
+launcher._GRACE = 0.5 if sys.argv[2] == "saves" else 4
 sys.modules["offload_trainer.run.resume_point"] = SimpleNamespace(resume_hint=lambda words: "it goes on")
 start = launcher._Ranks.start
 folder, fault = Path(sys.argv[1]), sys.argv[2]

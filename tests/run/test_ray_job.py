@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,11 +35,13 @@ pytestmark = [
 WORDS = [*TINY, "--accumulate", 48, "--steps", 20, "--save-every", 4, "train.eval_every=0", "--engine", "tiered"]
 
 
-def free_port() -> int:
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        port: int = any_socket.getsockname()[1]
-        return port
+def free_ports(count: int) -> list[int]:
+    """Return free ports. They are all bound at once, since a port that is free again could be given twice."""
+    with ExitStack() as stack:
+        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in bound:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in bound]
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -52,7 +54,8 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 @pytest.fixture
 def cluster() -> Iterator[str]:
     """Start a Ray cluster of one node that shares nothing with another one; yield the address of its job server."""
-    address = f"http://127.0.0.1:{free_port()}"
+    own, dashboard, agent, client = map(str, free_ports(4))
+    address = f"http://127.0.0.1:{dashboard}"
 
     def answers() -> bool:
         with suppress(OSError), urllib.request.urlopen(f"{address}/api/jobs/", timeout=5) as response:
@@ -62,8 +65,8 @@ def cluster() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         words = ["start", "--head", "--block", "--disable-usage-stats", "--include-dashboard", "true"]
         words += ["--num-cpus", "2", "--object-store-memory", "80000000", "--temp-dir", folder]
-        words += ["--port", str(free_port()), "--dashboard-port", address.rpartition(":")[2]]
-        words += ["--dashboard-agent-listen-port", str(free_port()), "--ray-client-server-port", str(free_port())]
+        words += ["--port", own, "--dashboard-port", dashboard]
+        words += ["--dashboard-agent-listen-port", agent, "--ray-client-server-port", client]
         command = [sys.executable, "-m", "ray.scripts.scripts", *words]
         with open(Path(folder) / "told", "wb") as told:
             head = subprocess.Popen(command, stdout=told, stderr=told, env=environment(), start_new_session=True)

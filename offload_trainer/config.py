@@ -132,7 +132,9 @@ class DataSection(_Section):
         "size; rows of a small text then repeat within an epoch. Empty: every row once an epoch",
     )
     validation_path: tuple[str, ...] = Field(
-        (), description="validation text, in the same forms as data.path; no part of data.path is then held out"
+        (),
+        description="validation text, in the same forms as data.path; no part of data.path is then held out. Of a "
+        "stream, the first train.eval_rows rows are read at the start",
     )
     text_field: str = Field(
         "text", description="field of a jsonl line (at most 64 MiB) or a table row that holds the text"
@@ -185,6 +187,11 @@ class DataSection(_Section):
     def streamed(self) -> bool:
         """True if the training text is a stream, which is tokenized while the run reads it."""
         return any(path.startswith(STREAM) for path in self.path)
+
+    @property
+    def validation_streamed(self) -> bool:
+        """True if the validation text is a stream, of which the run reads the first rows."""
+        return any(path.startswith(STREAM) for path in self.validation_path)
 
 
 class OptimSection(_Section):

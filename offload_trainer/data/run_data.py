@@ -30,7 +30,7 @@ class RunData:
 
     tokenizer: Any
     tokens: Any  # Tokens
-    held_out: Any  # Tokens: `tokens` themselves, or the validation file's
+    held_out: Any  # Tokens: `tokens` themselves, or those of the validation text
     split: Any
     end_of_text: int | None
     vocabulary: int  # size of the model's vocabulary
@@ -100,15 +100,16 @@ def holds_images(section: DataSection) -> bool:
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
     from offload_trainer.data.sources import find_sources
+    from offload_trainer.data.stream import check_stream
 
     _refuse_mixture(section)
     if section.streamed:
-        from offload_trainer.data.stream import check_stream
-
         check_stream(section.path[0])
     else:
         find_sources(section.path, say=say)
-    if section.validation_path:
+    if section.validation_streamed:
+        check_stream(section.validation_path[0])
+    elif section.validation_path:
         find_sources(section.validation_path, say=say)
     if section.tokenizer == "auto":
         _refuse_unknown_ids(section, source)
@@ -118,10 +119,12 @@ def _sum(tokens: Any) -> int:
     return zlib.crc32(repr(tokens.sums).encode())
 
 
-def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
+def prepare_data(
+    section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None], eval_rows: int = 32
+) -> RunData:
     """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective.
 
-    A stream is opened and its first documents tokenized.
+    A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
     from offload_trainer.data.prepare import prepare_tokens
     from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint
@@ -139,15 +142,18 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         say=say,
         fingerprint=tokenizer_fingerprint(tokenizer),
     )
+    opened = partial(_opened_stream, section, tokenizer, seq_len=seq_len, vocabulary=source.shape.vocabulary)
     if section.streamed:
-        tokens = held_out = _opened_stream(section, tokenizer, vocabulary=source.shape.vocabulary)
+        tokens = held_out = opened(section.path[0])
     else:
         tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
-    if section.validation_path:
+    if section.validation_streamed:
+        held_out = opened(section.validation_path[0], first=eval_rows)
+    elif section.validation_path:
         wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
         held_out = rank_zero_first(lambda: prepared(wish))
-        if held_out.sums == tokens.sums:
-            say("note: --validation-data is the text of --data: its loss says nothing about other text")
+    if held_out is not tokens and (held_out.sums == tokens.sums or section.validation_path == section.path):
+        say("note: --validation-data is the text of --data: its loss says nothing about other text")
     if processor:
         from offload_trainer.data.images import ImageTokens
 
@@ -193,8 +199,10 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
         yield tokens.shares.told(section.path)
 
 
-def _opened_stream(section: DataSection, tokenizer: Any, *, vocabulary: int) -> Any:
-    """Return the tokens of a stream whose first documents have been read. Collective."""
+def _opened_stream(
+    section: DataSection, tokenizer: Any, name: str, *, seq_len: int, vocabulary: int, first: int | None = None
+) -> Any:
+    """Return the tokens of a stream whose first documents have been read, or its `first` rows alone. Collective."""
     from offload_trainer.data.prepare import refuse_large_vocabulary
     from offload_trainer.data.stream import StreamedTokens
     from offload_trainer.data.tokenizer import tokenizer_fingerprint
@@ -202,17 +210,18 @@ def _opened_stream(section: DataSection, tokenizer: Any, *, vocabulary: int) -> 
 
     refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
     fingerprint = tokenizer_fingerprint(tokenizer)
-    field = section.text_field
-    tokens = StreamedTokens(section.path[0], tokenizer=tokenizer, text_field=field, fingerprint=fingerprint)
 
-    def begin() -> None:
+    def opened() -> Any:
+        tokens = StreamedTokens(name, section, tokenizer=tokenizer, fingerprint=fingerprint, seq_len=seq_len)
         try:
+            if first is not None:
+                return tokens.first(first)
             tokens.read(0, 1)
         except TrainerError as error:
             raise UserError(str(error)) from error
+        return tokens
 
-    rank_zero_first(begin)
-    return tokens
+    return rank_zero_first(opened)
 
 
 def _refuse_mixture(section: DataSection) -> None:

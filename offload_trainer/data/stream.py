@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import with_config
 from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.config import STREAM
+from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.chunked_tokenize import DocumentEncoder
 from offload_trainer.data.documents import TABLES, kind_of, named_fields, string_in
 from offload_trainer.data.sources import hub_name
@@ -59,15 +59,19 @@ class StreamedTokens:
 
     row_length, packed, summary, sums, paths = None, False, None, (), ()
 
-    def __init__(self, wish: str, *, tokenizer: PreTrainedTokenizerBase, text_field: str, fingerprint: str) -> None:
-        """Open the stream that `wish` names, which begins with ``stream:``; `fingerprint` is the tokenizer's.
+    def __init__(
+        self, wish: str, section: DataSection, *, tokenizer: PreTrainedTokenizerBase, fingerprint: str, seq_len: int
+    ) -> None:
+        """Open the stream that `wish` names, which begins with ``stream:``, to be read in rows of `seq_len` ids.
+
+        `section` says how it is read, and `fingerprint` is the tokenizer's.
 
         Raises UserError if it is malformed, no such file exists, or `datasets` is not installed.
         """
         check_stream(wish)
-        self.name, self.tokenizer, self._field = wish, fingerprint, text_field
+        self.name, self.tokenizer, self._field, self._seq_len = wish, fingerprint, section.text_field, seq_len
         self._encoder = DocumentEncoder(tokenizer, separator=end_of_text(tokenizer))
-        key = json.dumps([_FORMAT, wish, text_field, fingerprint, end_of_text(tokenizer)])
+        key = json.dumps([_FORMAT, wish, section.text_field, fingerprint, end_of_text(tokenizer)])
         self._key = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
@@ -118,6 +122,15 @@ class StreamedTokens:
             self._read_more(keep=start)
         self._ids, self._begin = self._ids[start - self._begin :], start
         return self._ids[:count]
+
+    def first(self, rows: int) -> FirstRows:
+        """Read the first `rows` rows, or all of the data set if it has fewer. Raises as `read`."""
+        self._open(self._points[0])
+        count, ended = rows * self._seq_len + 1, False
+        while self._end < count and not ended:
+            self._read_more(keep=0)
+            ended = self._state is None
+        return FirstRows(self.name, self.tokenizer, self.identity, self._seq_len, self._ids[:count])
 
     @property
     def _end(self) -> int:
@@ -207,6 +220,29 @@ class StreamedTokens:
             f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
             f"and the network{rerun}"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class FirstRows:
+    """The first rows of a streamed data set, in memory. Has the attributes of a `TokenFile` that its readers use."""
+
+    name: str
+    tokenizer: str
+    identity: str
+    seq_len: int
+    ids: np.ndarray
+    row_length, packed, summary, paths = None, False, None, ()
+
+    @property
+    def sums(self) -> tuple[str, int]:
+        """The stream's identity and the checksum of the first row, which are the same for any number of rows."""
+        return self.identity, zlib.crc32(self.ids[: self.seq_len].tobytes())
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        return self.ids[start : start + count]
 
 
 def _read_points(file: Path, *, stream: str) -> Iterator[Point]:

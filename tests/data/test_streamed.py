@@ -53,7 +53,9 @@ def expected(data: Path, tmp_path: Path) -> np.ndarray:
 
 
 def tokens(path: object, *, field: str = "text") -> StreamedTokens:
-    return StreamedTokens(f"stream:{path}", tokenizer=chat_tokenizer(), text_field=field, fingerprint="of this test")
+    section = DataSection(text_field=field)
+    words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": 64}
+    return StreamedTokens(f"stream:{path}", section, **words)
 
 
 def rows(found: StreamedTokens, *numbers: int, length: int = 64) -> list[list[int]]:
@@ -132,6 +134,21 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
 
 
 @pytest.mark.usefixtures("small")
+def test_the_first_rows_are_the_token_files(data: Path, expected: np.ndarray) -> None:
+    """They are not repeated if there are fewer than asked for, and do not depend on how many are asked for."""
+    most = (len(expected) - 1) // 64
+    for count in (1, 5, most, most + 3):
+        found = tokens(data).first(count)
+        assert np.array_equal(found.ids, expected[: count * 64 + 1])
+        assert (len(found) - 1) // 64 == min(count, most)
+        assert found.read(64 * (min(count, most) - 1), 65).tolist() == rows(tokens(data), min(count, most) - 1)[0]
+        assert found.sums == tokens(data).first(2).sums
+    lines = data.read_text().splitlines(keepends=True)
+    data.write_text("".join(['{"text": "another"}\n', *lines]))
+    assert tokens(data).first(2).sums != found.sums
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("changed", [0, 60])
 def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> None:
     """Documents that have changed at a seek point from which a run resumes are refused."""
@@ -193,7 +210,8 @@ def test_documents_that_cannot_be_used(lines: list[dict[str, object]], told: str
     ("words", "told"),
     [
         (["--data", "stream:a/b", "c.txt"], "a stream is neither mixed nor joined with other text"),
-        (["--data", "stream:a/b", "--validation-data", "stream:a/c"], "validation data are not streamed"),
+        (["--validation-data", "stream:a/b", "c.txt"], "let it be the only --validation-data"),
+        (["--validation-data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
         (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
         (["--data", "stream:a/b", "data.format=chat"], "a stream is read as text, not as data.format=chat"),
         (["--data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
@@ -246,11 +264,36 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
     assert other.losses != prepared.losses
 
 
+def test_validation_is_that_of_the_prepared_text(text: Path, tmp_path: Path) -> None:
+    """A validation stream gives the losses of the prepared text, and other first rows are another run."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(text.read_text().splitlines(keepends=True)[30:]))
+    words = [*TINY, "--save-every", "2", "train.eval_every=2"]
+
+    def evaluated(*more: object, name: str) -> list[dict[str, Any]]:
+        run = call(*words, "--steps", "4", *more, output=tmp_path / name)
+        found = [json.loads(line) for line in (run.output / "evaluations.jsonl").read_text().splitlines()]
+        assert "for validation of" in run.text
+        return [{key: one[key] for key in ("step", "validation_loss", "bits_per_byte")} for one in found]
+
+    for count in (3, 10**4):  # the text has 5 rows
+        more = ["--data", f"stream:{text}", f"train.eval_rows={count}", "--validation-data"]
+        streamed = evaluated(*more, f"stream:{held_out}", name=f"streamed-{count}")
+        assert len(streamed) >= 2
+        assert streamed == evaluated(*more, held_out, name=f"prepared-{count}")
+    words += ["--data", f"stream:{text}", "--validation-data", f"stream:{held_out}", "train.eval_rows=2"]
+    assert "resumed from" in call(*words, "--steps", "5", output=tmp_path / "streamed-3").text
+    held_out.write_text(text.read_text())
+    changed = call(*words, "--steps", "6", output=tmp_path / "streamed-3", check=False)
+    assert changed.code == 2
+    assert "the text of --validation-data is another, or has changed since" in changed.text
+
+
 @pytest.mark.parametrize("more", [[], ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]])
 def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
     """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
     words = [*WORDS, "--accumulate", "4", "--data", f"stream:{text}", "--nvme", drive, *more]
-    words += ["--validation-data", text]
+    words += ["--validation-data", f"stream:{text}" if more else text]
     whole = call(*words, output=tmp_path / "whole")
     assert json.loads((tmp_path / "whole/stream.jsonl").read_text())["tokens"] == 0
     call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 3, number=KILL, hold=3)

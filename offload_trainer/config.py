@@ -181,6 +181,11 @@ class DataSection(_Section):
     shuffle: bool = Field(
         True, description="read the rows in a random order that depends on the seed and changes every epoch"
     )
+    shuffle_block_size: Count = Field(
+        0,
+        description="streams only: shuffle the rows inside each block of this many consecutive rows, which is kept in "
+        "memory (4 bytes a token); 0: the stream's own order, whatever data.shuffle says",
+    )
     cache: str = Field("auto", description="directory for tokenised text; auto: ~/.cache/offload-trainer")
 
     @property

@@ -49,6 +49,7 @@ class RunData:
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}
         if self.streamed:
             known["stream"] = self.tokens.identity
+            known |= {"shuffled in blocks": self.tokens.block} if self.tokens.block else {}
         else:
             known |= {
                 "tokens": len(self.tokens),
@@ -72,6 +73,8 @@ def unknown_identity(section: DataSection | None) -> dict[str, Any]:
     )
     if section is None:
         names.append("stream")
+    if section is None or section.shuffle_block_size:
+        names.append("shuffled in blocks")
     if section is None or section.mixture:
         names.append("mixture")
     if section is None or section.packing == "on":
@@ -175,7 +178,7 @@ def prepare_data(
         source.shape.vocabulary,
         apart=end if section.packing == "on" else None,
         mixture=section.mixture,
-        shuffle=section.shuffle and not section.streamed,
+        shuffle=section.shuffle and (section.shuffle_block_size > 0 or not section.streamed),
         streamed=section.streamed,
     )
 
@@ -186,7 +189,12 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
     validation = f"{len(split.validation)} for validation{of}"
     if section.streamed:
-        yield f"data: {tokens.name} is tokenized while the run reads it, in its own order; rows are not shuffled"
+        order = (
+            f"; rows are shuffled in blocks of {tokens.block}"
+            if tokens.block
+            else (", in its own order; rows are not shuffled (data.shuffle_block_size=N shuffles N rows at a time)")
+        )
+        yield f"data: {tokens.name} is tokenized while the run reads it{order}"
         without = "note: nothing of a stream is held out for validation: give --validation-data"
         yield f"data: {validation}" if separate else without
         return

@@ -7,6 +7,9 @@ set begins again. A row is found by its number, as in a token file, so the numbe
 resume. To reach a row without tokenizing everything before it, the run directory has a list of seek points
 (stream.jsonl): ids before the point, the state of `datasets` there, and a checksum of the ids behind it. Without the
 list a resumed run tokenizes from the beginning. Every rank reads the whole stream and takes its own rows.
+
+With data.shuffle_block_size=N each block of N consecutive rows is in memory while its rows are read in another order,
+which rows.py computes from the seed and the block's number: nothing else has to be saved.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ class StreamedTokens:
         self._key = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
-        self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids that were read last and those behind them
+        self.block = section.shuffle_block_size  # rows
+        self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
+        self._end = 0  # number of the ids up to the last of them
         self._dataset: Any = None
         self._records: Iterator[Any] = iter(())
         self._state: dict[str, Any] | None = None  # State of `datasets` after these ids; None: its beginning.
@@ -111,33 +116,36 @@ class StreamedTokens:
                     self._write(point)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from `start` on. Reads whose start grows are fast.
+        """Return `count` ids from `start` on. Reads in one block of rows are fast, and so are those whose start grows.
 
         Raises TrainerError if the data set cannot be read, has no text, or is not the one that seek points describe.
         """
-        near = self._points[bisect_right(self._points, (start, sys.maxsize), key=_place) - 1]
-        if self._dataset is None or start < self._begin or near.tokens > self._end:
+        begin = start - start % (self.block * self._seq_len or 1)  # Later reads need the ids from here on.
+        near = self._points[bisect_right(self._points, (begin, sys.maxsize), key=_place) - 1]
+        if self._dataset is None or begin < self._begin or near.tokens > self._end:
             self._open(near)
+        parts = [self._ids]
         while self._end < start + count:
-            self._read_more(keep=start)
-        self._ids, self._begin = self._ids[start - self._begin :], start
-        return self._ids[:count]
+            parts.append(self._next_ids())
+            if self._end <= begin:
+                parts, self._begin = [], self._end
+        self._ids, self._begin = np.concatenate(parts)[begin - self._begin :], begin
+        return self._ids[start - begin :][:count]
 
     def first(self, rows: int) -> FirstRows:
         """Read the first `rows` rows, or all of the data set if it has fewer. Raises as `read`."""
         self._open(self._points[0])
-        count, ended = rows * self._seq_len + 1, False
-        while self._end < count and not ended:
-            self._read_more(keep=0)
-            ended = self._state is None
-        return FirstRows(self.name, self.tokenizer, self.identity, self._seq_len, self._ids[:count])
-
-    @property
-    def _end(self) -> int:
-        return self._begin + len(self._ids)
+        count = rows * self._seq_len + 1
+        parts: list[np.ndarray] = []
+        while self._end < count:
+            parts.append(self._next_ids())
+            if self._state is None:  # the end of the data set
+                break
+        return FirstRows(self.name, self.tokenizer, self.identity, self._seq_len, np.concatenate(parts)[:count])
 
     def _open(self, point: Point) -> None:
-        self._begin, self._ids = point.tokens, self._ids[:0]
+        self._begin = self._end = point.tokens
+        self._ids = self._ids[:0]
         self._expected = point if point.count else None
         self._load(point.state)
 
@@ -151,8 +159,8 @@ class StreamedTokens:
             raise self._failed(error) from error
         self._records, self._state, self._fresh = iter(self._dataset), state, state is None
 
-    def _read_more(self, *, keep: int) -> None:
-        """Tokenize the next documents; forget ids before `keep`."""
+    def _next_ids(self) -> np.ndarray:
+        """Tokenize the next documents."""
         before, state, fresh = self._end, self._state, self._fresh
         texts = self._next_texts()
         ended = self._state is None
@@ -169,9 +177,8 @@ class StreamedTokens:
             insort(self._points, point, key=_place)
             if self._file is not None:
                 self._write(point)
-        old = self._ids[max(0, keep - self._begin) :]
-        self._begin = before - len(old)
-        self._ids = np.concatenate([old, ids])
+        self._end += len(ids)
+        return ids
 
     def _compare(self, then: Point, now: Point) -> None:
         if (then.count, then.crc32) != (now.count, now.crc32):

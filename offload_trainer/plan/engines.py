@@ -182,6 +182,11 @@ def mistakes_of_streams(config: TrainConfig) -> list[str]:
         if named and len(paths) + (flag == "--data" and len(data.mixture)) > 1:
             told = f"a stream is neither mixed nor joined with other text: let it be the only {flag}"
             mistakes.append(f"{named[0]}: {told}")
+    if data.shuffle_block_size and not (data.streamed and data.shuffle):
+        mistakes.append(
+            "data.shuffle_block_size is for --data stream:NAME with data.shuffle=true; all rows of other data are "
+            "shuffled: leave it out"
+        )
     if not data.streamed:
         return mistakes
     stream = next(path for path in data.path if path.startswith(STREAM))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sample_chats import chat_tokenizer
 from offload_trainer.config import DataSection
 from offload_trainer.data import stream
 from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.rows import DataState, RowReader
 from offload_trainer.data.stream import StreamedTokens, check_stream
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.packages import is_installed
@@ -52,8 +54,8 @@ def expected(data: Path, tmp_path: Path) -> np.ndarray:
     return file.read(0, len(file)).astype(np.uint32)
 
 
-def tokens(path: object, *, field: str = "text") -> StreamedTokens:
-    section = DataSection(text_field=field)
+def tokens(path: object, *, field: str = "text", **section_: Any) -> StreamedTokens:
+    section = DataSection(text_field=field, **section_)
     words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": 64}
     return StreamedTokens(f"stream:{path}", section, **words)
 
@@ -149,6 +151,40 @@ def test_the_first_rows_are_the_token_files(data: Path, expected: np.ndarray) ->
 
 
 @pytest.mark.usefixtures("small")
+def test_rows_are_shuffled_inside_blocks(
+    data: Path, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block has its rows once each, in an order of its own, and reading can begin at any of them."""
+    block, count = 30, len(expected) // 64 + 90
+    twice = np.concatenate([expected, expected])
+
+    def read(begin: int, *, seed: int = 0, points: bool = False) -> list[list[int]]:
+        found = tokens(data, shuffle_block_size=block)
+        if points:
+            found.remember(tmp_path / "points.jsonl", writes=not begin)
+        reader = RowReader(found, seq_len=64, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
+        batches = reader.train_batches(DataState(begin), micro_batch=5)
+        return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
+
+    read_documents: list[int] = []
+    real = StreamedTokens._text_of
+    monkeypatch.setattr(StreamedTokens, "_text_of", lambda *given: read_documents.append(0) or real(*given))
+    shuffled = read(0, points=True)
+    assert len(read_documents) < 1.6 * len(DOCUMENTS)  # A third of them are read again after the last.
+    assert len(shuffled) > 300
+    orders = []
+    for start in range(0, len(shuffled) - block + 1, block):
+        own = [twice[64 * row : 64 * row + 64].tolist() for row in range(start, start + block)]
+        orders.append([own.index(row) for row in shuffled[start : start + block]])
+        assert sorted(shuffled[start : start + block]) == sorted(own)
+    assert len(set(map(tuple, orders))) == len(orders)
+    assert read(0, seed=1)[:block] != shuffled[:block]
+    for begin in (5, 35, 155, len(shuffled) - 60):
+        for points in (False, True):
+            assert read(begin, points=points) == shuffled[begin : begin + (count - begin) // 5 * 5]
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("changed", [0, 60])
 def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> None:
     """Documents that have changed at a seek point from which a run resumes are refused."""
@@ -213,6 +249,7 @@ def test_documents_that_cannot_be_used(lines: list[dict[str, object]], told: str
         (["--validation-data", "stream:a/b", "c.txt"], "let it be the only --validation-data"),
         (["--validation-data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
         (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
+        (["data.shuffle_block_size=9"], "data.shuffle_block_size is for --data stream:NAME with data.shuffle=true"),
         (["--data", "stream:a/b", "data.format=chat"], "a stream is read as text, not as data.format=chat"),
         (["--data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
     ],
@@ -289,7 +326,10 @@ def test_validation_is_that_of_the_prepared_text(text: Path, tmp_path: Path) -> 
     assert "the text of --validation-data is another, or has changed since" in changed.text
 
 
-@pytest.mark.parametrize("more", [[], ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]])
+PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]
+
+
+@pytest.mark.parametrize("more", [[], PAGE_FILES, [*PAGE_FILES, "data.shuffle_block_size=7"]])
 def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
     """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
     words = [*WORDS, "--accumulate", "4", "--data", f"stream:{text}", "--nvme", drive, *more]
@@ -303,12 +343,13 @@ def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path:
     last = "checkpoints/step-00000006" if not more else "export"
     for path in (whole.output / last).glob("*.safetensors"):
         assert (again.output / last / path.name).read_bytes() == path.read_bytes(), path.name
-    changed = call(*words, "data.text_field=other", output=tmp_path / "killed", check=False)
-    assert changed.code == 2
+    for key in ("data.text_field=other", "data.shuffle_block_size=8"):
+        assert call(*words, key, output=tmp_path / "killed", check=False).code == 2
 
 
-def test_two_ranks_take_the_rows_of_one(text: Path, tmp_path: Path) -> None:
-    words = [*WORDS, "--data", f"stream:{text}"]
+@pytest.mark.parametrize("block", [0, 7])
+def test_two_ranks_take_the_rows_of_one(block: int, text: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--data", f"stream:{text}", f"data.shuffle_block_size={block}"]
     alone = call(*words, "--accumulate", "2", output=tmp_path / "alone")
     both = call_ranks(*words, "--accumulate", "1", output=tmp_path / "both", count=2)
     assert [run.code for run in both] == [0, 0], both

@@ -124,7 +124,7 @@ class DataSection(_Section):
         "extra: tables), directories of these, directories written by datasets' save_to_disk, or .bin token files; "
         "they are read in this order. builtin: the text that comes with the package; hub:OWNER/NAME, with "
         "/CONFIGURATION and :SPLIT if the dataset has several: a dataset from the hub, downloaded with datasets "
-        "(extra: hub); stream:OWNER/NAME or stream:PATH: one that is tokenized while the run reads it, in its order",
+        "(extra: hub); stream:OWNER/NAME or stream:PATH: one that is tokenized while the run reads it",
     )
     mixture: tuple[PositiveFloat, ...] = Field(
         (),

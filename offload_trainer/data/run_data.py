@@ -136,16 +136,17 @@ def prepare_data(
     processor = _processor(source) if source.shape.images else None
     tokenizer = _tokenizer(section, source, processor=processor, say=say)
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
+    vocabulary = source.shape.vocabulary
     prepared = partial(
         prepare_tokens,
         tokenizer=processor or tokenizer,
-        vocabulary=source.shape.vocabulary,
+        vocabulary=vocabulary,
         seq_len=seq_len,
         cache=cache,
         say=say,
         fingerprint=tokenizer_fingerprint(tokenizer),
     )
-    opened = partial(_opened_stream, section, tokenizer, seq_len=seq_len, vocabulary=source.shape.vocabulary)
+    opened = partial(_opened_stream, section, tokenizer, seq_len=seq_len, vocabulary=vocabulary, say=say)
     if section.streamed:
         tokens = held_out = opened(section.path[0])
     else:
@@ -175,7 +176,7 @@ def prepare_data(
         held_out,
         split,
         end,
-        source.shape.vocabulary,
+        vocabulary,
         apart=end if section.packing == "on" else None,
         mixture=section.mixture,
         shuffle=section.shuffle and (section.shuffle_block_size > 0 or not section.streamed),
@@ -195,6 +196,8 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
             else (", in its own order; rows are not shuffled (data.shuffle_block_size=N shuffles N rows at a time)")
         )
         yield f"data: {tokens.name} is tokenized while the run reads it{order}"
+        if tokens.summary:
+            yield f"conversations, the first of them: {tokens.summary}"
         without = "note: nothing of a stream is held out for validation: give --validation-data"
         yield f"data: {validation}" if separate else without
         return
@@ -208,9 +211,16 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
 
 
 def _opened_stream(
-    section: DataSection, tokenizer: Any, name: str, *, seq_len: int, vocabulary: int, first: int | None = None
+    section: DataSection,
+    tokenizer: Any,
+    name: str,
+    *,
+    seq_len: int,
+    vocabulary: int,
+    say: Callable[[str], None],
+    first: int | None = None,
 ) -> Any:
-    """Return the tokens of a stream whose first documents have been read, or its `first` rows alone. Collective."""
+    """Return the tokens of a stream whose first records have been read, or its `first` rows alone. Collective."""
     from offload_trainer.data.prepare import refuse_large_vocabulary
     from offload_trainer.data.stream import StreamedTokens
     from offload_trainer.data.tokenizer import tokenizer_fingerprint
@@ -220,8 +230,10 @@ def _opened_stream(
     fingerprint = tokenizer_fingerprint(tokenizer)
 
     def opened() -> Any:
-        tokens = StreamedTokens(name, section, tokenizer=tokenizer, fingerprint=fingerprint, seq_len=seq_len)
         try:
+            tokens = StreamedTokens(
+                name, section, tokenizer=tokenizer, fingerprint=fingerprint, seq_len=seq_len, say=say
+            )
             if first is not None:
                 return tokens.first(first)
             tokens.read(0, 1)

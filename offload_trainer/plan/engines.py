@@ -190,8 +190,6 @@ def mistakes_of_streams(config: TrainConfig) -> list[str]:
     if not data.streamed:
         return mistakes
     stream = next(path for path in data.path if path.startswith(STREAM))
-    if data.format not in ("auto", "text"):
-        mistakes.append(f"{stream}: a stream is read as text, not as data.format={data.format}: use hub:NAME or files")
     if config.train.epochs != "auto":
         mistakes.append(f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps")
     return mistakes

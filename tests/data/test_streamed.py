@@ -57,7 +57,7 @@ def expected(data: Path, tmp_path: Path) -> np.ndarray:
 def tokens(path: object, *, field: str = "text", **section_: Any) -> StreamedTokens:
     section = DataSection(text_field=field, **section_)
     words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": 64}
-    return StreamedTokens(f"stream:{path}", section, **words)
+    return StreamedTokens(f"stream:{path}", section, **words, say=print)
 
 
 def rows(found: StreamedTokens, *numbers: int, length: int = 64) -> list[list[int]]:
@@ -105,8 +105,8 @@ def test_any_place_is_reached_from_the_nearest_seek_point(
     assert before[last - 1] == twice[(last - 1) * 64 : last * 64 + 1].tolist()
     assert len(points.read_text().splitlines()) > 20
     read: list[str] = []
-    real = StreamedTokens._text_of
-    monkeypatch.setattr(StreamedTokens, "_text_of", lambda self, record: read.append("") or real(self, record))
+    real = StreamedTokens._parsed
+    monkeypatch.setattr(StreamedTokens, "_parsed", lambda self, record: read.append("") or real(self, record))
     for start in (0, 9, len(expected) // 128, len(expected) // 64, last - 3):
         again = tokens(path)
         again.remember(points, writes=False)
@@ -167,8 +167,8 @@ def test_rows_are_shuffled_inside_blocks(
         return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
 
     read_documents: list[int] = []
-    real = StreamedTokens._text_of
-    monkeypatch.setattr(StreamedTokens, "_text_of", lambda *given: read_documents.append(0) or real(*given))
+    real = StreamedTokens._parsed
+    monkeypatch.setattr(StreamedTokens, "_parsed", lambda *given: read_documents.append(0) or real(*given))
     shuffled = read(0, points=True)
     assert len(read_documents) < 1.6 * len(DOCUMENTS)  # A third of them are read again after the last.
     assert len(shuffled) > 300
@@ -201,10 +201,10 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
         again.read(0, 1)
         again.remember(tmp_path / "points.jsonl", writes=False)
         for number in range(1500, 1600, 5):
-            again._dataset = None  # as in a new process, reading begins at the nearest point
+            again._begin = 10**9  # as in a new process, reading begins at the nearest point
             rows(again, number)
 
-    with pytest.raises(TrainerError, match=r"the documents behind its first \d+ tokens are not those"):
+    with pytest.raises(TrainerError, match=r"the records behind its first \d+ tokens are not those"):
         resumed()
 
 
@@ -231,7 +231,7 @@ def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ([{"content": "a"}], "no field 'text'; there are: content. A stream is read as text"),
+        ([{"content": "a"}], "no field 'text'; there are: content. Set data.text_field=NAME to train on"),
         ([{"text": 5}], "field 'text' holds a number, where a string is needed"),
         ([{"text": ""}, {"text": ""}], "holds no text"),
     ],
@@ -250,7 +250,6 @@ def test_documents_that_cannot_be_used(lines: list[dict[str, object]], told: str
         (["--validation-data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
         (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
         (["data.shuffle_block_size=9"], "data.shuffle_block_size is for --data stream:NAME with data.shuffle=true"),
-        (["--data", "stream:a/b", "data.format=chat"], "a stream is read as text, not as data.format=chat"),
         (["--data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
     ],
 )

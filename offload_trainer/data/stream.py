@@ -163,7 +163,8 @@ class StreamedTokens:
             parts.append(self._next_ids())
             if self._end <= begin:
                 parts, self._begin = [], self._end
-        self._ids, self._begin = np.concatenate(parts)[begin - self._begin :], begin
+        ids = np.concatenate(parts) if len(parts) > 1 else parts[0]  # A block is large, and most reads find it whole.
+        self._ids, self._begin = ids[begin - self._begin :], begin
         return self._ids[start - begin :][:count]
 
     def first(self, rows: int) -> FirstRows:
@@ -195,7 +196,7 @@ class StreamedTokens:
         """Return the form of the first record, which is read again afterwards."""
         try:
             first = next(self._records, None)
-        except Exception as error:  # as in `_next_records`
+        except Exception as error:
             raise self._failed(error) from error
         if first is None:
             return TEXT

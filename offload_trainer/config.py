@@ -124,7 +124,7 @@ class DataSection(_Section):
         "extra: tables), directories of these, directories written by datasets' save_to_disk, or .bin token files; "
         "they are read in this order. builtin: the text that comes with the package; hub:OWNER/NAME, with "
         "/CONFIGURATION and :SPLIT if the dataset has several: a dataset from the hub, downloaded with datasets "
-        "(extra: hub); stream:OWNER/NAME or stream:PATH: one that is tokenized while the run reads it, in its order",
+        "(extra: hub); stream:OWNER/NAME or stream:PATH: one that is tokenized while the run reads it",
     )
     mixture: tuple[PositiveFloat, ...] = Field(
         (),
@@ -132,7 +132,9 @@ class DataSection(_Section):
         "size; rows of a small text then repeat within an epoch. Empty: every row once an epoch",
     )
     validation_path: tuple[str, ...] = Field(
-        (), description="validation text, in the same forms as data.path; no part of data.path is then held out"
+        (),
+        description="validation text, in the same forms as data.path; no part of data.path is then held out. Of a "
+        "stream, the first train.eval_rows rows are read at the start",
     )
     text_field: str = Field(
         "text", description="field of a jsonl line (at most 64 MiB) or a table row that holds the text"
@@ -179,12 +181,22 @@ class DataSection(_Section):
     shuffle: bool = Field(
         True, description="read the rows in a random order that depends on the seed and changes every epoch"
     )
+    shuffle_block_size: Count = Field(
+        0,
+        description="streams only: shuffle the rows inside each block of this many consecutive rows, which is kept in "
+        "memory (4 bytes a token); 0: the stream's own order, whatever data.shuffle says",
+    )
     cache: str = Field("auto", description="directory for tokenised text; auto: ~/.cache/offload-trainer")
 
     @property
     def streamed(self) -> bool:
         """True if the training text is a stream, which is tokenized while the run reads it."""
         return any(path.startswith(STREAM) for path in self.path)
+
+    @property
+    def validation_streamed(self) -> bool:
+        """True if the validation text is a stream, of which the run reads the first rows."""
+        return any(path.startswith(STREAM) for path in self.validation_path)
 
 
 class OptimSection(_Section):

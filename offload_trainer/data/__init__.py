@@ -6,7 +6,7 @@
     conversations, loss_mask       a record                      -> messages -> ids with a loss mask
     images                         conversations with images     -> a processor's ids with a loss mask; pixels
     packing                        ids with a loss mask          -> rows, one or several conversations in each
-    stream.StreamedTokens          a streamed data set           -> ids, tokenised while the run reads them
+    stream.StreamedTokens          a streamed data set           -> ids or rows, tokenised while the run reads them
     prepare.prepare_tokens         all of the above              -> tokenfile.TokenFile in the cache, ids read on demand
     mixture                        token files                   -> one, one after the other or mixed by weights
     run_data.prepare_data          the data section             -> the token files of a run, split into rows

@@ -146,9 +146,16 @@ def _form_of_file(source: Path, *, form: str, text_field: str) -> str:
         return form
     wanted = (text_field, *COLUMNS)
     first = next(iter(read_records(source, wanted=wanted, strings=True)), None) if is_lines else None
-    if first is None or text_field in first[1]:
+    return TEXT if first is None else form_of_record(first[1], text_field=text_field, where=first[0])
+
+
+def form_of_record(record: dict[str, Any], *, text_field: str, where: str) -> str:
+    """Return the form that a record shows: a conversation form or `TEXT`.
+
+    Raises UserError if it shows several, or one that is not trained on here.
+    """
+    if text_field in record:
         return TEXT
-    where, record = first
     fitting = [name for name, keys in _KEYS.items() if all(key in record for key in keys)]
     if _asks_and_answers(record) and "pairs" not in fitting:
         fitting.append("alpaca")

@@ -119,15 +119,20 @@ def read_documents(source: Path, *, text_field: str, seen: Seen = lambda _: None
         yield _text_blocks(source, seen=seen)
         return
     for where, record in read_records(source, wanted=(text_field,), seen=seen):
-        if text_field not in record:
-            near = get_close_matches(text_field, record, n=1)
-            fix = near[0] if near and near[0].isprintable() else "NAME"
-            raise UserError(
-                f"{where}: no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field={fix} to "
-                "train on one of them as text; questions and answers are read from 'instruction' and 'output', "
-                "conversations from 'messages'"
-            )
-        yield [string_in(record, text_field, where=where)]
+        yield [text_in(record, text_field, where=where)]
+
+
+def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
+    """Return the text of a record. Raises UserError, with what to do, if there is no such field."""
+    if text_field not in record:
+        near = get_close_matches(text_field, record, n=1)
+        fix = near[0] if near and near[0].isprintable() else "NAME"
+        raise UserError(
+            f"{where}: no field {text_field!r}; there are: {named_fields(record)}. Set data.text_field={fix} to "
+            "train on one of them as text; questions and answers are read from 'instruction' and 'output', "
+            "conversations from 'messages'"
+        )
+    return string_in(record, text_field, where=where)
 
 
 def _text_blocks(source: Path, *, seen: Seen) -> Iterator[str]:
@@ -217,7 +222,7 @@ def _table_rows(
                 for record in batch.slice(start, _ROWS).to_pylist():
                     number += 1
                     where = f"{printable(source)}, row {number}"
-                    yield where, {key: _without_nulls(value) for key, value in record.items()}
+                    yield where, {key: without_nulls(value) for key, value in record.items()}
         with open_given(source) as file:
             while block := file.read(_BLOCK):
                 seen(block)
@@ -251,11 +256,11 @@ def _table_batches(source: Path, wanted: Collection[str], strings: bool) -> Iter
             yield batch.select(names)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Remove null fields of nested objects: a table gives each message every field that any message has."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int, before: int) -> UserError:

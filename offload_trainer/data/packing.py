@@ -1,6 +1,6 @@
 """Conversion of conversations to rows of fixed length, with one or several conversations in a row, marked for the loss.
 
-    records ── Example ── AnswerEncoder ── RowMaker (── Packer) ──> rows of marked ids ── TokenWriter
+    records ── Example ── RowEncoder: AnswerEncoder ── RowMaker (── Packer) ──> rows of marked ids ── TokenWriter
 
     row      id id id id ... | pad pad                     one conversation per row
     packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.data.conversations import example_of
+from offload_trainer.data.conversations import Example, example_of
 from offload_trainer.data.images import ImageEncoder
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED, TokenWriter
@@ -51,10 +51,14 @@ class RowOptions:
 
     def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         """Return everything that the rows depend on except the lines, their pictures and the tokenizer's ids."""
-        template = hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
         # omit the key for unpacked rows, so that their existing cache files keep their names
         packed = ["packed"] if self.packed else []
-        return [_VERSION, self.form, self.everything, self.length, template, *packed]
+        return [_VERSION, self.form, self.everything, self.length, template_digest(tokenizer), *packed]
+
+
+def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hex digits that differ whenever two chat templates do."""
+    return hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
@@ -78,30 +82,67 @@ def write_rows(
     Raises UserError, with file and line, for a record that is not a conversation, and if no conversation has a learned
     token.
     """
-    encoder = wish.images or AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
-    pad = padding_id(tokenizer)
-    maker, packer = RowMaker(wish.length, pad=pad), Packer(wish.length, pad=pad)
+    rows = RowEncoder(wish, tokenizer=tokenizer, end_of_text=end_of_text)
     reported = time.monotonic()
     examples = (example_of(record, form=wish.form, where=where) for where, record in records)
     while batch := list(islice(examples, _BATCH)):
-        for encoded in encoder.encode(batch):
-            row = maker.cut(encoded) if wish.packed else maker.row_of(encoded)
-            if row is not None and wish.packed:
-                row = packer.add(row)
-            if row is not None:
-                writer.write(row)
-                if wish.images:
-                    writer.write_line(wish.images.line)
+        for row in rows.encode(batch):
+            writer.write(row)
+            if wish.images:
+                writer.write_line(wish.images.line)
         if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
-            say(f"{maker.counts.conversations} conversations, {format_count(maker.counts.tokens)} tokens")
-    for row in packer.rest():
+            say(f"{rows.counts.conversations} conversations, {format_count(rows.counts.tokens)} tokens")
+    for row in rows.rest():
         writer.write(row)
     if not writer.tokens:
-        raise UserError(maker.counts.why_none(length=wish.length))
-    rows = writer.tokens // wish.length
-    writer.write([pad | NOT_LEARNED])  # the last row needs one token after it as its last target
-    writer.summary = "; ".join([maker.counts.told(rows=rows, length=wish.length), *encoder.unsaid.told()])
+        raise UserError(rows.counts.why_none(length=wish.length))
+    writer.write([padding_id(tokenizer) | NOT_LEARNED])  # the last row needs one token after it as its last target
+    writer.summary = rows.summary
+
+
+class RowEncoder:
+    """Converts conversations to rows, as a file of rows and a stream have them."""
+
+    def __init__(self, wish: RowOptions, *, tokenizer: PreTrainedTokenizerBase, end_of_text: int | None) -> None:
+        """Set up the encoder; `tokenizer` must have its chat template. Raises UserError as `AnswerEncoder`."""
+        self.options = wish
+        self._encoder = wish.images or AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
+        pad = padding_id(tokenizer)
+        self._maker, self._packer = RowMaker(wish.length, pad=pad), Packer(wish.length, pad=pad)
+        self._complete = 0  # rows
+
+    @property
+    def counts(self) -> Counts:
+        return self._maker.counts
+
+    @property
+    def open_rows(self) -> int:
+        """Number of packed rows that more conversations may join."""
+        return len(self._packer.open)
+
+    @property
+    def summary(self) -> str:
+        """Statistics of the conversations so far, of which one at least must have a row."""
+        told = self.counts.told(rows=self._complete + self.open_rows, length=self.options.length)
+        return "; ".join([told, *self._encoder.unsaid.told()])
+
+    def encode(self, examples: Sequence[Example]) -> Iterator[np.ndarray]:
+        """Yield the rows that these conversations complete. Raises UserError as `AnswerEncoder.encode`."""
+        packed = self.options.packed
+        for encoded in self._encoder.encode(examples):
+            row = self._maker.cut(encoded) if packed else self._maker.row_of(encoded)
+            if row is not None and packed:
+                row = self._packer.add(row)
+            if row is not None:
+                self._complete += 1
+                yield row
+
+    def rest(self) -> list[np.ndarray]:
+        """Return the rows that are still open; conversations that follow begin new ones."""
+        rows = self._packer.rest()
+        self._complete += len(rows)
+        return rows
 
 
 @dataclass
@@ -192,7 +233,7 @@ class Packer:
 
     def __init__(self, length: int, *, pad: int) -> None:
         self._length, self._pad = length, pad
-        self._open: list[np.ndarray] = []  # marked ids of each open row
+        self.open: list[np.ndarray] = []  # marked ids of each open row
 
     def add(self, ids: np.ndarray) -> np.ndarray | None:
         """Add a conversation of at most `length` ids.
@@ -200,20 +241,21 @@ class Packer:
         Returns a row that is complete, if any: a full one, or the fullest one if too many are open.
         """
         ids = np.concatenate([ids[:1] | np.uint32(BEGINS), ids[1:]])
-        fitting = [n for n, row in enumerate(self._open) if len(row) + len(ids) <= self._length]
+        fitting = [n for n, row in enumerate(self.open) if len(row) + len(ids) <= self._length]
         if fitting:
-            place = max(fitting, key=lambda n: len(self._open[n]))
-            self._open[place] = np.concatenate([self._open[place], ids])
+            place = max(fitting, key=lambda n: len(self.open[n]))
+            self.open[place] = np.concatenate([self.open[place], ids])
         else:
-            self._open.append(ids)
-        fullest = max(range(len(self._open)), key=lambda n: len(self._open[n]))
-        if len(self._open) <= _OPEN and len(self._open[fullest]) < self._length:
+            self.open.append(ids)
+        fullest = max(range(len(self.open)), key=lambda n: len(self.open[n]))
+        if len(self.open) <= _OPEN and len(self.open[fullest]) < self._length:
             return None
-        return _padded(self._open.pop(fullest), self._length, pad=self._pad)
+        return _padded(self.open.pop(fullest), self._length, pad=self._pad)
 
     def rest(self) -> list[np.ndarray]:
-        """Return the rows that are still open, in the order in which they were started."""
-        return [_padded(row, self._length, pad=self._pad) for row in self._open]
+        """Return the rows that are still open, in the order in which they were started, and forget them."""
+        rows, self.open = self.open, []
+        return [_padded(row, self._length, pad=self._pad) for row in rows]
 
 
 def _padded(ids: np.ndarray, length: int, *, pad: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from offload_trainer.data.images import ImageTokens
 from offload_trainer.data.mixture import MixedTokens, Tokens, order
+from offload_trainer.data.stream import FirstRows, StreamedTokens
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import TrainerError, UserError
-
-if TYPE_CHECKING:
-    from offload_trainer.data.stream import StreamedTokens
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
 
@@ -183,7 +181,7 @@ class RowReader:
 
     def __init__(
         self,
-        tokens: Tokens | MixedTokens | StreamedTokens | ImageTokens,
+        tokens: Tokens | MixedTokens | StreamedTokens | FirstRows | ImageTokens,
         *,
         seq_len: int,
         rows: range,
@@ -196,7 +194,7 @@ class RowReader:
 
         Reading an id that is not below `vocabulary` raises TrainerError. `apart` is the id that ends a document of
         text, if documents are to be kept apart; rows of conversations are marked already. If `shuffle` is set, the rows
-        of a mixture come by its shares instead of each once an epoch.
+        of a mixture come by its shares instead of each once an epoch, and those of a stream are shuffled in its blocks.
         """
         assert not len(rows) or 0 <= rows[0] <= rows[-1] < (len(tokens) - 1) // seq_len
         self._tokens = tokens
@@ -207,6 +205,7 @@ class RowReader:
         self._shuffle = shuffle
         self._apart = apart
         self._shares = tokens.shares if shuffle and isinstance(tokens, MixedTokens) else None
+        self._block = tokens.block if shuffle and isinstance(tokens, StreamedTokens) else 0
 
     def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Yield this rank's micro-batches from `state` on, epoch after epoch, without end.
@@ -271,6 +270,7 @@ class RowReader:
     def _row(self, position: int) -> int:
         if self._shares is not None:
             return self._shares.row(position, seed=self._seed)
-        epoch, place = divmod(position, len(self._rows))
-        place = order(place, len(self._rows), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        return self._rows[place]
+        count = self._block or len(self._rows)  # Each block of a stream is shuffled as an epoch is.
+        epoch, place = divmod(position, count)
+        place = order(place, count, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        return self._rows[epoch * self._block + place]

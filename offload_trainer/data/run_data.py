@@ -30,7 +30,7 @@ class RunData:
 
     tokenizer: Any
     tokens: Any  # Tokens
-    held_out: Any  # Tokens: `tokens` themselves, or the validation file's
+    held_out: Any  # Tokens: `tokens` themselves, or those of the validation text
     split: Any
     end_of_text: int | None
     vocabulary: int  # size of the model's vocabulary
@@ -49,6 +49,7 @@ class RunData:
         known: dict[str, Any] = {"tokenizer": self.tokens.tokenizer}
         if self.streamed:
             known["stream"] = self.tokens.identity
+            known |= {"shuffled in blocks": self.tokens.block} if self.tokens.block else {}
         else:
             known |= {
                 "tokens": len(self.tokens),
@@ -72,6 +73,8 @@ def unknown_identity(section: DataSection | None) -> dict[str, Any]:
     )
     if section is None:
         names.append("stream")
+    if section is None or section.shuffle_block_size:
+        names.append("shuffled in blocks")
     if section is None or section.mixture:
         names.append("mixture")
     if section is None or section.packing == "on":
@@ -100,15 +103,16 @@ def holds_images(section: DataSection) -> bool:
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
     from offload_trainer.data.sources import find_sources
+    from offload_trainer.data.stream import check_stream
 
     _refuse_mixture(section)
     if section.streamed:
-        from offload_trainer.data.stream import check_stream
-
         check_stream(section.path[0])
     else:
         find_sources(section.path, say=say)
-    if section.validation_path:
+    if section.validation_streamed:
+        check_stream(section.validation_path[0])
+    elif section.validation_path:
         find_sources(section.validation_path, say=say)
     if section.tokenizer == "auto":
         _refuse_unknown_ids(section, source)
@@ -118,10 +122,12 @@ def _sum(tokens: Any) -> int:
     return zlib.crc32(repr(tokens.sums).encode())
 
 
-def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
+def prepare_data(
+    section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None], eval_rows: int = 32
+) -> RunData:
     """Tokenize the data unless it is in the cache, on rank 0 first, and return it split into rows. Collective.
 
-    A stream is opened and its first documents tokenized.
+    A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
     from offload_trainer.data.prepare import prepare_tokens
     from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint
@@ -130,24 +136,28 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     processor = _processor(source) if source.shape.images else None
     tokenizer = _tokenizer(section, source, processor=processor, say=say)
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
+    vocabulary = source.shape.vocabulary
     prepared = partial(
         prepare_tokens,
         tokenizer=processor or tokenizer,
-        vocabulary=source.shape.vocabulary,
+        vocabulary=vocabulary,
         seq_len=seq_len,
         cache=cache,
         say=say,
         fingerprint=tokenizer_fingerprint(tokenizer),
     )
+    opened = partial(_opened_stream, section, tokenizer, seq_len=seq_len, vocabulary=vocabulary, say=say)
     if section.streamed:
-        tokens = held_out = _opened_stream(section, tokenizer, vocabulary=source.shape.vocabulary)
+        tokens = held_out = opened(section.path[0])
     else:
         tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
-    if section.validation_path:
+    if section.validation_streamed:
+        held_out = opened(section.validation_path[0], first=eval_rows)
+    elif section.validation_path:
         wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
         held_out = rank_zero_first(lambda: prepared(wish))
-        if held_out.sums == tokens.sums:
-            say("note: --validation-data is the text of --data: its loss says nothing about other text")
+    if held_out is not tokens and (held_out.sums == tokens.sums or section.validation_path == section.path):
+        say("note: --validation-data is the text of --data: its loss says nothing about other text")
     if processor:
         from offload_trainer.data.images import ImageTokens
 
@@ -166,10 +176,10 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         held_out,
         split,
         end,
-        source.shape.vocabulary,
+        vocabulary,
         apart=end if section.packing == "on" else None,
         mixture=section.mixture,
-        shuffle=section.shuffle and not section.streamed,
+        shuffle=section.shuffle and (section.shuffle_block_size > 0 or not section.streamed),
         streamed=section.streamed,
     )
 
@@ -180,7 +190,14 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
     validation = f"{len(split.validation)} for validation{of}"
     if section.streamed:
-        yield f"data: {tokens.name} is tokenized while the run reads it, in its own order; rows are not shuffled"
+        order = (
+            f"; rows are shuffled in blocks of {tokens.block}"
+            if tokens.block
+            else (", in its own order; rows are not shuffled (data.shuffle_block_size=N shuffles N rows at a time)")
+        )
+        yield f"data: {tokens.name} is tokenized while the run reads it{order}"
+        if tokens.summary:
+            yield f"conversations, the first of them: {tokens.summary}"
         without = "note: nothing of a stream is held out for validation: give --validation-data"
         yield f"data: {validation}" if separate else without
         return
@@ -193,8 +210,17 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
         yield tokens.shares.told(section.path)
 
 
-def _opened_stream(section: DataSection, tokenizer: Any, *, vocabulary: int) -> Any:
-    """Return the tokens of a stream whose first documents have been read. Collective."""
+def _opened_stream(
+    section: DataSection,
+    tokenizer: Any,
+    name: str,
+    *,
+    seq_len: int,
+    vocabulary: int,
+    say: Callable[[str], None],
+    first: int | None = None,
+) -> Any:
+    """Return the tokens of a stream whose first records have been read, or its `first` rows alone. Collective."""
     from offload_trainer.data.prepare import refuse_large_vocabulary
     from offload_trainer.data.stream import StreamedTokens
     from offload_trainer.data.tokenizer import tokenizer_fingerprint
@@ -202,17 +228,20 @@ def _opened_stream(section: DataSection, tokenizer: Any, *, vocabulary: int) -> 
 
     refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
     fingerprint = tokenizer_fingerprint(tokenizer)
-    field = section.text_field
-    tokens = StreamedTokens(section.path[0], tokenizer=tokenizer, text_field=field, fingerprint=fingerprint)
 
-    def begin() -> None:
+    def opened() -> Any:
         try:
+            tokens = StreamedTokens(
+                name, section, tokenizer=tokenizer, fingerprint=fingerprint, seq_len=seq_len, say=say
+            )
+            if first is not None:
+                return tokens.first(first)
             tokens.read(0, 1)
         except TrainerError as error:
             raise UserError(str(error)) from error
+        return tokens
 
-    rank_zero_first(begin)
-    return tokens
+    return rank_zero_first(opened)
 
 
 def _refuse_mixture(section: DataSection) -> None:

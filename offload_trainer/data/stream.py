@@ -1,12 +1,17 @@
-"""Streamed data sets: documents are tokenized in the data set's order while the run reads them, without a token file.
+"""Streamed data sets: records are tokenized in the data set's order while the run reads them, without a token file.
 
-    stream:NAME ── datasets, streaming ── documents ── DocumentEncoder ──> ids, read on demand
+    stream:NAME ── datasets, streaming ──┬── documents ────── DocumentEncoder ──> ids, read on demand
+                                         └── conversations ── RowEncoder ───────> marked ids in rows
 
-The ids are those of all documents, each followed by end-of-text, one after the other; behind the last document the data
-set begins again. A row is found by its number, as in a token file, so the number of rows is all that a run needs to
-resume. To reach a row without tokenizing everything before it, the run directory has a list of seek points
-(stream.jsonl): ids before the point, the state of `datasets` there, and a checksum of the ids behind it. Without the
-list a resumed run tokenizes from the beginning. Every rank reads the whole stream and takes its own rows.
+The ids are those of the token file that prepare.py would write; behind the last record the data set begins again. A row
+is found by its number, as in a token file, so the number of rows is all that a run needs to resume. To reach a row
+without tokenizing everything before it, the run directory has a list of seek points (stream.jsonl): ids before the
+point, the state of `datasets` there, and a checksum of the ids behind it. Without the list a resumed run tokenizes from
+the beginning. Packed conversations have seek points only where no row is open, which is where the data set begins
+again. Every rank reads the whole stream and takes its own rows.
+
+With data.shuffle_block_size=N each block of N consecutive rows is in memory while its rows are read in another order,
+which rows.py computes from the seed and the block's number: nothing else has to be saved.
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ import os
 import sys
 import zlib
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +32,13 @@ import numpy as np
 from pydantic import with_config
 from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.config import STREAM
+from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.chunked_tokenize import DocumentEncoder
-from offload_trainer.data.documents import TABLES, kind_of, named_fields, string_in
+from offload_trainer.data.conversations import TEXT, Example, example_of, form_of_record
+from offload_trainer.data.documents import TABLES, kind_of, text_in, without_nulls
+from offload_trainer.data.packing import RowEncoder, RowOptions, set_template, template_digest
 from offload_trainer.data.sources import hub_name
+from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import end_of_text
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.packages import is_installed, lacks
@@ -37,7 +46,7 @@ from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, on
 from offload_trainer.storage.atomic_io import open_to_append
 
 POINTS = "stream.jsonl"
-_CHARACTERS = 1 << 18  # characters of the documents that are tokenized together
+_CHARACTERS = 1 << 18  # characters of the records that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
 _FORMAT = 1  # increase it when the same documents and tokenizer give other ids than before
 
@@ -45,43 +54,77 @@ _FORMAT = 1  # increase it when the same documents and tokenizer give other ids 
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Point:
-    """A position between two documents at which reading can begin."""
+    """A position between two records at which reading can begin."""
 
-    stream: Line  # hash of what the ids depend on, except the documents
+    stream: Line  # hash of what the ids depend on, except the records
     tokens: Count  # ids before it
     state: dict[str, Any] | None  # state_dict() of the data set; None: its beginning
-    count: Count  # number of ids of the documents that are tokenized together from here on
+    count: Count  # number of ids of the records that are tokenized together from here on
     crc32: Crc32  # checksum of these ids as uint32
 
 
 class StreamedTokens:
     """The ids of a streamed data set, without end. Has the attributes of a `TokenFile` that readers of rows use."""
 
-    row_length, packed, summary, sums, paths = None, False, None, (), ()
+    sums, paths = (), ()
 
-    def __init__(self, wish: str, *, tokenizer: PreTrainedTokenizerBase, text_field: str, fingerprint: str) -> None:
-        """Open the stream that `wish` names, which begins with ``stream:``; `fingerprint` is the tokenizer's.
+    def __init__(
+        self,
+        wish: str,
+        section: DataSection,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        fingerprint: str,
+        seq_len: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Open the stream that `wish` names, which begins with ``stream:``, to be read in rows of `seq_len` ids.
 
-        Raises UserError if it is malformed, no such file exists, or `datasets` is not installed.
+        `section` says how it is read, and `fingerprint` is the tokenizer's.
+
+        Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
+        form that is not trained on. Raises TrainerError if it cannot be read.
         """
         check_stream(wish)
-        self.name, self.tokenizer, self._field = wish, fingerprint, text_field
-        self._encoder = DocumentEncoder(tokenizer, separator=end_of_text(tokenizer))
-        key = json.dumps([_FORMAT, wish, text_field, fingerprint, end_of_text(tokenizer)])
-        self._key = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+        self.name, self.tokenizer, self._field, self._seq_len = wish, fingerprint, section.text_field, seq_len
+        self.block = section.shuffle_block_size  # rows
+        self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
+        self._end = 0  # number of the ids up to the last of them
+        self._dataset: Any
+        self._records: Iterator[Any]
+        self._state: dict[str, Any] | None  # State of `datasets` after these ids; None: its beginning.
+        self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
+        self._load(None)
+        self._form = self._form_of_first() if section.format == "auto" else section.format
+        end = end_of_text(tokenizer)
+        content = [_FORMAT, wish, section.text_field, fingerprint, end]
+        self.identity = wish if self._field == "text" else f"{wish}, field {self._field}"
+        self._documents = DocumentEncoder(tokenizer, separator=end)
+        self._rows: RowEncoder | None = None
+        if self._form != TEXT:
+            set_template(tokenizer, say=say)
+            packed = section.packing == "on"
+            options = RowOptions(self._form, everything=section.train_on == "all", length=seq_len, packed=packed)
+            self._rows = RowEncoder(options, tokenizer=tokenizer, end_of_text=end)
+            content += options.key(tokenizer)
+            settings = f"train_on={section.train_on}, packing={section.packing}"
+            self.identity = f"{wish}, as {self._form}, {settings}, template {template_digest(tokenizer)}"
+        self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
-        self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids that were read last and those behind them
-        self._dataset: Any = None
-        self._records: Iterator[Any] = iter(())
-        self._state: dict[str, Any] | None = None  # State of `datasets` after these ids; None: its beginning.
-        self._fresh = True  # nothing but empty documents has been read since the beginning of the data set
-        self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
 
     @property
-    def identity(self) -> str:
-        """The name of the stream, with the field that is read if it is not `text`."""
-        return self.name if self._field == "text" else f"{self.name}, field {self._field}"
+    def row_length(self) -> int | None:
+        return None if self._rows is None else self._rows.options.length
+
+    @property
+    def packed(self) -> bool:
+        return self._rows is not None and self._rows.options.packed
+
+    @property
+    def summary(self) -> str | None:
+        """Statistics of the conversations that have been read."""
+        return None if self._rows is None else self._rows.summary
 
     def __len__(self) -> int:
         """Return the largest length that Python can state: the data set is repeated without end."""
@@ -90,7 +133,7 @@ class StreamedTokens:
     def remember(self, points: Path, *, writes: bool) -> None:
         """Use the seek points in a file, and add new ones to it if `writes` is set.
 
-        Raises TrainerError if one of them describes other documents than have been read.
+        Raises TrainerError if one of them describes other records than have been read.
         """
         known = {point.tokens: point for point in self._points if point.count}
         found = list(_read_points(points, stream=self._key))
@@ -107,26 +150,58 @@ class StreamedTokens:
                     self._write(point)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from `start` on. Reads whose start grows are fast.
+        """Return `count` ids from `start` on. Reads in one block of rows are fast, and so are those whose start grows.
 
         Raises TrainerError if the data set cannot be read, has no text, or is not the one that seek points describe.
         """
-        near = self._points[bisect_right(self._points, (start, sys.maxsize), key=_place) - 1]
-        if self._dataset is None or start < self._begin or near.tokens > self._end:
+        begin = start - start % (self.block * self._seq_len or 1)  # Later reads need the ids from here on.
+        near = self._points[bisect_right(self._points, (begin, sys.maxsize), key=_place) - 1]
+        if begin < self._begin or near.tokens > self._end:
             self._open(near)
+        parts = [self._ids]
         while self._end < start + count:
-            self._read_more(keep=start)
-        self._ids, self._begin = self._ids[start - self._begin :], start
-        return self._ids[:count]
+            parts.append(self._next_ids())
+            if self._end <= begin:
+                parts, self._begin = [], self._end
+        ids = np.concatenate(parts) if len(parts) > 1 else parts[0]  # A block is large, and most reads find it whole.
+        self._ids, self._begin = ids[begin - self._begin :], begin
+        return self._ids[start - begin :][:count]
 
-    @property
-    def _end(self) -> int:
-        return self._begin + len(self._ids)
+    def first(self, rows: int) -> FirstRows:
+        """Read the first `rows` rows, or all of the data set if it has fewer. Raises as `read`."""
+        self._open(self._points[0])
+        count = rows * self._seq_len + 1
+        parts: list[np.ndarray] = []
+        while self._end < count:
+            parts.append(self._next_ids())
+            if self._state is None:  # the end of the data set
+                break
+        ids = np.concatenate(parts)[:count]
+        if self.row_length:  # The last row needs one id after it as its last target.
+            ids = np.append(ids[: rows * self._seq_len], np.uint32(NOT_LEARNED))
+        first_row = zlib.crc32(ids[: self._seq_len].tobytes())
+        return FirstRows(
+            self.name, self.tokenizer, self.identity, self.row_length, self.packed, ids=ids, first_row=first_row
+        )
 
     def _open(self, point: Point) -> None:
-        self._begin, self._ids = point.tokens, self._ids[:0]
+        self._begin = self._end = point.tokens
+        self._ids = self._ids[:0]
         self._expected = point if point.count else None
+        if self._rows is not None:
+            self._rows.rest()
         self._load(point.state)
+
+    def _form_of_first(self) -> str:
+        """Return the form of the first record, which is read again afterwards."""
+        try:
+            first = next(self._records, None)
+        except Exception as error:
+            raise self._failed(error) from error
+        if first is None:
+            return TEXT
+        self._records = chain([first], self._records)
+        return form_of_record(first, text_field=self._field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at a state of `datasets`."""
@@ -136,34 +211,39 @@ class StreamedTokens:
                 self._dataset.load_state_dict(state)
         except Exception as error:  # the hub, the network and files fail in many ways
             raise self._failed(error) from error
-        self._records, self._state, self._fresh = iter(self._dataset), state, state is None
+        self._records, self._state = iter(self._dataset), state
 
-    def _read_more(self, *, keep: int) -> None:
-        """Tokenize the next documents; forget ids before `keep`."""
-        before, state, fresh = self._end, self._state, self._fresh
-        texts = self._next_texts()
-        ended = self._state is None
-        batches = self._encoder.batches([text] for text in texts)
-        ids = np.array([id_ for batch, _ in batches for id_ in batch], dtype=np.uint32)
-        if not len(ids) and fresh and ended:
-            raise TrainerError(f"{self.name} holds no text")
-        self._fresh = ended or (fresh and not len(ids))
+    def _next_ids(self) -> np.ndarray:
+        """Tokenize the next records, until there is an id or the data set ends."""
+        before, state = self._end, self._state
+        between_rows = self._rows is None or not self._rows.open_rows
+        ids, ended = self._ids[:0], False
+        try:
+            while not len(ids) and not ended:
+                records = self._next_records()
+                ended = self._state is None
+                ids = self._encoded(records, ended=ended)
+        except TrainerError as error:
+            raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
+        if not len(ids) and state is None:
+            why = "it holds no text" if self._rows is None else self._rows.counts.why_none(length=self._seq_len)
+            raise TrainerError(f"{self.name}: {why}")
         point = Point(self._key, before, state, len(ids), zlib.crc32(ids.tobytes()))
         if self._expected is not None:
             self._compare(self._expected, point)
             self._expected = None
-        if len(ids) and (self._points[-1].count == 0 or before >= self._points[-1].tokens + _EVERY):
+        last = self._points[-1]
+        if len(ids) and between_rows and (last.count == 0 or before >= last.tokens + _EVERY):
             insort(self._points, point, key=_place)
             if self._file is not None:
                 self._write(point)
-        old = self._ids[max(0, keep - self._begin) :]
-        self._begin = before - len(old)
-        self._ids = np.concatenate([old, ids])
+        self._end += len(ids)
+        return ids
 
     def _compare(self, then: Point, now: Point) -> None:
         if (then.count, then.crc32) != (now.count, now.crc32):
             raise TrainerError(
-                f"{self.name}: the documents behind its first {now.tokens} tokens are not those that were read before. "
+                f"{self.name}: the records behind its first {now.tokens} tokens are not those that were read before. "
                 "Restore the data set, or begin anew with another --output"
             )
 
@@ -173,33 +253,41 @@ class StreamedTokens:
         with open(open_to_append(self._file), "ab", buffering=0) as file:
             file.write(f"\n{json.dumps(asdict(point))}".encode())
 
-    def _next_texts(self) -> list[str]:
-        """Return the next documents; fewer at the end of the data set, which is opened again there."""
-        texts: list[str] = []
+    def _next_records(self) -> list[Any]:
+        """Return the next documents or conversations; fewer at the end of the data set, which is opened again there."""
+        found: list[Any] = []
         size = 0
         try:
             while size < _CHARACTERS:
                 record = next(self._records, None)
                 if record is None:
                     self._load(None)
-                    return texts
-                texts.append(self._text_of(record))
-                size += len(texts[-1])
+                    return found
+                found.append(self._parsed(record))
+                size += _characters(found[-1])
             self._state = self._dataset.state_dict()
-        except TrainerError as error:
-            raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
+        except TrainerError:
+            raise
         except Exception as error:
             raise self._failed(error) from error
-        return texts
+        return found
 
-    def _text_of(self, record: dict[str, Any]) -> str:
-        where = f"{self.name}, a document behind token {self._end}"
-        if self._field not in record:
-            raise TrainerError(
-                f"{where}: no field {self._field!r}; there are: {named_fields(record)}. A stream is read as text: name "
-                "the field with data.text_field. Conversations are read from files and from hub:NAME"
-            )
-        return string_in(record, self._field, where=where)
+    def _parsed(self, record: dict[str, Any]) -> str | Example:
+        where = f"{self.name}, a record behind token {self._end}"
+        if self._rows is None:
+            return text_in(record, self._field, where=where)
+        fields = {name: without_nulls(value) for name, value in record.items()}
+        return example_of(fields, form=self._form, where=where)
+
+    def _encoded(self, records: list[Any], *, ended: bool) -> np.ndarray:
+        """Return the ids of documents or conversations, which are the last of the data set if `ended` is set."""
+        if self._rows is not None:
+            # A tokenizer refuses an empty list, which is read where the last records have just filled one.
+            rows = list(self._rows.encode(records)) if records else []
+            rows += self._rows.rest() if ended else []
+            return np.concatenate([self._ids[:0], *rows])
+        batches = self._documents.batches([text] for text in records)
+        return np.array([id_ for batch, _ in batches for id_ in batch], dtype=np.uint32)
 
     def _failed(self, error: Exception) -> TrainerError:
         rerun = f"; {RERUN_HINT}" if self._end else ""
@@ -207,6 +295,31 @@ class StreamedTokens:
             f"{self.name} could not be read behind token {self._end}: {one_line(error)}. Check the name, the split "
             f"and the network{rerun}"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class FirstRows:
+    """The first rows of a streamed data set, in memory. Has the attributes of a `TokenFile` that its readers use."""
+
+    name: str
+    tokenizer: str
+    identity: str
+    row_length: int | None
+    packed: bool
+    ids: np.ndarray
+    first_row: int  # its checksum
+    summary, paths = None, ()
+
+    @property
+    def sums(self) -> tuple[str, int]:
+        """The stream's identity and the checksum of the first row, which are the same for any number of rows."""
+        return self.identity, self.first_row
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        return self.ids[start : start + count]
 
 
 def _read_points(file: Path, *, stream: str) -> Iterator[Point]:
@@ -222,6 +335,10 @@ def _read_points(file: Path, *, stream: str) -> Iterator[Point]:
             continue
         if point.stream == stream:
             yield point
+
+
+def _characters(record: str | Example) -> int:
+    return len(record) if isinstance(record, str) else sum(len(text) for _, text in record.texts)
 
 
 def _place(point: Point) -> tuple[int, int]:

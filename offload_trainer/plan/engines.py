@@ -177,15 +177,19 @@ def mistakes_of_streams(config: TrainConfig) -> list[str]:
     """Return settings that a streamed data set does not have, one sentence each."""
     data = config.data
     mistakes = []
-    if named := [path for path in data.validation_path if path.startswith(STREAM)]:
-        mistakes.append(f"{named[0]}: validation data are not streamed: use hub:NAME or files")
+    for flag, paths in (("--data", data.path), ("--validation-data", data.validation_path)):
+        named = [path for path in paths if path.startswith(STREAM)]
+        if named and len(paths) + (flag == "--data" and len(data.mixture)) > 1:
+            told = f"a stream is neither mixed nor joined with other text: let it be the only {flag}"
+            mistakes.append(f"{named[0]}: {told}")
+    if data.shuffle_block_size and not (data.streamed and data.shuffle):
+        mistakes.append(
+            "data.shuffle_block_size is for --data stream:NAME with data.shuffle=true; all rows of other data are "
+            "shuffled: leave it out"
+        )
     if not data.streamed:
         return mistakes
     stream = next(path for path in data.path if path.startswith(STREAM))
-    if len(data.path) > 1 or data.mixture:
-        mistakes.append(f"{stream}: a stream is neither mixed nor joined with other text: let it be the only --data")
-    if data.format not in ("auto", "text"):
-        mistakes.append(f"{stream}: a stream is read as text, not as data.format={data.format}: use hub:NAME or files")
     if config.train.epochs != "auto":
         mistakes.append(f"{stream}: the length of a stream is not known, so train.epochs has no meaning: use --steps")
     return mistakes

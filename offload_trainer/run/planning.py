@@ -157,6 +157,7 @@ def refuse_with_images(config: TrainConfig, *, world: int) -> None:
         "data.packing=on": data.packing == "on",
         "data.mixture": bool(data.mixture),
         "--data stream:": data.streamed,
+        "--validation-data stream:": data.validation_streamed,
         "data.train_on=all": data.train_on == "all",
         "data.tokenizer": data.tokenizer != "auto",
         "model.offload_activations": bool(model.offload_activations),

@@ -26,7 +26,7 @@ import torch
 from offload_trainer import trainer
 from offload_trainer.checkpoint import TrainState, checkpoint_of, read_state
 from offload_trainer.config import PlacementSection, TrainConfig
-from offload_trainer.data.run_data import epoch_line, first_row, prepare_data
+from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import write_final
 from offload_trainer.plan.machine import MachineProfile
@@ -159,13 +159,20 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
         planned = _planned_with_rates(config, planned, log=log)
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
-    data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
+    data = _data_of(planned, say=log.say)
     setup = resolve(planned, data, log)
     refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
     if checkpoint:
         on_rank_zero(lambda: resume.verify(setup, checkpoint))
     return setup, checkpoint
+
+
+def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
+    """Prepare the data of a planned run. Collective."""
+    config = planned.config
+    eval_rows = config.train.eval_rows
+    return prepare_data(config.data, planned.source, seq_len=planned.plan.seq_len, eval_rows=eval_rows, say=say)
 
 
 def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
@@ -182,7 +189,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     """Tokenize the data of `config` and return the paths of the token files, those for validation last."""
     planned = plan_run(config)
     plan, say = planned.plan, Log(loud=True).say
-    data = prepare_data(planned.config.data, planned.source, seq_len=plan.seq_len, say=say)
+    data = _data_of(planned, say=say)
     for line in first_row(data, seq_len=plan.seq_len):
         say(line)
     say(epoch_line(data, rows_per_step=plan.tokens_per_step // plan.seq_len, steps=planned.config.train.steps))

@@ -216,7 +216,7 @@ def test_packed_rows_hold_each_conversation_whole() -> None:
         assert cut is not None
         row = packer.add(cut)
         rows += [] if row is None else [row]
-        most = max(most, len(packer._open))
+        most = max(most, len(packer.open))
     rows += packer.rest()
     assert most == 64
     found, padded = [], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sample_chats import chat_tokenizer
 from offload_trainer.config import DataSection
 from offload_trainer.data import stream
 from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.rows import DataState, RowReader
 from offload_trainer.data.stream import StreamedTokens, check_stream
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.packages import is_installed
@@ -52,8 +54,10 @@ def expected(data: Path, tmp_path: Path) -> np.ndarray:
     return file.read(0, len(file)).astype(np.uint32)
 
 
-def tokens(path: object, *, field: str = "text") -> StreamedTokens:
-    return StreamedTokens(f"stream:{path}", tokenizer=chat_tokenizer(), text_field=field, fingerprint="of this test")
+def tokens(path: object, *, field: str = "text", **section_: Any) -> StreamedTokens:
+    section = DataSection(text_field=field, **section_)
+    words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": 64}
+    return StreamedTokens(f"stream:{path}", section, **words, say=print)
 
 
 def rows(found: StreamedTokens, *numbers: int, length: int = 64) -> list[list[int]]:
@@ -101,8 +105,8 @@ def test_any_place_is_reached_from_the_nearest_seek_point(
     assert before[last - 1] == twice[(last - 1) * 64 : last * 64 + 1].tolist()
     assert len(points.read_text().splitlines()) > 20
     read: list[str] = []
-    real = StreamedTokens._text_of
-    monkeypatch.setattr(StreamedTokens, "_text_of", lambda self, record: read.append("") or real(self, record))
+    real = StreamedTokens._parsed
+    monkeypatch.setattr(StreamedTokens, "_parsed", lambda self, record: read.append("") or real(self, record))
     for start in (0, 9, len(expected) // 128, len(expected) // 64, last - 3):
         again = tokens(path)
         again.remember(points, writes=False)
@@ -132,6 +136,55 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
 
 
 @pytest.mark.usefixtures("small")
+def test_the_first_rows_are_the_token_files(data: Path, expected: np.ndarray) -> None:
+    """They are not repeated if there are fewer than asked for, and do not depend on how many are asked for."""
+    most = (len(expected) - 1) // 64
+    for count in (1, 5, most, most + 3):
+        found = tokens(data).first(count)
+        assert np.array_equal(found.ids, expected[: count * 64 + 1])
+        assert (len(found) - 1) // 64 == min(count, most)
+        assert found.read(64 * (min(count, most) - 1), 65).tolist() == rows(tokens(data), min(count, most) - 1)[0]
+        assert found.sums == tokens(data).first(2).sums
+    lines = data.read_text().splitlines(keepends=True)
+    data.write_text("".join(['{"text": "another"}\n', *lines]))
+    assert tokens(data).first(2).sums != found.sums
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_are_shuffled_inside_blocks(
+    data: Path, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block has its rows once each, in an order of its own, and reading can begin at any of them."""
+    block, count = 30, len(expected) // 64 + 90
+    twice = np.concatenate([expected, expected])
+
+    def read(begin: int, *, seed: int = 0, points: bool = False) -> list[list[int]]:
+        found = tokens(data, shuffle_block_size=block)
+        if points:
+            found.remember(tmp_path / "points.jsonl", writes=not begin)
+        reader = RowReader(found, seq_len=64, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
+        batches = reader.train_batches(DataState(begin), micro_batch=5)
+        return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
+
+    read_documents: list[int] = []
+    real = StreamedTokens._parsed
+    monkeypatch.setattr(StreamedTokens, "_parsed", lambda *given: read_documents.append(0) or real(*given))
+    shuffled = read(0, points=True)
+    assert len(read_documents) < 1.6 * len(DOCUMENTS)  # A third of them are read again after the last.
+    assert len(shuffled) > 300
+    orders = []
+    for start in range(0, len(shuffled) - block + 1, block):
+        own = [twice[64 * row : 64 * row + 64].tolist() for row in range(start, start + block)]
+        orders.append([own.index(row) for row in shuffled[start : start + block]])
+        assert sorted(shuffled[start : start + block]) == sorted(own)
+    assert len(set(map(tuple, orders))) == len(orders)
+    assert read(0, seed=1)[:block] != shuffled[:block]
+    for begin in (5, 35, 155, len(shuffled) - 60):
+        for points in (False, True):
+            assert read(begin, points=points) == shuffled[begin : begin + (count - begin) // 5 * 5]
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("changed", [0, 60])
 def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> None:
     """Documents that have changed at a seek point from which a run resumes are refused."""
@@ -148,10 +201,10 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
         again.read(0, 1)
         again.remember(tmp_path / "points.jsonl", writes=False)
         for number in range(1500, 1600, 5):
-            again._dataset = None  # as in a new process, reading begins at the nearest point
+            again._begin = 10**9  # as in a new process, reading begins at the nearest point
             rows(again, number)
 
-    with pytest.raises(TrainerError, match=r"the documents behind its first \d+ tokens are not those"):
+    with pytest.raises(TrainerError, match=r"the records behind its first \d+ tokens are not those"):
         resumed()
 
 
@@ -178,7 +231,7 @@ def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ([{"content": "a"}], "no field 'text'; there are: content. A stream is read as text"),
+        ([{"content": "a"}], "no field 'text'; there are: content. Set data.text_field=NAME to train on"),
         ([{"text": 5}], "field 'text' holds a number, where a string is needed"),
         ([{"text": ""}, {"text": ""}], "holds no text"),
     ],
@@ -193,9 +246,10 @@ def test_documents_that_cannot_be_used(lines: list[dict[str, object]], told: str
     ("words", "told"),
     [
         (["--data", "stream:a/b", "c.txt"], "a stream is neither mixed nor joined with other text"),
-        (["--data", "stream:a/b", "--validation-data", "stream:a/c"], "validation data are not streamed"),
+        (["--validation-data", "stream:a/b", "c.txt"], "let it be the only --validation-data"),
+        (["--validation-data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
         (["--data", "stream:a/b", "--epochs", "1"], "the length of a stream is not known, so train.epochs"),
-        (["--data", "stream:a/b", "data.format=chat"], "a stream is read as text, not as data.format=chat"),
+        (["data.shuffle_block_size=9"], "data.shuffle_block_size is for --data stream:NAME with data.shuffle=true"),
         (["--data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
     ],
 )
@@ -246,11 +300,39 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
     assert other.losses != prepared.losses
 
 
-@pytest.mark.parametrize("more", [[], ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]])
+def test_validation_is_that_of_the_prepared_text(text: Path, tmp_path: Path) -> None:
+    """A validation stream gives the losses of the prepared text, and other first rows are another run."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(text.read_text().splitlines(keepends=True)[30:]))
+    words = [*TINY, "--save-every", "2", "train.eval_every=2"]
+
+    def evaluated(*more: object, name: str) -> list[dict[str, Any]]:
+        run = call(*words, "--steps", "4", *more, output=tmp_path / name)
+        found = [json.loads(line) for line in (run.output / "evaluations.jsonl").read_text().splitlines()]
+        assert "for validation of" in run.text
+        return [{key: one[key] for key in ("step", "validation_loss", "bits_per_byte")} for one in found]
+
+    for count in (3, 10**4):  # the text has 5 rows
+        more = ["--data", f"stream:{text}", f"train.eval_rows={count}", "--validation-data"]
+        streamed = evaluated(*more, f"stream:{held_out}", name=f"streamed-{count}")
+        assert len(streamed) >= 2
+        assert streamed == evaluated(*more, held_out, name=f"prepared-{count}")
+    words += ["--data", f"stream:{text}", "--validation-data", f"stream:{held_out}", "train.eval_rows=2"]
+    assert "resumed from" in call(*words, "--steps", "5", output=tmp_path / "streamed-3").text
+    held_out.write_text(text.read_text())
+    changed = call(*words, "--steps", "6", output=tmp_path / "streamed-3", check=False)
+    assert changed.code == 2
+    assert "the text of --validation-data is another, or has changed since" in changed.text
+
+
+PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]
+
+
+@pytest.mark.parametrize("more", [[], PAGE_FILES, [*PAGE_FILES, "data.shuffle_block_size=7"]])
 def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
     """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
     words = [*WORDS, "--accumulate", "4", "--data", f"stream:{text}", "--nvme", drive, *more]
-    words += ["--validation-data", text]
+    words += ["--validation-data", f"stream:{text}" if more else text]
     whole = call(*words, output=tmp_path / "whole")
     assert json.loads((tmp_path / "whole/stream.jsonl").read_text())["tokens"] == 0
     call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 3, number=KILL, hold=3)
@@ -260,12 +342,13 @@ def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path:
     last = "checkpoints/step-00000006" if not more else "export"
     for path in (whole.output / last).glob("*.safetensors"):
         assert (again.output / last / path.name).read_bytes() == path.read_bytes(), path.name
-    changed = call(*words, "data.text_field=other", output=tmp_path / "killed", check=False)
-    assert changed.code == 2
+    for key in ("data.text_field=other", "data.shuffle_block_size=8"):
+        assert call(*words, key, output=tmp_path / "killed", check=False).code == 2
 
 
-def test_two_ranks_take_the_rows_of_one(text: Path, tmp_path: Path) -> None:
-    words = [*WORDS, "--data", f"stream:{text}"]
+@pytest.mark.parametrize("block", [0, 7])
+def test_two_ranks_take_the_rows_of_one(block: int, text: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--data", f"stream:{text}", f"data.shuffle_block_size={block}"]
     alone = call(*words, "--accumulate", "2", output=tmp_path / "alone")
     both = call_ranks(*words, "--accumulate", "1", output=tmp_path / "both", count=2)
     assert [run.code for run in both] == [0, 0], both

@@ -71,6 +71,9 @@ def test_a_trainers_directory_of_deepspeed(tmp_path: Path) -> None:
     assert read_state(done.checkpoint).step == STEP
     assert f"--steps {STEPS}" in done.words
     assert "optim.schedule_delay=1" in done.words
+    shutil.copy(model / "config.json", source)
+    with pytest.raises(UserError, match=r"config\.json and no weights in safetensors, .* --model"):
+        imported(source, tmp_path / "run0")
     path = source / f"global_step{STEP}/mp_rank_00_model_states.pt"
     about = torch.load(path)
     # DeepSpeed's schedulers count from -1, and torch's from 0; the second has not counted two steps that overflowed.

@@ -122,6 +122,11 @@ def import_checkpoint(
 def _with_model(model: ModelSection, source: Path) -> ModelSection:
     if not is_there(source / "config.json"):
         raise UserError(f"{source}: there is no config.json of a model in it: name the model that it trained: --model")
+    if not any(source.glob("*.safetensors")):
+        raise UserError(
+            f"{source}: its model has a config.json and no weights in safetensors, so no run can start from it: name "
+            "the model that it trained: --model"
+        )
     return model.model_copy(update={"name": str(source)})
 
 

@@ -15,7 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.shape import Weight
 
 _NAMED = 5  # number of weights named in a message
-_LARGEST_SCALE = 2.0**127  # of a loss in fp32
+_LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def scheduler_position(saved: Any) -> int | None:
     """Return the number of steps in a scheduler's state, or None if it has no schedule of steps."""
     if not isinstance(saved, Mapping):
         return None
-    key = "last_epoch" if "base_lrs" in saved else "last_batch_iteration"  # of torch's and of DeepSpeed's schedulers
-    position = saved.get(key)
+    # A schedule of torch has base_lrs; its ReduceLROnPlateau, which has none, counts evaluations as last_epoch.
+    position = saved.get("last_epoch" if "base_lrs" in saved else "last_batch_iteration")
     return position if isinstance(position, int) else None
 
 

@@ -70,6 +70,7 @@ _STEERING = {
         "schedule",
         "warmup_steps",
         "decay_steps",
+        "schedule_delay",
     ),
     "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
 }

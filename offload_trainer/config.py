@@ -254,6 +254,11 @@ class OptimSection(_Section):
     warmup_steps: Count | Auto = Field("auto", description="steps of linear warm-up; auto: 2 % of the steps")
     decay_steps: Count | Auto = Field("auto", description="wsd only: steps of the final decay; auto: 20 % of the steps")
     final_lr_ratio: Fraction = Field(0.1, description="learning rate at the end, as a fraction of the peak")
+    schedule_delay: Count = Field(
+        0,
+        description="steps by which the schedule comes later; 1: the rates of transformers' and torch's schedulers, "
+        "whose warm-up begins at 0 and whose final rate would be that of the step after the last",
+    )
     accumulate_dtype: Literal["fp32", "model"] = Field(
         "fp32", description="dtype in which gradients are summed over the micro-batches of a step"
     )

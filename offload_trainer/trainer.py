@@ -292,16 +292,20 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     Then `cosine` and `linear` decay over all remaining steps, and `wsd` over the last `decay_steps`. Each reaches
     exactly ``lr * final_lr_ratio`` at step ``steps - 1``. `constant`, and `wsd` without decay steps, stay at the peak.
     If the warm-up fills the whole run, the run ends at the peak. Beyond the last step the rate stays constant.
+
+    A `schedule_delay` of n gives each step the rate of the step n before it. With 1 the rates are those of
+    transformers' schedules: the warm-up is ``lr * step / warmup``, and without one the decay begins at step 0 too.
     """
     assert step >= 0, step
     assert steps >= 1, steps
     last = steps - 1
-    step = min(step, last)
+    step = min(step, last) - section.schedule_delay
     warmup = round(_AUTO_WARMUP * steps) if section.warmup_steps == "auto" else section.warmup_steps
-    if step < warmup:
-        return section.lr * ((step + 1) / warmup)
+    if warmup and step < warmup:
+        return section.lr * (max(step + 1, 0) / warmup)
 
-    span = last - max(warmup - 1, 0)  # steps from the peak to the end
+    first = -1 if section.schedule_delay and not warmup else max(warmup - 1, 0)
+    span = last - first  # steps from the peak to the end
     if section.schedule == "constant":
         return section.lr
     if section.schedule == "wsd":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ import torch
 from commands import ask
 from engine_bench import VOCABULARY, engine, model_directory, train
 from imported_state import assert_same_state, imported, state_of
+from safetensors import safe_open
 from synthetic_checkpoints import saved_engine
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 from uneven_targets import random_weights
 
 from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.errors import UserError
+from offload_trainer.run.commands.export_trainer import export_trainer
+from offload_trainer.settings import load_config
+from offload_trainer.trainer import learning_rate
 
 LENGTH, LR, HALF, STEPS = 24, 1e-2, 3, 6
 WORDS = ["--dtype", "fp32", "optim.max_grad_norm=0.5", "optim.schedule=constant", "optim.warmup_steps=0"]
@@ -81,6 +87,48 @@ def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> No
     tolerance = 1e-3 if format == "bf16 moments" else 1e-6  # bf16 moments are rounded after each step
     assert trainer.losses == pytest.approx(expected, rel=tolerance, abs=tolerance)
     assert trainer.state.global_step == STEPS
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_schedule_goes_on_where_it_is(delay: int, tmp_path: Path) -> None:
+    """transformers' scheduler that loads the exported state has the rates of the run's next steps."""
+    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
+    words = ["--lr", str(LR), "--steps", str(STEPS), "optim.schedule=linear", "optim.warmup_steps=2"]
+    words += ["optim.final_lr_ratio=0", f"optim.schedule_delay={delay}"]
+    with engine(model, "--dtype", "fp32", "--engine", "plain") as made:
+        saved_engine(made, tmp_path / "run", HALF, ["--model", str(model), *words])
+    done = ask("export", tmp_path / "run", tmp_path / "out", "--trainer")
+    assert done.returncode == 0, done.stderr
+    groups = torch.load(tmp_path / "out/optimizer.pt")["param_groups"]
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=LR)
+    scheduler = get_scheduler("linear", optimizer, 2, STEPS)
+    scheduler.load_state_dict(torch.load(tmp_path / "out/scheduler.pt"))
+    found = [groups[0]["lr"]]
+    for _ in range(HALF + 1, STEPS):
+        optimizer.step()
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    optim = load_config(words).optim
+    assert found == pytest.approx([learning_rate(step, optim, steps=STEPS) for step in range(HALF, STEPS)], rel=1e-9)
+    again = imported(tmp_path / "out", tmp_path / "again", *words)
+    assert f"optim.schedule_delay={delay}" in again.words
+
+
+def test_too_small_a_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export counts moments too, which need their room twice while they are written."""
+    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
+    with engine(model, "--dtype", "fp32", "--engine", "plain") as made:
+        checkpoint = saved_engine(made, tmp_path / "run", HALF, ["--model", str(model), *WORDS])
+    with safe_open(checkpoint / "master.safetensors", "pt") as file:
+        count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a dict
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * count - 1))
+    with pytest.raises(UserError, match=r"the export takes .* and .* are free"):
+        export_trainer(tmp_path / "run", tmp_path / "out", shard_bytes=10**9, check=False)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * count + (1 << 20)))
+    done = export_trainer(tmp_path / "run", tmp_path / "out", shard_bytes=10**9, check=False)
+    assert done.bytes >= 12 * count
 
 
 def test_what_cannot_be_such_a_checkpoint_is_refused(tmp_path: Path) -> None:

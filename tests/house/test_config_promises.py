@@ -77,6 +77,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "optim.warmup_steps": ([], ["optim.warmup_steps=3"], "rates"),
     "optim.decay_steps": (WSD, ["optim.decay_steps=3"], "rates"),
     "optim.final_lr_ratio": (["optim.schedule=linear"], ["optim.final_lr_ratio=0.5"], "rates"),
+    "optim.schedule_delay": (["optim.schedule=linear"], ["optim.schedule_delay=1"], "rates"),
     "optim.accumulate_dtype": (["--accumulate", "3"], ["optim.accumulate_dtype=model"], "norms"),
     "optim.initial_loss_scale": (FP16, ["optim.initial_loss_scale=512"], "scales"),
     "optim.loss_scale_window": (FP16, ["optim.loss_scale_window=1"], "scales"),

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from offload_trainer.config import OptimSection
 from offload_trainer.trainer import learning_rate
@@ -101,3 +102,43 @@ def test_cosine_is_torch_s():
         assert rate == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         theirs.step()
+
+
+def of_transformers(kind: str, *, warmup: int, steps: int, late: int = 0, **more) -> list[float]:
+    """Return the rates of a scheduler that starts `late` steps late, as after steps that overflowed."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
+    scheduler = get_scheduler(kind, optimizer, warmup, steps, scheduler_specific_kwargs=more)
+    found = []
+    for step in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step >= late:
+            scheduler.step()
+    return found
+
+
+SCHEDULES = {
+    "linear": ("linear", {"schedule": "linear"}, {}),
+    "cosine": ("cosine", {"schedule": "cosine"}, {}),
+    "constant": ("constant_with_warmup", {"schedule": "constant"}, {}),
+    "cosine to a tenth": (
+        "cosine_with_min_lr",
+        {"schedule": "cosine", "final_lr_ratio": 0.1},
+        {"min_lr_rate": 0.1},
+    ),
+    "wsd": (
+        "warmup_stable_decay",
+        {"schedule": "wsd", "decay_steps": 20},
+        {"num_decay_steps": 20, "decay_type": "linear"},
+    ),
+}
+
+
+@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_delay_gives_transformers_rates(name, warmup, late):
+    kind, settings, more = SCHEDULES[name]
+    theirs = of_transformers(kind, warmup=warmup, steps=50, late=late, **more)
+    settings = {"final_lr_ratio": 0.0, "warmup_steps": warmup, "schedule_delay": 1 + late} | settings
+    assert rates(50, lr=3e-4, **settings) == pytest.approx(theirs, rel=1e-9, abs=1e-18)

@@ -1,4 +1,4 @@
-"""Tests of importing directories of torch.distributed.checkpoint that training with FSDP2 has saved."""
+"""Tests of importing what training with FSDP has saved: torch.distributed.checkpoint's directories and accelerate's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import pickle
 import shutil
 from pathlib import Path
 
+import accelerate_fsdp_ranks as accelerated
 import pytest
+import torch
 from engine_bench import batches, model_directory
 from fsdp2_ranks import AFTER, BEFORE, LR, fsdp2_checkpoint
 from imported_state import assert_same_state, continued, imported, state_of
+from safetensors.torch import load_file
 from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
@@ -29,6 +32,54 @@ def test_state_and_next_losses_are_fsdps(ranks: int, flat: bool, tmp_path: Path)
     words = ["--accumulate", str(ranks), "--engine", "plain", "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
     found = continued(done.checkpoint, model, data, *words, accumulate=ranks, lr=LR)
     assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6, abs=1e-6)
+
+
+SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
+TRAINERS = [(2, 2, SHARDED, "-"), (2, 2, FULL, "embed_tokens"), (2, 1, SHARDED, "embed_tokens"), (2, 1, FULL, "-")]
+TRAINERS += [(1, 2, SHARDED, "layers.1."), (2, 2, SHARDED, "embed_tokens")]
+
+
+@pytest.mark.parametrize(("ranks", "version", "kind", "frozen"), TRAINERS)
+def test_a_trainers_checkpoint_of_fsdp(ranks: int, version: int, kind: str, frozen: str, tmp_path: Path) -> None:
+    """State, frozen weights and next losses are those of FSDP; steps and schedule are those of the Trainer's files."""
+    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
+    losses = accelerated.fsdp_checkpoint(tmp_path, ranks=ranks, version=version, kind=kind, frozen=frozen)
+    freezing = [] if frozen == "-" else [f"model.freeze=['{frozen}']"]
+    source = tmp_path / f"checkpoint-{accelerated.BEFORE}"
+    done = imported(source, tmp_path / "run", "--model", str(model), "--dtype", "fp32", *freezing)
+    expected = tmp_path / "state"
+    assert_same_state(state_of(done.checkpoint), state_of(expected))
+    fixed = load_file(expected / "fixed.safetensors")
+    held = load_file(done.checkpoint / "fixed.safetensors") if freezing else {}
+    assert bool(fixed) == bool(freezing)
+    assert held.keys() == fixed.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in fixed.items())
+    assert read_state(done.checkpoint).step == accelerated.BEFORE
+    assert f"--steps {accelerated.STEPS}" in done.words
+    assert "optim.schedule_delay=1" in done.words
+    data = batches((accelerated.BEFORE + accelerated.AFTER) * ranks)[accelerated.BEFORE * ranks :]
+    words = ["--accumulate", str(ranks), "--engine", "plain", "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
+    found = continued(done.checkpoint, model, data, *words, *freezing, accumulate=ranks, lr=accelerated.LR)
+    assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6, abs=1e-6)
+
+
+def test_files_of_single_ranks_and_half_checkpoints_are_refused(tmp_path: Path) -> None:
+    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
+    source = tmp_path / "checkpoint-3"
+
+    def refused(why: str) -> None:
+        with pytest.raises(UserError, match=why):
+            imported(source, tmp_path / "run", "--model", str(model))
+
+    source.mkdir()
+    (source / "pytorch_model_fsdp_rank0.bin").touch()
+    refused(r"pytorch_model_fsdp_rank0\.bin holds parts of one rank.*SHARDED_STATE_DICT or FULL_STATE_DICT")
+    torch.save({"model.norm.weight": torch.zeros(3)}, source / "pytorch_model_fsdp.bin")
+    refused(r"optimizer\.bin is missing")
+    torch.save({"state": {"model.norm.weight": {"momentum_buffer": torch.zeros(3)}}}, source / "optimizer.bin")
+    refused("neither torch's Adam nor its AdamW, .* has momentum_buffer, expected exp_avg, exp_avg_sq, step")
+    (source / "pytorch_model_fsdp_0").mkdir()
+    refused("there is no optimizer_0, which holds the moments")
 
 
 class Bomb:

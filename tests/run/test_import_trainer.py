@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import HELPERS, ask, call, run_script
+from commands import ask, call
 from engine_bench import VOCABULARY, model_directory
 from imported_state import assert_same_state, continued, imported, state_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from uneven_targets import random_weights
 
@@ -20,6 +21,8 @@ from offload_trainer.checkpoint import read_state
 from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
+from offload_trainer.settings import load_config
+from offload_trainer.trainer import learning_rate
 
 LENGTH, LR, STEPS, HALF = 24, 1e-2, 6, 3
 SETTINGS = ["optim.betas=[0.8, 0.99]", "optim.eps=1e-07", "optim.weight_decay=0.1", "optim.max_grad_norm=0.5"]
@@ -181,6 +184,32 @@ def test_the_command_goes_on_from_an_import(tmp_path: Path) -> None:
     assert done.losses == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
+def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
+    """With the words that the command prints, steps 3 to 6 have the rates that the Trainer has logged for them."""
+    for half in (1, HALF):  # within the warm-up and after it
+        folder = tmp_path / str(half)
+        words = {"lr_scheduler_type": kind, "warmup_steps": 2, "logging_steps": 1, "save_steps": half}
+        trainer = trained(folder, "qwen3", frozen=[], tied=False, **words)
+        logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        schedule = [f"optim.schedule={kind.split('_')[0]}", "optim.warmup_steps=2", "optim.final_lr_ratio=0"]
+        done = imported(folder / f"out/checkpoint-{half}", folder / "run", *schedule)
+        assert "They differ" not in done.rates
+        optim = load_config([*schedule, *shlex.split(done.words)]).optim
+        found = [learning_rate(step, optim, steps=STEPS) for step in range(half, STEPS)]
+        assert found == pytest.approx(logged[half:], rel=1e-9, abs=1e-18)
+        done = imported(folder / f"out/checkpoint-{half}", folder / "other", *schedule, "optim.warmup_steps=5")
+        assert "They differ: give this command and the run the source's optim.schedule" in done.rates
+
+
+def test_overflows_hold_the_schedule_up_there_and_here(tmp_path: Path) -> None:
+    trained(tmp_path, "qwen3", frozen=[], tied=False, lr_scheduler_type="linear")
+    checkpoint = tmp_path / f"out/checkpoint-{HALF}"
+    scheduler = torch.load(checkpoint / "scheduler.pt")
+    torch.save(scheduler | {"last_epoch": HALF - 2}, checkpoint / "scheduler.pt")
+    assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run").words
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -272,40 +301,3 @@ def test_freezing_that_does_not_fit_is_refused(source: tuple[Recording, Path, li
     words = [] if frozen else ["model.freeze=['mlp']"]
     with pytest.raises(UserError, match=r"groups of \[\d+, \d+\] parameters; .* Freeze with model\.freeze"):
         imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *words)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Of a checkpoint of 230 MB an import holds little more than its largest weight, in anonymous memory."""
-    folder = model_directory(
-        tmp_path / "source", "llama", tied=False, hidden_size=512, intermediate_size=1536, num_hidden_layers=6
-    )
-    model = AutoModelForCausalLM.from_pretrained(random_weights(folder), dtype=torch.float32)
-    names = dict(model.named_parameters())
-    save_file({name: p.detach() for name, p in names.items()}, folder / "model.safetensors")
-    numbers = {name: number for number, name in enumerate(sorted(names, key=lambda name: "norm" in name))}
-    state = {
-        number: {"step": torch.tensor(2.0), "exp_avg": torch.rand_like(p), "exp_avg_sq": torch.rand_like(p)}
-        for name, number in numbers.items()
-        for p in [names[name].detach()]
-    }
-    count = sum("norm" not in name for name in names)
-    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    groups = [{**group, "params": list(range(count))}, {**group, "params": list(range(count, len(names)))}]
-    groups[1]["weight_decay"] = 0.0
-    torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 2, "max_steps": 9}))
-    whole = 12 * sum(p.numel() for p in names.values())
-    assert whole > 200e6
-    done = run_script(HELPERS / "run_and_import.py", folder, tmp_path / "run", own=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["grown"] < whole / 4
-    found_state = state_of(tmp_path / "run/checkpoints/step-00000002")
-    assert all(
-        torch.equal(found_state[kind][name], state[number][kind])
-        for name, number in numbers.items()
-        for kind in ("exp_avg", "exp_avg_sq")
-    )

@@ -10,6 +10,8 @@ import torch
 from engine_bench import batches, model_directory
 from imported_state import assert_same_state, continued, imported, state_of
 from safetensors.torch import load_file
+from synthetic_foreign import STEP, STEPS, random_state, write_trainer_state, write_zero
+from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
 from zero_checkpoint_ranks import AFTER, BEFORE, LR, TAG, zero_checkpoint
 
@@ -23,15 +25,18 @@ ZERO = {  # keyed by ZeRO stage and home of the optimizer
     "3": ["--params", "cpu", "--optimizer", "cpu"],
     "3 gpu": ["deepspeed.zero_stage=3", "--params", "gpu", "--optimizer", "gpu"],
 }
-CASES = [(zero, ranks) for zero in ZERO for ranks in (1, 2, 4)]
+
+
+CASES = [(zero, ranks, []) for zero in ZERO for ranks in (1, 2, 4)]
+CASES += [(zero, 2, ["model.freeze=['embed_tokens']"]) for zero in ("1", "2", "3")]
 
 
 @pytest.mark.ops
-@pytest.mark.parametrize(("zero", "ranks"), CASES)
-def test_state_and_next_losses_are_deepspeeds(zero: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("zero", "ranks", "freezing"), CASES)
+def test_state_and_next_losses_are_deepspeeds(zero: str, ranks: int, freezing: list[str], tmp_path: Path) -> None:
     """The imported state has DeepSpeed's bits, from its files and from its universal files, and goes on as it does."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    words = ["--dtype", "fp32", "model.activation_checkpointing=off"]
+    words = ["--dtype", "fp32", "model.activation_checkpointing=off", *freezing]
     losses = zero_checkpoint(tmp_path, *ZERO[zero], *words, ranks=ranks)
     expected = state_of(tmp_path / "state")
     masters = load_file(tmp_path / "masters.safetensors")
@@ -42,11 +47,40 @@ def test_state_and_next_losses_are_deepspeeds(zero: str, ranks: int, tmp_path: P
         assert_same_state(state_of(done.checkpoint), expected)
         assert read_state(done.checkpoint).step == BEFORE
         assert (done.checkpoint / "engine.json").read_bytes() == (tmp_path / "state/engine.json").read_bytes()
+        if freezing:
+            fixed, held = (load_file(path / "fixed.safetensors") for path in (tmp_path / "state", done.checkpoint))
+            assert list(fixed) == list(held) == ["model.embed_tokens.weight"]
+            assert all(torch.equal(held[name], tensor) for name, tensor in fixed.items())
     data = batches((BEFORE + AFTER) * ranks)[BEFORE * ranks :]
     told = ["--accumulate", str(ranks), "--engine", "plain", *words]
     found = continued(done.checkpoint, model, data, *told, accumulate=ranks, lr=LR)
     assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6, abs=1e-6)
     assert done.words.startswith("--output")
+
+
+def test_a_trainers_directory_of_deepspeed(tmp_path: Path) -> None:
+    """The length of the run is the Trainer's; the schedule stands where DeepSpeed's scheduler does."""
+    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
+    names = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    state = random_state({name: p.detach() for name, p in names.items()})
+    source = tmp_path / "checkpoint-2"
+    write_zero(source, state)
+    write_trainer_state(source)
+    done = imported(source, tmp_path / "run", "--model", str(model), "--dtype", "fp32")
+    assert_same_state(state_of(done.checkpoint), state)
+    assert read_state(done.checkpoint).step == STEP
+    assert f"--steps {STEPS}" in done.words
+    assert "optim.schedule_delay=1" in done.words
+    shutil.copy(model / "config.json", source)
+    with pytest.raises(UserError, match=r"config\.json and no weights in safetensors, .* --model"):
+        imported(source, tmp_path / "run0")
+    path = source / f"global_step{STEP}/mp_rank_00_model_states.pt"
+    about = torch.load(path)
+    # DeepSpeed's schedulers count from -1, and torch's from 0; the second has not counted two steps that overflowed.
+    for number, scheduler in enumerate(({"last_batch_iteration": 1}, {"last_epoch": 0, "base_lrs": [1e-3]})):
+        torch.save(about | {"lr_scheduler": scheduler}, path)
+        done = imported(source, tmp_path / f"run{number}", "--model", str(model))
+        assert f"optim.schedule_delay={(2, 3)[number]}" in done.words
 
 
 @pytest.mark.ops

@@ -19,14 +19,14 @@ import torch
 from offload_trainer.checkpoint import configuration_of, find_checkpoint, read_manifest, read_state
 from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.errors import UserError
-from offload_trainer.export.directory import write_model
+from offload_trainer.export.directory import check_destination, write_model
 from offload_trainer.export.export_command import Exported
 from offload_trainer.export.sources import opened
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.optim.state_files import EngineState, read_engine_state, read_tensors
 from offload_trainer.plan.tiered.state_formats import ADAMW
-from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, STATE, decay_order
-from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, SCHEDULER, STATE, decay_order
+from offload_trainer.storage.atomic_io import bytes_below, write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 from offload_trainer.trainer import learning_rate
 
@@ -41,13 +41,15 @@ def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: 
         check: read all headers and a sample of the weights back.
 
     Raises:
-        UserError: the checkpoint is damaged or not of AdamW, the destination exists, or space is short.
+        UserError: the checkpoint is damaged or not of AdamW, the destination exists, or space is short (20 bytes a
+            weight while it is written, 12 of them remain).
         TrainerError: the disk fails.
     """
     checkpoint = find_checkpoint(source)
     read_manifest(checkpoint)
     state = read_engine_state(checkpoint, rule=ADAMW)
     with opened(checkpoint, mixed=False) as found:
+        _refuse_small_disk(checkpoint, destination, weights=sum(map(math.prod, found.shapes.values())))
         written = write_model(
             found,
             destination,
@@ -56,7 +58,15 @@ def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: 
             check=check,
             also=partial(_write_state, checkpoint=checkpoint, state=state),
         )
-    return Exported(str(checkpoint), written.bytes, written.compared)
+    return Exported(str(checkpoint), bytes_below(destination), written.compared)
+
+
+def _refuse_small_disk(checkpoint: Path, destination: Path, *, weights: int) -> None:
+    """Raise UserError if there is no room for the weights and, twice for a while, for the moments."""
+    with TensorFileReader(checkpoint / "master.safetensors") as masters:
+        trained = sum(entry.numel for entry in masters.entries.values())
+    moments = 4 * len(ADAMW.moments) * trained
+    check_destination(destination.resolve(), 4 * weights + 2 * moments)
 
 
 def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> None:
@@ -87,7 +97,7 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
     )
     for kind in moments:
         (directory / _part(kind)).unlink()
-    torch.save(_scheduler(optim, rate=rate, step=done.step), directory / "scheduler.pt")
+    torch.save(_scheduler(optim, rate=rate, step=done.step), directory / SCHEDULER)
     rows = config["train"].get("micro_batch_size", 1)
     told = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
     write_text(directory / STATE, json.dumps(told, indent=2))
@@ -123,11 +133,15 @@ def _group(optim: OptimSection, *, rate: float, decay: float) -> dict[str, Any]:
 
 
 def _scheduler(optim: OptimSection, *, rate: float, step: int) -> dict[str, Any]:
-    """Return the state of a LambdaLR after `step` steps. None stands for a function, which torch does not store."""
+    """Return the state of a LambdaLR after `step` steps. None stands for a function, which torch does not store.
+
+    Its position is the one at which transformers' schedule has the run's rate, so the Trainer goes on without a jump.
+    """
+    position = max(0, step + 1 - optim.schedule_delay)
     return {
         "base_lrs": [optim.lr] * 2,
-        "last_epoch": step,
-        "_step_count": step + 1,
+        "last_epoch": position,
+        "_step_count": position + 1,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
         "_last_lr": [rate] * 2,

@@ -9,10 +9,11 @@ run directory.
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -29,8 +30,9 @@ from offload_trainer.optim.state_files import EngineState, state_files, write_en
 from offload_trainer.plan.tiered.state_formats import ADAMW, is_signed
 from offload_trainer.run.directory import environment
 from offload_trainer.run.foreign.distributed_checkpoint import METADATA, opened_distributed
+from offload_trainer.run.foreign.fsdp_checkpoint import is_of_fsdp, opened_fsdp
 from offload_trainer.run.foreign.state import ForeignState
-from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, STATE, opened_trainer
+from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, STATE, opened_trainer, with_trainer_files
 from offload_trainer.run.foreign.zero_checkpoint import opened_zero, tag_directory
 from offload_trainer.safe_files import is_there
 from offload_trainer.storage.atomic_io import bytes_below, make_directories, put_in_place, sync_directory
@@ -107,11 +109,12 @@ def import_checkpoint(
         except OSError as error:
             raise TrainerError(f"{run}: {reason(error, run.absolute().parent)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
+    _tell_scale(state, optim, dtype=model.dtype, say=say)
     return Imported(
         told=f"{state.told}, step {state.step}",
         checkpoint=made,
         bytes=bytes_below(made),
-        words=_words(state, run, model=None if named else model.name, steps=steps),
+        words=_words(state, run, model=None if named else model.name, dtype=model.dtype, steps=steps),
         rates=_rates(state, optim, steps=steps),
     )
 
@@ -119,11 +122,23 @@ def import_checkpoint(
 def _with_model(model: ModelSection, source: Path) -> ModelSection:
     if not is_there(source / "config.json"):
         raise UserError(f"{source}: there is no config.json of a model in it: name the model that it trained: --model")
+    if not any(source.glob("*.safetensors")):
+        raise UserError(
+            f"{source}: its model has a config.json and no weights in safetensors, so no run can start from it: name "
+            "the model that it trained: --model"
+        )
     return model.model_copy(update={"name": str(source)})
 
 
-def _opened(source: Path, of: ModelSource) -> AbstractContextManager[ForeignState]:
-    """Open the checkpoint with the reader for its format. Raises UserError for a directory of no known format."""
+@contextmanager
+def _opened(source: Path, of: ModelSource) -> Iterator[ForeignState]:
+    """Open the checkpoint, with what a Trainer has stored next to it."""
+    with _reader(source, of) as state:
+        yield with_trainer_files(state, source)
+
+
+def _reader(source: Path, of: ModelSource) -> AbstractContextManager[ForeignState]:
+    """Return the reader for the checkpoint's format. Raises UserError for a directory of no known format."""
     if not source.is_dir():
         raise UserError(f"{source}: {'not a directory' if is_there(source) else 'no such directory'}")
     module = of._meta()
@@ -136,10 +151,13 @@ def _opened(source: Path, of: ModelSource) -> AbstractContextManager[ForeignStat
         return opened_zero(tag)
     if is_there(source / METADATA):
         return opened_distributed(source)
+    if is_of_fsdp(source):
+        return opened_fsdp(source)
     held = sorted(path.name for path in source.iterdir())
     raise UserError(
         f"{source}: no checkpoint that can be imported. A Trainer's has {STATE} and {OPTIMIZER}, DeepSpeed's latest or "
-        f"*_optim_states.pt, torch.distributed.checkpoint's {METADATA}. It holds {', '.join(held[:10]) or 'nothing'}"
+        f"*_optim_states.pt, FSDP's pytorch_model_fsdp*, torch.distributed.checkpoint's {METADATA}. It holds "
+        f"{', '.join(held[:10]) or 'nothing'}"
     )
 
 
@@ -177,6 +195,7 @@ def _recorded(state: ForeignState, config: Mapping[str, Mapping[str, Any]], *, s
     }
     found = state.settings
     made["optim"] |= {"betas": list(found.betas), "eps": found.eps, "weight_decay": found.weight_decay}
+    made["optim"]["schedule_delay"] = state.schedule_delay
     if found.peak is not None:
         made["optim"]["lr"] = found.peak
     made["train"]["steps"] = steps
@@ -215,21 +234,41 @@ def _write_state(
     counts = {name: state.updates(names[name]) for name in trained}
     most = max(counts.values())
     others = {name: count for name, count in counts.items() if count != most}
-    write_engine_state(checkpoint, EngineState(optimizer_steps=most, weight_steps=others))
+    engine = EngineState(optimizer_steps=most, weight_steps=others)
+    if state.scaler is not None:
+        engine = replace(engine, loss_scale=state.scaler.scale, good_steps=state.scaler.good_steps)
+    write_engine_state(checkpoint, engine)
     finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def _words(state: ForeignState, run: Path, *, model: str | None, steps: int) -> str:
+def _words(state: ForeignState, run: Path, *, model: str | None, dtype: str, steps: int) -> str:
     """Return the words that the resuming command needs in addition to those of the import command."""
     found = state.settings
     words = [] if model is None else ["--model", model]
     words += ["--output", str(run), "--steps", str(steps)]
     words += [] if found.peak is None else ["--lr", repr(found.peak)]
     words += [f"optim.betas={list(found.betas)}", f"optim.eps={found.eps!r}"]
-    return join([*words, f"optim.weight_decay={found.weight_decay!r}"])
+    words += [f"optim.weight_decay={found.weight_decay!r}", f"optim.schedule_delay={state.schedule_delay}"]
+    if dtype == "fp16" and state.scaler is not None and state.scaler.window is not None:
+        words.append(f"optim.loss_scale_window={state.scaler.window}")
+    return join(words)
+
+
+def _tell_scale(state: ForeignState, optim: OptimSection, *, dtype: str, say: Callable[[str], None]) -> None:
+    """Print how the run's loss scale follows from the source's."""
+    scaler = state.scaler
+    if scaler is None:
+        if dtype == "fp16":
+            say(f"note: {state.told} has no loss scale: the run begins with {optim.initial_loss_scale:g}")
+        return
+    if dtype != "fp16":
+        say(f"note: {state.told} has a loss scale of {scaler.scale:g}, which only a run with --dtype fp16 uses")
+        return
+    rule = f"; there it {scaler.unlike}, and here it halves at an overflow and doubles" if scaler.unlike else ""
+    say(f"the loss scale goes on at {scaler.scale:g}, after {scaler.good_steps} steps without overflow{rule}")
 
 
 def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:
@@ -237,8 +276,18 @@ def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:
     found = state.settings
     if found.rate is None or found.peak is None:
         return ""
-    here = learning_rate(state.step, optim.model_copy(update={"lr": found.peak}), steps=steps)
+    delay = state.schedule_delay
+    here = learning_rate(state.step, optim.model_copy(update={"lr": found.peak, "schedule_delay": delay}), steps=steps)
+    differs = (
+        ""
+        if math.isclose(here, found.rate, rel_tol=1e-6, abs_tol=1e-12)
+        else (
+            "\nThey differ: give this command and the run the source's optim.schedule, optim.warmup_steps and "
+            "optim.final_lr_ratio (0 in transformers' schedules)"
+        )
+    )
     return (
         f"learning rate of step {state.step + 1}: {found.rate:g} in the source; {here:g} here with --lr "
-        f"{found.peak:g}, optim.schedule={optim.schedule}, optim.warmup_steps={optim.warmup_steps} and --steps {steps}"
+        f"{found.peak:g}, optim.schedule={optim.schedule}, optim.warmup_steps={optim.warmup_steps}, "
+        f"optim.schedule_delay={delay} and --steps {steps}{differs}"
     )

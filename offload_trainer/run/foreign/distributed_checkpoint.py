@@ -33,16 +33,16 @@ class _Chunk:
     """A part of a tensor, or a whole pickled object, in one file."""
 
     offsets: tuple[int, ...]
-    file: str
+    path: Path
     start: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A directory's tensors and objects by name."""
+    """Tensors and objects by name, of one directory or two."""
 
-    directory: Path
+    told: str  # description for messages
     shapes: Mapping[str, tuple[int, ...]]  # of tensors
     chunks: Mapping[str, list[_Chunk]]
 
@@ -62,28 +62,33 @@ class _Stored:
             whole = torch.empty(shape, dtype=part.dtype) if whole is None else whole
             ends = [begin + size for begin, size in zip(chunk.offsets, part.shape, strict=True)]
             if any(end > size for end, size in zip(ends, shape, strict=True)):
-                raise UserError(f"{self.directory}: a chunk of {name} ends at {ends}, and its shape is {shape}")
+                raise UserError(f"{self.told}: a chunk of {name} ends at {ends}, and its shape is {shape}")
             whole[tuple(slice(*place) for place in zip(chunk.offsets, ends, strict=True))] = part
             filled += part.numel()
         if whole is None or filled != whole.numel():
-            raise UserError(f"{self.directory}: the chunks of {name} have {filled} elements, and its shape is {shape}")
+            raise UserError(f"{self.told}: the chunks of {name} have {filled} elements, and its shape is {shape}")
         return whole
 
     def _load(self, name: str, chunk: _Chunk) -> Any:
-        path = self.directory / chunk.file
-        with open_given(path) as file:
+        with open_given(chunk.path) as file:
             file.seek(chunk.start)
             data = file.read(chunk.bytes)
         if len(data) < chunk.bytes:
-            raise UserError(f"{path} ends after {chunk.start + len(data)} bytes; {name} needs {chunk.bytes} more")
-        return unpacked(data, told=f"{path}: {name}")
+            raise UserError(f"{chunk.path} ends after {chunk.start + len(data)} bytes; {name} needs {chunk.bytes} more")
+        return unpacked(data, told=f"{chunk.path}: {name}")
 
 
 @contextmanager
-def opened_distributed(directory: Path) -> Iterator[ForeignState]:
-    """Open a DCP directory. Raises UserError if it lacks model or optimizer state, or has another optimizer's."""
-    told = f"{directory} (torch.distributed.checkpoint)"
-    stored = _stored(directory)
+def opened_distributed(*directories: Path, told: str | None = None) -> Iterator[ForeignState]:
+    """Open a DCP directory, or two: of the model and of its optimizer.
+
+    `told` describes them in messages. Raises UserError if model or optimizer state is missing, or is another
+    optimizer's.
+    """
+    told = told or f"{directories[0]} (torch.distributed.checkpoint)"
+    parts = [_stored(directory) for directory in directories]
+    shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
+    stored = _Stored(told, shapes, {name: chunks for part in parts for name, chunks in part.chunks.items()})
     found = {match["name"]: match["optimizer"] for key in stored.shapes if (match := _MOMENT.fullmatch(key))}
     if not found:
         names = ", ".join(map(shown, sorted(stored.chunks)[:5])) or "nothing"
@@ -134,11 +139,11 @@ def _stored(directory: Path) -> _Stored:
             if Path(place.relative_path).name != place.relative_path:
                 raise UserError(f"{path} names {shown(place.relative_path)}, which lies outside the directory")
             offsets = tuple(getattr(index, "offset", None) or ())
-            chunk = _Chunk(offsets, place.relative_path, place.offset, place.length)
+            chunk = _Chunk(offsets, directory / place.relative_path, place.offset, place.length)
             chunks.setdefault(index.fqn, []).append(chunk)
     except (AttributeError, TypeError) as error:
         raise UserError(f"{path} is not of torch.distributed.checkpoint: {error}") from error
-    return _Stored(directory, shapes, chunks)
+    return _Stored(str(directory), shapes, chunks)
 
 
 def _prefix(shapes: Mapping[str, Any], names: list[str], *, told: str) -> str:

@@ -15,6 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.shape import Weight
 
 _NAMED = 5  # number of weights named in a message
+_LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ class AdamSettings:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+
+@dataclass(frozen=True)
+class ScalerState:
+    """The loss scale of a source that trains in fp16."""
+
+    scale: float
+    good_steps: int = 0  # steps without overflow since it last changed
+    window: int | None = None  # number of such steps after which it doubles; None: it is constant
+    unlike: str = ""  # how its rule differs from doubling and halving
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,17 @@ class ForeignState:
     read_fixed: Callable[[str], torch.Tensor]
     settings: AdamSettings
     steps: int | None = None  # length of the run, if it is known
+    position: int | None = None  # steps that its learning rate scheduler has counted, if it has one
+    scaler: ScalerState | None = None  # None: it does not train in fp16
+
+    @property
+    def schedule_delay(self) -> int:
+        """Return the `optim.schedule_delay` that gives the next step the rate at the scheduler's position.
+
+        It is 1 for a scheduler that counts each step, as torch's do, and more if overflows have held it up.
+        """
+        delay = 1 if self.position is None else self.step + 1 - self.position
+        return delay if delay >= 0 else 1  # a scheduler that counts several steps at a time has no such number
 
     def names_for(self, weights: Sequence[Weight], *, others: Iterable[str]) -> dict[str, str]:
         """Return the name that this checkpoint has for each of the model's weights.
@@ -130,6 +152,29 @@ def adam_settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> AdamSett
         eps=next(iter(eps)),
         weight_decay=decay,
     )
+
+
+def scaler_state(scale: Any, *, good_steps: Any = 0, window: Any = None, unlike: str = "", told: str) -> ScalerState:
+    """Return a loss scale and its counters. Raises UserError for values that no run can have."""
+    try:
+        found = ScalerState(float(scale), int(good_steps), None if window is None else int(window), unlike)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{told}: its loss scale cannot be read: {error}") from error
+    if not 0 < found.scale <= _LARGEST_SCALE or found.good_steps < 0 or (found.window is not None and found.window < 1):
+        raise UserError(
+            f"{told}: its loss scale is {found.scale:g} after {found.good_steps} steps without overflow, with a window "
+            f"of {found.window}: no run can go on from that; import an older checkpoint"
+        )
+    return found
+
+
+def scheduler_position(saved: Any) -> int | None:
+    """Return the number of steps in a scheduler's state, or None if it has no schedule of steps."""
+    if not isinstance(saved, Mapping):
+        return None
+    # A schedule of torch has base_lrs; its ReduceLROnPlateau, which has none, counts evaluations as last_epoch.
+    position = saved.get("last_epoch" if "base_lrs" in saved else "last_batch_iteration")
+    return position if isinstance(position, int) else None
 
 
 _OTHER_RULES = ("momentum", "max_coeff", "use_muon", "adjust_lr_fn", "scale_parameter", "d_coef")

@@ -3,6 +3,11 @@
     model.safetensors (or shards)   weights; fp32 unless the model was loaded in another dtype
     optimizer.pt                    state by position: weights with decay in the model's order, then the others
     trainer_state.json              steps
+    scheduler.pt                    steps that the learning rate scheduler has counted
+    scaler.pt                       the loss scale, in fp16
+
+A Trainer that runs DeepSpeed or FSDP writes the weights and the optimizer's state by these (zero_checkpoint.py,
+fsdp_checkpoint.py), and the other files as here.
 
 The optimizer numbers parameters and does not name them. The order is that of `Trainer.create_optimizer`; every count
 and shape is compared with the model's before a number is taken for a weight.
@@ -13,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +29,19 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.model.pretrained import opened_weights
 from offload_trainer.run.foreign.pickles import load_pickle
-from offload_trainer.run.foreign.state import ForeignState, adam_settings
+from offload_trainer.run.foreign.state import (
+    ForeignState,
+    ScalerState,
+    adam_settings,
+    scaler_state,
+    scheduler_position,
+)
 from offload_trainer.safe_files import LENIENT, Steps, is_there, read_back
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
+_SCALER = "scaler.pt"
 # The names that `Trainer.get_decay_parameter_names` exempts from weight decay; all weights of nn.LayerNorm are too.
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -51,8 +64,6 @@ def opened_trainer(directory: Path, model: Any) -> Iterator[ForeignState]:
     told = f"{directory} (transformers' Trainer)"
     if is_there(directory / "adapter_config.json"):
         raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
-    fix = "Import another checkpoint of that run"
-    about = read_back(directory / STATE, _TrainerState, links=True, finite=False, fix=fix)
     saved = load_pickle(directory / OPTIMIZER)
     groups, state = _parts(saved, told=told)
     settings = adam_settings(groups, told=told)
@@ -70,15 +81,45 @@ def opened_trainer(directory: Path, model: Any) -> Iterator[ForeignState]:
 
         yield ForeignState(
             told=told,
-            step=about.global_step,
+            step=max((int(moments["step"]) for moments in state.values()), default=0),
             trained={name: tuple(parameters[name].shape) for name in places},
             fixed={name: tuple(p.shape) for name, p in parameters.items() if name not in places},
             updates=lambda name: 0 if places[name] is None else int(places[name]["step"]),
             read=read,
             read_fixed=weights.read,
             settings=settings,
-            steps=about.max_steps or None,
         )
+
+
+def with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
+    """Return `state` with the step, the scheduler's position and the loss scale of the Trainer's files in `directory`.
+
+    A directory without trainer_state.json is not a Trainer's, and changes nothing. Raises UserError for a damaged file.
+    """
+    if not is_there(directory / STATE):
+        return state
+    fix = "Import another checkpoint of that run"
+    about = read_back(directory / STATE, _TrainerState, links=True, finite=False, fix=fix)
+    position, scaler = state.position, state.scaler
+    if is_there(directory / SCHEDULER):
+        position = scheduler_position(load_pickle(directory / SCHEDULER))
+    if is_there(directory / _SCALER):
+        scaler = _scaler(load_pickle(directory / _SCALER), told=f"{directory / _SCALER}")
+    return replace(state, step=about.global_step, steps=about.max_steps or None, position=position, scaler=scaler)
+
+
+def _scaler(saved: Any, *, told: str) -> ScalerState | None:
+    """Return the state of torch's GradScaler, or None if it was disabled."""
+    if not isinstance(saved, Mapping) or "scale" not in saved:
+        return None
+    growth, backoff = saved.get("growth_factor", 2.0), saved.get("backoff_factor", 0.5)
+    return scaler_state(
+        saved["scale"],
+        good_steps=saved.get("_growth_tracker", 0),
+        window=saved.get("growth_interval"),
+        unlike="" if (growth, backoff) == (2.0, 0.5) else f"grows by {growth:g} and shrinks by {backoff:g}",
+        told=told,
+    )
 
 
 def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:

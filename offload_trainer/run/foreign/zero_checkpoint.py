@@ -16,8 +16,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ import torch
 
 from offload_trainer.errors import UserError
 from offload_trainer.run.foreign.pickles import load_pickle
-from offload_trainer.run.foreign.state import AdamSettings, ForeignState, adam_settings
+from offload_trainer.run.foreign.state import (
+    AdamSettings,
+    ForeignState,
+    ScalerState,
+    adam_settings,
+    scaler_state,
+    scheduler_position,
+)
 from offload_trainer.safe_files import file_bytes, is_there
 
 _FLAT, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
@@ -69,21 +76,25 @@ def opened_zero(tag: Path) -> Iterator[ForeignState]:
     if about.get("mp_world_size") not in (None, 1):
         raise UserError(f"{told}: {about['mp_world_size']} ranks share each weight; convert it to whole weights first")
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in about["param_shapes"]]
-    fixed = {name: tuple(shape) for name, shape in (about.get("frozen_param_shapes") or {}).items()}
+    trained = {name: shape for group in shapes for name, shape in group.items()}
+    fixed, read_fixed = _frozen_weights(models, about, trained=trained)
     if is_there(tag / "zero"):
         reader = _universal(tag / "zero", shapes, told=told)
     else:
         reader = _partitioned(tag, shapes, told=told)
-    _refuse_other_optimizer(about.get("ds_config"), told=told)
+    config = about.get("ds_config")
+    _refuse_other_optimizer(config, told=told)
     yield ForeignState(
         told=told,
         step=int(about.get("global_steps", 0)),
-        trained={name: shape for group in shapes for name, shape in group.items()},
+        trained=trained,
         fixed=fixed,
         updates=reader.updates,
         read=reader.read,
-        read_fixed=partial(_frozen, models, fixed),
-        settings=reader.settings,
+        read_fixed=read_fixed,
+        settings=replace(reader.settings, peak=_peak(config) or reader.settings.peak),
+        position=scheduler_position(about.get("lr_scheduler")),
+        scaler=_scaler(reader.scaler, told=told),
     )
 
 
@@ -92,6 +103,7 @@ class _Reader:
     read: Callable[[str, str], torch.Tensor]
     updates: Callable[[str], int]
     settings: AdamSettings
+    scaler: Any  # the pickled loss scaler
 
 
 def _model_files(tag: Path, *, told: str) -> list[Path]:
@@ -124,15 +136,59 @@ def _refuse_other_optimizer(config: Any, *, told: str) -> None:
         )
 
 
-def _frozen(models: Sequence[Path], shapes: Shapes, name: str) -> torch.Tensor:
-    """Return a frozen weight, whole in one file or in ranges of all ranks."""
-    count, parts, have = math.prod(shapes[name]), [], 0
-    for path in models:
-        parts.append(load_pickle(path)["frozen_param_fragments"][name].reshape(-1))
-        have += parts[-1].numel()
-        if have >= count:
-            return torch.cat(parts)[:count].view(shapes[name])
-    raise UserError(f"{models[0]}: {name} has {have} elements in {len(models)} files, and its shape {count}")
+def _peak(config: Any) -> float | None:
+    """Return the learning rate that DeepSpeed's configuration names as the largest, if it names one."""
+    for section, key in (("scheduler", "warmup_max_lr"), ("optimizer", "lr")):
+        its = config.get(section) if isinstance(config, Mapping) else None
+        found = (its.get("params") or {}).get(key) if isinstance(its, Mapping) else None
+        if isinstance(found, int | float):
+            return float(found)
+    return None
+
+
+def _scaler(saved: Any, *, told: str) -> ScalerState | None:
+    """Return the state of DeepSpeed's loss scaler, or None if the run was not in fp16.
+
+    DeepSpeed doubles the scale after `scale_window` + 1 steps the first time, and then after `scale_window` steps.
+    """
+    scale = getattr(saved, "cur_scale", None)
+    if scale is None or (scale == 1 and not getattr(saved, "dynamic", False)):
+        return None
+    if not getattr(saved, "dynamic", False):
+        return scaler_state(scale, unlike="is constant", told=told)
+    window, factor = getattr(saved, "scale_window", 0), getattr(saved, "scale_factor", 2.0)
+    stable = getattr(saved, "cur_iter", 0) - getattr(saved, "last_overflow_iter", -1) - 1
+    differs = [] if factor == 2 else [f"changes by a factor of {factor:g}"]
+    if (hysteresis := getattr(saved, "delayed_shift", 1)) > 1:
+        differs.append(f"shrinks at the {hysteresis}. overflow")
+    good = (stable - 1) % window if stable > 0 and window > 0 else 0
+    return scaler_state(scale, good_steps=good, window=window, unlike=" and ".join(differs), told=told)
+
+
+def _frozen_weights(
+    models: Sequence[Path], about: Mapping[str, Any], *, trained: Shapes
+) -> tuple[Shapes, Callable[[str], torch.Tensor]]:
+    """Return the shapes of the weights without state, and the function that reads one.
+
+    ZeRO-2 and 3 store them apart, whole in one file or in ranges of all ranks. ZeRO-1 has them in the whole module.
+    """
+    if about.get("frozen_param_shapes") is None:
+        module = about.get("module") or {}
+        whole = {name: its for name, its in module.items() if isinstance(its, torch.Tensor) and name not in trained}
+        return {name: tuple(its.shape) for name, its in whole.items()}, lambda name: whole[name]
+    shapes = {name: tuple(shape) for name, shape in about["frozen_param_shapes"].items()}
+    load = lru_cache(maxsize=None)(load_pickle)  # tensors are mapped, so they take no memory
+
+    def read(name: str) -> torch.Tensor:
+        count, parts, have = math.prod(shapes[name]), [], 0
+        for path in models:
+            parts.append(load(path)["frozen_param_fragments"][name].reshape(-1))
+            have += parts[-1].numel()
+            if have >= count:
+                return torch.cat(parts)[:count].view(shapes[name])
+        raise UserError(f"{models[0]}: {name} has {have} elements in {len(models)} files, and its shape {count}")
+
+    return shapes, read
 
 
 # -- one file a rank ---------------------------------------------------------------------------------------------------
@@ -163,7 +219,7 @@ def _partitioned(tag: Path, shapes: Sequence[Shapes], *, told: str) -> _Reader:
         read = _first_and_second(flat, shapes, paddings=ranks[0].get("param_alignment_paddings"), told=told)
     place = {name: number for number, group in enumerate(shapes) for name in group}
     steps = [_steps(base, number, told=told) for base in bases[:1] for number in range(len(shapes))]
-    return _Reader(read, lambda name: steps[place[name]], settings)
+    return _Reader(read, lambda name: steps[place[name]], settings, ranks[0].get("loss_scaler"))
 
 
 def _settings(groups: Sequence[Mapping[str, Any]], *, told: str) -> AdamSettings:
@@ -283,4 +339,4 @@ def _universal(zero: Path, shapes: Sequence[Shapes], *, told: str) -> _Reader:
         first: Mapping[str, Any] = next(iter(state["state"].values()), {})
         return _steps({"state": [first], "param_groups": groups}, 0, told=told)
 
-    return _Reader(read, updates, settings)
+    return _Reader(read, updates, settings, common.get("loss_scaler"))

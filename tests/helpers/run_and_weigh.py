@@ -1,6 +1,6 @@
-"""run_and_import.py SOURCE RUN WORDS...: import a checkpoint; print by how much anonymous memory has grown, as JSON.
+"""run_and_weigh.py import|export SOURCE DESTINATION WORDS...: print by how much anonymous memory grows, as JSON.
 
-The peak is sampled every few milliseconds, from just before the import on.
+`export` writes a Trainer's checkpoint. The peak is sampled every few milliseconds, from just before the work on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 from imported_state import imported
+
+from offload_trainer.run.commands.export_trainer import export_trainer
 
 
 def held() -> int:
@@ -31,10 +33,13 @@ def watch() -> None:
         time.sleep(0.002)
 
 
-def main(source: str, run: str, *words: str) -> None:
+def main(work: str, source: str, destination: str, *words: str) -> None:
     before = held()
     threading.Thread(target=watch, daemon=True).start()
-    imported(Path(source), Path(run), *words)
+    if work == "import":
+        imported(Path(source), Path(destination), *words)
+    else:
+        export_trainer(Path(source), Path(destination), shard_bytes=10**9, check=False)
     print(json.dumps({"grown": peak - before}))
 
 

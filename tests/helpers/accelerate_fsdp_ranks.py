@@ -1,0 +1,135 @@
+"""Train with FSDP on the CPU, save a checkpoint as transformers' Trainer does with accelerate, and train on.
+
+fsdp_checkpoint(folder, ranks=2, version=2, kind="SHARDED_STATE_DICT")     run the ranks; FOLDER holds `model`
+accelerate_fsdp_ranks.py FOLDER RANK RANKS VERSION KIND FROZEN     run one of the ranks; FROZEN is part of names, or -
+
+After `BEFORE` steps the ranks write FOLDER/checkpoint-N with accelerate's functions. Rank 0 adds the other files of a
+Trainer, writes FOLDER/state, the state that torch gathers, one file a kind, and prints the losses of `AFTER` further
+steps as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from commands import start
+from engine_bench import batches
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import AutoModelForCausalLM, get_scheduler
+from transformers.trainer_callback import TrainerState
+
+BEFORE, AFTER, STEPS, LR = 3, 3, 9, 1e-2
+DECAY, BETAS = 0.1, (0.9, 0.95)
+
+
+def fsdp_checkpoint(folder: Path, *, ranks: int, version: int, kind: str, frozen: str = "-") -> list[float]:
+    """Run the ranks; return the losses of the steps after the checkpoint."""
+    said = [folder / f"said{rank}" for rank in range(ranks)]
+    started = [
+        start(__file__, folder, rank, ranks, version, kind, frozen, stdout=out, stderr=out, own=True)
+        for rank, out in enumerate(said)
+    ]
+    codes = [process.wait(300) for process in started]
+    assert not any(codes), [out.read_text()[-3000:] for out in said]
+    losses: list[float] = json.loads(said[0].read_text().splitlines()[-1])
+    return losses
+
+
+def sharded(model: Any, *, ranks: int, version: int) -> Any:
+    if version == 1:
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def write_checkpoint(folder: Path, model: Any, adam: Any, scheduler: Any, *, version: int, kind: str) -> None:
+    """Write what Trainer._save_checkpoint writes with FSDP."""
+    directory = folder / f"checkpoint-{BEFORE}"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
+    accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    save_fsdp_model(plugin, accelerator, model, str(directory))
+    save_fsdp_optimizer(plugin, accelerator, adam, model, str(directory))
+    if dist.get_rank() == 0:
+        torch.save(scheduler.state_dict(), directory / "scheduler.pt")
+        TrainerState(global_step=BEFORE, max_steps=STEPS).save_to_json(str(directory / "trainer_state.json"))
+
+
+def write_state(folder: Path, model: Any, adam: Any) -> None:
+    """Write the state that torch gathers."""
+    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() > 0:
+        return
+    (folder / "state").mkdir()
+    moments = ("exp_avg", "exp_avg_sq")
+    kinds = {kind: {name: its[kind] for name, its in gathered["state"].items()} for kind in moments}
+    kinds["master"] = {name: whole[name] for name in gathered["state"]}
+    kinds["fixed"] = {name: tensor for name, tensor in whole.items() if name not in gathered["state"]}
+    for kind, tensors in kinds.items():
+        made = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(made, folder / f"state/{kind}.safetensors")
+
+
+def main() -> None:
+    folder, rank, ranks, version, kind, frozen = Path(sys.argv[1]), *map(int, sys.argv[2:5]), *sys.argv[5:7]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    PartialState(cpu=True)  # accelerate's loggers ask for it
+    whole = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    model = sharded(whole, ranks=ranks, version=version)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for name, p in trained.items() if ("norm" in name) == vector], "weight_decay": decay}
+        for vector, decay in ((False, DECAY), (True, 0.0))
+    ]
+    adam = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    scheduler = get_scheduler("constant", adam)
+    data = batches((BEFORE + AFTER) * ranks)[rank::ranks]
+
+    def step(number: int) -> float:
+        inputs = torch.cat([data[number].inputs, data[number].targets[:, -1:]], 1)
+        loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss.backward()
+        if version == 1:
+            model.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        scheduler.step()
+        adam.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return float(mean) / ranks
+
+    for number in range(BEFORE):
+        step(number)
+    write_checkpoint(folder, model, adam, scheduler, version=version, kind=kind)
+    write_state(folder, model, adam)
+    losses = [step(number) for number in range(BEFORE, BEFORE + AFTER)]
+    if rank == 0:
+        print(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Tests of importing loss scales: a run in fp16 goes on with the scales that torch's and DeepSpeed's scalers have."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_bench import model_directory
+from imported_state import imported
+from synthetic_foreign import State, random_state, write_trainer, write_zero
+from transformers import AutoModelForCausalLM
+from uneven_targets import random_weights
+
+from offload_trainer.engine.loss_scale import LossScale
+from offload_trainer.errors import UserError
+from offload_trainer.run.commands.import_checkpoint import Imported
+from offload_trainer.settings import load_config
+
+WINDOW = 5
+# Whether each step overflows. The import comes after each number of steps in MOMENTS.
+OVERFLOWS = [step in (2, 3, 19, 26) for step in range(40)]
+MOMENTS = [0, 1, 3, 4, 9, 10, 14, 15, 27]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    folder = tmp_path_factory.mktemp("scale")
+    model = random_weights(model_directory(folder / "model", "qwen3", tied=False))
+    named = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters()
+    return model, random_state({name: p.detach() for name, p in named})
+
+
+def scales_from(done: Imported, moment: int) -> list[float]:
+    """Return the scale of each step after `moment` in a run with the printed words."""
+    optim = load_config(["--dtype", "fp16", *shlex.split(done.words)]).optim
+    told = json.loads((done.checkpoint / "engine.json").read_text())
+    scale = LossScale.of(optim, dtype="fp16")
+    scale.load_state(told["loss_scale"], told["good_steps"])
+    found = []
+    for overflow in OVERFLOWS[moment:]:
+        found.append(scale.value)
+        scale.after_step(finite=not overflow)
+    return found
+
+
+def step_of_torch(scaler: Any, *, overflow: bool) -> float:
+    """Run one step of torch's scaler; return its scale in this step."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    adam = torch.optim.SGD([weight], lr=0.1)
+    scale: float = scaler.get_scale()
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None
+    if overflow:
+        weight.grad.fill_(torch.inf)
+    scaler.step(adam)
+    scaler.update()
+    return scale
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_scales_are_torchs(moment: int, source: tuple[Path, State], tmp_path: Path) -> None:
+    model, state = source
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=WINDOW)
+    for overflow in OVERFLOWS[:moment]:
+        step_of_torch(scaler, overflow=overflow)
+    scaler.scale(torch.ones(1))  # makes the counters that an untouched scaler does not have
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    write_trainer(checkpoint, state)
+    torch.save(scaler.state_dict(), checkpoint / "scaler.pt")
+    expected = [step_of_torch(scaler, overflow=overflow) for overflow in OVERFLOWS[moment:]]
+    notes: list[str] = []
+    done = imported(checkpoint, tmp_path / "run", "--model", str(model), "--dtype", "fp16", notes=notes)
+    assert scales_from(done, moment) == expected
+    assert len(set(expected)) > 2
+    assert f"optim.loss_scale_window={WINDOW}" in done.words
+    assert any(f"the loss scale goes on at {expected[0]:g}" in note for note in notes)
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("moment", [1, 2, 5, 9, 10, 11, 14, 15, 16, 28])
+def test_scales_are_deepspeeds(
+    moment: int, source: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are equal up to the next overflow, after which DeepSpeed waits a step more before it doubles the scale."""
+    from deepspeed.runtime.fp16 import loss_scaler
+
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # which prints nothing
+    model, state = source
+    scaler = loss_scaler.DynamicLossScaler(
+        init_scale=2.0**14, scale_window=WINDOW, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
+    )
+    for overflow in OVERFLOWS[:moment]:
+        scaler.update_scale(overflow)
+    write_zero(tmp_path / "zero", state, scaler=scaler)
+    expected = []
+    for overflow in OVERFLOWS[moment:]:
+        expected.append(scaler.cur_scale)
+        scaler.update_scale(overflow)
+    done = imported(tmp_path / "zero", tmp_path / "run", "--model", str(model), "--dtype", "fp16")
+    overflowing = [step for step in range(moment, len(OVERFLOWS)) if OVERFLOWS[step]]
+    count = (overflowing[0] + 2 if overflowing else len(OVERFLOWS)) - moment
+    assert scales_from(done, moment)[:count] == expected[:count]
+    assert len(set(expected[:count])) > 1
+
+
+@pytest.mark.ops
+def test_what_differs_is_said_and_what_is_impossible_refused(source: tuple[Path, State], tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    model, state = source
+    given = ["--model", str(model)]
+
+    def notes_of(name: str, scaler: Any, dtype: str) -> str:
+        write_zero(tmp_path / name, state, scaler=scaler)
+        notes: list[str] = []
+        imported(tmp_path / name, tmp_path / f"run {name}", *given, "--dtype", dtype, notes=notes)
+        return "\n".join(notes)
+
+    dynamic = DynamicLossScaler(2.0**10, WINDOW, 1, 3, False)
+    assert "there it shrinks at the 3. overflow, and here it halves" in notes_of("patient", dynamic, "fp16")
+    assert "has a loss scale of 1024, which only a run with --dtype fp16 uses" in notes_of("bf16", dynamic, "bf16")
+    assert "there it is constant" in notes_of("constant", LossScaler(128.0), "fp16")
+    assert "has no loss scale: the run begins with 65536" in notes_of("none", LossScaler(1.0), "fp16")
+    assert "loss scale" not in notes_of("fp32", LossScaler(1.0), "fp32")
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    write_trainer(checkpoint, state)
+    saved = torch.amp.GradScaler("cpu").state_dict()
+    torch.save(saved | {"scale": float("inf")}, checkpoint / "scaler.pt")
+    with pytest.raises(UserError, match=r"scaler\.pt: its loss scale is inf after 0 steps without overflow"):
+        imported(checkpoint, tmp_path / "run", *given, "--dtype", "fp16")
+    torch.save({}, checkpoint / "scaler.pt")  # of a scaler that is switched off
+    imported(checkpoint, tmp_path / "run", *given, "--dtype", "fp16")

@@ -28,7 +28,7 @@ from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.run_data import epoch_line, first_row, prepare_data
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import write_final
-from offload_trainer.ranks import from_rank_zero, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import from_rank_zero, join, leave_torch, on_rank_zero, on_some, place_here, wait_for_all
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import machine_rates, resume
@@ -238,8 +238,8 @@ def _build_and_train(
 ) -> tuple[Setup, TrainState] | None:
     """Build the engine and train from `begins` to the end.
 
-    Return early if the run changes its schedule: its setup from then on, and the state in the checkpoint that it has
-    saved for that. Everything that was built is closed then, and its memory is free.
+    Return early, on all ranks, if the run changes its schedule: its setup from then on, and the state in the checkpoint
+    that it has saved for that. Everything that was built is closed then, and its memory is free on all ranks.
     """
     with ExitStack() as stack:
         start = time.perf_counter()
@@ -254,8 +254,10 @@ def _build_and_train(
     del job  # the engine's buffers, which are in reference cycles
     gc.collect()
     return_now()
+    leave_torch()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    wait_for_all()
     return replace(watch.setup, measured_from=state.step), state
 
 
@@ -270,7 +272,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         state = trainer.train(job, asked, resume=resume_from)
-        if job.revised is not None and state.step < steps and not asked.stop:
+        if job.revised is not None:
             return state
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):

@@ -74,8 +74,9 @@ class Job:
     swaps: list[Path]  # the run's private directories on drives
     commit: Callable[[TrainState], None] | None = None  # records that the page files hold this state; last in a step
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
-    # Called with each step's record; returns the run's metadata with another plan if it should change to that now.
-    revise: Callable[[StepRecord], RunRecord | None] | None = None
+    # Called on all ranks after each step; on rank 0 with its record, which has the phases of the slowest rank.
+    # Returns the run's metadata with another plan, on all ranks, if the run should change to that now.
+    revise: Callable[[StepRecord | None], RunRecord | None] | None = None
     revised: RunRecord | None = None  # what `revise` has returned
 
 
@@ -86,7 +87,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
     engine holds that state. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the
     weights are then those of the previous step.
 
-    Also return, with a checkpoint of this step, if `job.revise` asks for another plan (`job.revised`).
+    Also return, with a checkpoint of this step, if `job.revise` asks for another plan; `job.revised` is None otherwise.
     """
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
@@ -117,11 +118,14 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
             stop, wished, ended = _agree(job, asked)
-            if job.revised is not None and not stop and _saved_for_change(job, state):
-                break
-            _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
+            changes = job.revised is not None and not stop and _saved_for_change(job, state)
+            if changes:  # A signal may have reached some of the ranks while the checkpoint was written.
+                stop = max(all_gather_json(asked.stop))
+            else:
+                _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:
-                asked.stop = stop  # the signal may have reached another rank only
+                asked.stop, job.revised = stop, None  # the signal may have reached another rank only
+            if stop or changes:
                 break
             if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
@@ -217,8 +221,9 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
     before = job.counted or read_io()
     group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
-    after = read_io()
-    drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
+    after, phases = read_io(), job.clock.take()
+    tokens = sum(batch.tokens for batch in group)
+    drive, tokens, slowest = _of_all_ranks(job, after - before, tokens=tokens, phases=phases)
     job.counted = after if result.update_running else None
     state = replace(
         state,
@@ -226,6 +231,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         tokens=state.tokens + tokens,
         data_position=group[-1].state.position,
     )
+    record = None
     if job.telemetry:
         record = StepRecord(
             step=state.step,
@@ -237,7 +243,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             seconds=seconds,
             tokens_per_second=tokens_per_second(tokens, seconds=seconds),
             mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
-            phases=job.clock.take(),
+            phases=phases,
             nvme_read_bytes=drive.read_bytes,
             nvme_written_bytes=drive.written_bytes,
             memory=memory_now(job.swaps),  # read before the peak, so that the peak is at least as high
@@ -248,24 +254,30 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             hidden=result.hidden,
         )
         job.telemetry.step(record)
-        if job.revise and state.step < job.train.steps:
-            job.revised = job.revise(record)
-    else:
-        job.clock.take()
+    if job.revise and state.step < job.train.steps:
+        job.revised = job.revise(record and replace(record, phases=slowest))
     job.to_save.save = job.checkpoints.seconds or job.to_save.save
     if result.skipped:
         on_rank_zero(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
 
 
-def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
-    """Return the drive traffic and tokens summed over all ranks. Traffic is None if any rank cannot measure its own.
+def _of_all_ranks(
+    job: Job, moved: IoCount, *, tokens: int, phases: dict[str, float]
+) -> tuple[IoCount, int, dict[str, float]]:
+    """Return the drive traffic and tokens summed over all ranks, and the phases of the slowest rank.
 
-    Ranks that share rows (sequence or tensor parallelism) report the same tokens, which count once.
+    Traffic is None if any rank cannot measure its own. Ranks that share rows (sequence or tensor parallelism) report
+    the same tokens, which count once.
+
+    Ranks begin a forward together, and the faster ones wait for the slowest in their backward and update. So a step
+    takes as long on all of them, and the slowest rank is the one with the longest forward.
     """
-    read, written, counts = zip(*all_gather_json((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
+    mine = (moved.read_bytes, moved.written_bytes, tokens, phases)
+    read, written, counts, taken = zip(*all_gather_json(mine), strict=True)
     drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
-    return drive, sum(counts) * job.engine.world // len(counts)
+    slowest = max(taken, key=lambda one: one["forward"])
+    return drive, sum(counts) * job.engine.world // len(counts), slowest
 
 
 def _carry_out(

@@ -37,11 +37,11 @@ def cache_file() -> Path:
 def fingerprint(machine: MachineProfile, threads: int | None = None) -> str:
     """Return the cache key of compute and copy rates, with these or this process's threads of all ranks together."""
     # os.cpu_count: the machine's cores, since a rank may be restricted to some of them
-    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads or _threads(machine)))
+    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads or threads_of_all_ranks(machine)))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _threads(machine: MachineProfile) -> int:
+def threads_of_all_ranks(machine: MachineProfile) -> int:
     """Return the number of threads of all local ranks together.
 
     It is OMP_NUM_THREADS, which every command sets, times the local ranks, or else the number of cores.
@@ -155,7 +155,7 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
 
 def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
     """Return a note if rates are cached for this machine only with other numbers of threads."""
-    threads = _threads(machine)
+    threads = threads_of_all_ranks(machine)
     counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if fingerprint(machine, count) in stored.machines]
     if not counts or fingerprint(machine) in stored.machines:
         return []

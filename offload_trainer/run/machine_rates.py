@@ -2,21 +2,29 @@
 
 `bench_here` is the `bench` command, which takes a minute or two. `rates_at_start` takes a few seconds: a run that
 starts without rates measures what its choices depend on (is_due), and plans again with the result.
+
+Rates are those of the whole machine, whose processor and drives its ranks share. One process measures them with the
+threads of all ranks: the `bench` command itself, or rank 0 at a start, while the other ranks wait.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -51,8 +59,6 @@ def bench_here(
 
     CPU measurements use the threads of this process.
     """
-    import torch
-
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.op_builder import is_built
     from offload_trainer.engine.timed_updates import available_updates, gradient_kernels
@@ -104,12 +110,14 @@ def is_due(planned: Planned, *, steps: int | None = None) -> bool:
     """Return whether a run of `steps` (None: those of its configuration) should measure rates before it starts.
 
     It should if the plan fits, could not predict its step, and has choices that rates decide: which drive settings and
-    update schedule, and on a GPU also which placement. Short runs and runs of several ranks start without.
+    update schedule, and on a GPU also which placement. Short runs start without. So do runs on several machines, since
+    nothing here measures the network between them. Of stock ZeRO's ranks the plan does not know the machines.
     """
     plan = planned.plan
+    here = plan.world == 1 or (plan.nodes == 1 and plan.engine == "tiered")
     moved = sum(one.read + one.written for one in plan.traffic) * (steps or planned.config.train.steps)
     chooses = plan.uses_drives or planned.machine.gpu is not None
-    return chooses and plan.fits and plan.forecast.step is None and plan.world == 1 and moved >= _WORTH_BYTES
+    return here and chooses and plan.fits and plan.forecast.step is None and moved >= _WORTH_BYTES
 
 
 def is_due_in_session(planned: Planned) -> bool:
@@ -127,6 +135,46 @@ def is_due_in_session(planned: Planned) -> bool:
 
 
 def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
+    """Measure the rates that a run's plan lacks, cache them, and return the machine with them. Collective.
+
+    All ranks are on one machine. Rank 0 measures while the others wait; an exception there is raised on all of them.
+    """
+    if place_here()[1] == 1:
+        return _measured(planned, say=say)
+    cpus = set[int]().union(*all_gather_json(sorted(os.sched_getaffinity(0)), list[int]))
+
+    def measured() -> MachineProfile:
+        with _threads_of_all_ranks(planned.machine, cpus):
+            return _measured(planned, say=say)
+
+    return from_rank_zero(measured, MachineProfile)
+
+
+@contextmanager
+def _threads_of_all_ranks(machine: MachineProfile, cpus: Collection[int]) -> Iterator[None]:
+    """Within this context, compute with as many threads as all ranks of the machine have, on all of their `cpus`."""
+    from offload_trainer.machine.rate_cache import threads_of_all_ranks
+
+    threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
+    try:
+        torch.set_num_threads(threads_of_all_ranks(machine))
+        _move_threads(cpus)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _move_threads(own)
+
+
+def _move_threads(cpus: Collection[int]) -> None:
+    """Let all threads of this process run on `cpus`, also those that torch has started before."""
+    if os.sched_getaffinity(0) == set(cpus):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # the thread has ended
+            os.sched_setaffinity(int(thread), cpus)
+
+
+def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
     """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
 
     By the budget below this takes 4.5 s, and 2 s for each further drive; two slow cores and a drive of 400 MB/s took
@@ -168,16 +216,18 @@ def rates_at_start(planned: Planned, *, say: Callable[[str], None]) -> MachinePr
     updates = updates_of_run(config.optim.kernel, config.optim.moment_dtype)  # may build the kernel, as the run would
     start = time.perf_counter()
     try:
-        timed = bench_machine(
-            replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
-            transfers=_ways_to_drives(kernel=False),
-            updates=updates,
-            dtypes=[config.model.dtype],
-            budget=budget,
-            say=lambda _: None,
-            layer=_layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None),
-        )
-        timed = bench_sums(timed, gradient_kernels(config.optim.kernel), budget=budget, say=lambda _: None)
+        # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.
+        with torch.random.fork_rng(devices=[] if machine.gpu is None else [torch.cuda.current_device()]):
+            timed = bench_machine(
+                replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
+                transfers=_ways_to_drives(kernel=False),
+                updates=updates,
+                dtypes=[config.model.dtype],
+                budget=budget,
+                say=lambda _: None,
+                layer=_layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None),
+            )
+            timed = bench_sums(timed, gradient_kernels(config.optim.kernel), budget=budget, say=lambda _: None)
     except TrainerError as error:
         say(
             f"note: this machine's speed could not be measured, and choices that depend on it stay at defaults: {error}"

@@ -9,6 +9,7 @@ them at `auto`: fewer weight buffers, then MLPs on chunks of a row, then weights
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,6 +98,21 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
     return with_longest_row(found, config, models) if longest else found
+
+
+def shared_plan(own: Planned) -> Planned:
+    """Return rank 0's plan on every rank. Collective.
+
+    `own`: on rank 0 the plan; on other ranks any plan of the same command, of which the model and the drives are used,
+    since nodes may have other drives.
+    """
+    from offload_trainer.ranks import broadcast_json
+
+    config = TrainConfig.model_validate_json(broadcast_json(json.dumps(own.config.model_dump(exclude_unset=True))))
+    plan, machine = broadcast_json((own.plan, own.machine), tuple[Plan, MachineProfile])
+    placement = config.placement.model_copy(update={"nvme": own.config.placement.nvme})
+    source = as_wished(own.source, config)
+    return Planned(config.model_copy(update={"placement": placement}), plan, machine, source)
 
 
 def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfile:

@@ -6,6 +6,10 @@ A schedule is the pair `tiered.overlap` and `tiered.master_format`. No bit of th
 save a checkpoint, close its engine, and resume from that checkpoint with another schedule (`run/train.py`). It does so
 at most once, only for keys that the user left at `auto`, and only if the rest of the run earns back what it costs.
 
+With several ranks, rank 0 decides by the phases of the slowest one, and all ranks change after the same step. Runs on
+several machines keep their schedule: every machine would have to check its room for the new plan, and rates of the
+network are not measured at a start.
+
 The checkpoint records the new schedule in its configuration, and a run that resumes keeps it (`run/planning.py`). A
 start therefore plans the layout that the page files of such a run have.
 """
@@ -25,8 +29,9 @@ from offload_trainer.plan.step_time import PHASES, Forecast, correction_key
 from offload_trainer.plan.tiered.engine import WORTH
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
+from offload_trainer.ranks import from_rank_zero
 from offload_trainer.run.build import Setup, resolve
-from offload_trainer.run.planning import Planned
+from offload_trainer.run.planning import Planned, shared_plan
 from offload_trainer.telemetry.metrics import StepRecord
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -59,10 +64,33 @@ class ScheduleWatch:
         self._seen = 0
         self._deciding = may_change(setup.planned)
 
-    def __call__(self, record: StepRecord) -> RunRecord | None:
-        """Take a step's record; return the run's metadata with another schedule if it should change to that now."""
+    def __call__(self, record: StepRecord | None) -> RunRecord | None:
+        """Take a step's record; return the run's metadata with another schedule if it should change to that now.
+
+        Collective: rank 0 decides, which alone has the record, and all ranks return the same.
+        """
         if not self._deciding:
             return None
+        found = list[ScheduleChange]()
+
+        def decided() -> tuple[bool, str | None]:
+            assert record is not None
+            change = self._change_after(record)
+            if change is None:
+                return self._deciding, None
+            found.append(change)
+            return self._deciding, change.told
+
+        self._deciding, told = from_rank_zero(decided, tuple[bool, str | None])
+        if told is None:
+            return None
+        self._say(told)
+        planned = shared_plan(found[0].planned if found else self.setup.planned)
+        self.setup = with_change(self.setup, ScheduleChange(planned, told))
+        return self.setup.record
+
+    def _change_after(self, record: StepRecord) -> ScheduleChange | None:
+        """Return another schedule if this step's record and those before it decide for one."""
         self._seen += 1
         rows = self._rows
         rows.append(record)
@@ -74,12 +102,7 @@ class ScheduleWatch:
         if not steady:
             return None
         left = self.setup.train.steps - record.step
-        change = decide(self.setup.planned, counted[-_COUNTED:], left=left, build_seconds=self._build_seconds)
-        if change is None:
-            return None
-        self._say(change.told)
-        self.setup = with_change(self.setup, change)
-        return self.setup.record
+        return decide(self.setup.planned, counted[-_COUNTED:], left=left, build_seconds=self._build_seconds)
 
 
 def with_change(setup: Setup, change: ScheduleChange) -> Setup:
@@ -93,7 +116,7 @@ def may_change(planned: Planned) -> bool:
     plan, tiered = planned.plan, planned.config.tiered
     left_open = "auto" in (tiered.overlap, tiered.master_format)
     can_save = planned.config.save.every != 0 and plan.cannot_save is None
-    return left_open and can_save and plan.engine == "tiered" and plan.world == 1 and plan.forecast.step is not None
+    return left_open and can_save and plan.engine == "tiered" and plan.nodes == 1 and plan.forecast.step is not None
 
 
 def _guesses(plan: Plan) -> bool:

@@ -10,7 +10,6 @@ command line imports this module, and with it torch, only after it has a valid c
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +28,7 @@ from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import write_final
-from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.plan import Plan
-from offload_trainer.ranks import broadcast_json, from_rank_zero, join, on_rank_zero, on_some, place_here
+from offload_trainer.ranks import from_rank_zero, join, leave_torch, on_rank_zero, on_some, place_here, wait_for_all
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import machine_rates, resume
@@ -48,7 +45,7 @@ from offload_trainer.run.checks import (
 from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known, write_plan
 from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.launcher import ECHO, has_launcher
-from offload_trainer.run.planning import Planned, as_wished, plan_run
+from offload_trainer.run.planning import Planned, plan_run, shared_plan
 from offload_trainer.run.preemption import stopping_on_warnings
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report
@@ -135,13 +132,9 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     rank, found = place_here()[0], list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))
-    config = TrainConfig.model_validate_json(broadcast_json(json.dumps(here.config.model_dump(exclude_unset=True))))
-    plan, machine = broadcast_json((here.plan, here.machine), tuple[Plan, MachineProfile])
-    source = as_wished(here.source, config)
-    placement = config.placement.model_copy(update={"nvme": here.config.placement.nvme})
-    planned = Planned(config.model_copy(update={"placement": placement}), plan, machine, source)
+    planned = shared_plan(here)
     if not machine_rates.is_due(planned):
-        log.say(plan.describe())
+        log.say(planned.plan.describe())
     on_rank_zero(lambda: refuse(planned))
     if len(nodes) > 1:
         on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
@@ -176,12 +169,13 @@ def _data_of(planned: Planned, *, say: Callable[[str], None]) -> RunData:
 
 
 def _planned_with_rates(config: TrainConfig, before: Planned, *, log: Log) -> Planned:
-    """Measure the rates that the plan lacks, and plan again. Only for one rank."""
-    machine = machine_rates.rates_at_start(before, say=log.say)
-    planned = plan_run(config, again=replace(before, machine=machine))
+    """Measure the rates that the plan lacks, and plan again. Collective; all ranks return the plan of rank 0."""
+    machine, found = machine_rates.rates_at_start(before, say=log.say), list[Planned]()
+    on_rank_zero(lambda: found.append(plan_run(config, again=replace(before, machine=machine))))
+    planned = shared_plan(found[0] if found else before)
     log.say(machine_rates.choice_in_words(before.plan, planned.plan))
     log.say(planned.plan.describe())
-    refuse(planned)
+    on_rank_zero(lambda: refuse(planned))
     return planned
 
 
@@ -251,8 +245,8 @@ def _build_and_train(
 ) -> tuple[Setup, TrainState] | None:
     """Build the engine and train from `begins` to the end.
 
-    Return early if the run changes its schedule: its setup from then on, and the state in the checkpoint that it has
-    saved for that. Everything that was built is closed then, and its memory is free.
+    Return early, on all ranks, if the run changes its schedule: its setup from then on, and the state in the checkpoint
+    that it has saved for that. Everything that was built is closed then, and its memory is free on all ranks.
     """
     with ExitStack() as stack:
         start = time.perf_counter()
@@ -267,8 +261,10 @@ def _build_and_train(
     del job  # the engine's buffers, which are in reference cycles
     gc.collect()
     return_now()
+    leave_torch()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    wait_for_all()
     return replace(watch.setup, measured_from=state.step), state
 
 
@@ -283,7 +279,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         state = trainer.train(job, asked, resume=resume_from)
-        if job.revised is not None and state.step < steps and not asked.stop:
+        if job.revised is not None:
             return state
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):

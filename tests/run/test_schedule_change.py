@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 from commands import HELPERS, TINY, Run, call, run_script
+from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from sample_plans import SHAPES, wish
 
+from offload_trainer.errors import LOST
 from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.retention import complete_checkpoints
@@ -176,13 +178,11 @@ def test_a_change_must_be_earned_back() -> None:
         ((SPLIT,), True),
         ((FORWARD, "tiered.master_format=fp32"), False),
         (("--save-every", "0"), False),
-        (("--gpus", "2"), False),
     ],
 )
 def test_only_what_the_user_left_open_changes(words: tuple[str, ...], open_: bool) -> None:
     on = machine(drive=1e9, matmul=1e12)
-    config, plan = resolve_and_plan(wish(*ALWAYS, *HALF, *words), SHAPE, on, world=2 if "--gpus" in words else 1)
-    one = Planned(config, plan, on, SimpleNamespace(shape=SHAPE))
+    one = planned(on, *HALF, *words)
     assert may_change(one) == open_
     for drive, matmul in itertools.product((0.3e9, 3e9), (0.3e12, 3e12)) if open_ else ():
         truth = on_machine(one, machine(drive=drive, matmul=matmul))
@@ -190,6 +190,25 @@ def test_only_what_the_user_left_open_changes(words: tuple[str, ...], open_: boo
         if change is not None:
             chosen = schedule(change.planned)
             assert all(word in chosen for word in words)
+
+
+def test_ranks_of_one_machine_change_to_what_their_plans_allow() -> None:
+    """Their plans allow the update during the forward, and no other schedule. Several machines change nothing."""
+    changes = set()
+    cases = ((1e9, False, ()), (4e9, True, ("--gpu-fraction", "0")))
+    for (drive, gpu, more), faster, computing in itertools.product(cases, SPEEDS, SPEEDS):
+        on = machine(drive=drive, matmul=1e12, gpu=gpu)
+        config, plan = resolve_and_plan(wish(*ALWAYS, *ALL, *more, "--gpus", "2"), SHAPE, on, world=2)
+        one = Planned(config, plan, on, SimpleNamespace(shape=SHAPE))
+        assert may_change(one)
+        assert not may_change(replace(one, plan=replace(plan, nodes=2)))
+        true = machine(drive=drive * faster, matmul=1e12 * computing, gpu=gpu)
+        change = decide(one, rows(on_machine(one, true)), left=10**6, build_seconds=10.0)
+        if change is not None:
+            before, after = (on_machine(each, true).plan.forecast.step or 0.0 for each in (one, change.planned))
+            assert after <= 0.96 * before
+            changes.add((gpu, schedule(one), schedule(change.planned)))
+    assert changes == {(False, OFF, FORWARD), (True, OFF, FORWARD)}
 
 
 def test_phases_far_from_the_plan_change_nothing() -> None:
@@ -238,7 +257,7 @@ def test_a_run_decides_once_after_steady_steps(monkeypatch: pytest.MonkeyPatch) 
     assert 12 < steps[0] <= 17
     never = [record(step, {"forward": 1.0 + 2 * (step % 2)}) for step in range(1, 200)]
     assert watched(one, never, monkeypatch) == ([], [])
-    two = replace(one, plan=replace(one.plan, world=2))
+    two = replace(one, plan=replace(one.plan, world=2, nodes=2))
     assert watched(two, steady, monkeypatch) == ([], [])
 
 
@@ -390,6 +409,69 @@ def test_a_kill_at_any_moment_of_a_change_changes_no_bit(
     section = yaml.safe_load((run.output / "config.yaml").read_text())["tiered"]
     assert (section["overlap"] == "backward") == (late or again)
     assert not list((place / "offload-trainer").iterdir())
+
+
+@pytest.fixture(scope="module")
+def two_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the results of a run of two ranks that is left alone, without overlap."""
+    output, drive = tmp_path_factory.mktemp("two") / "run", tmp_path_factory.mktemp("drive")
+    words = ("--nvme", drive, *WORDS, OFF, "tiered.master_format=fp32")
+    runs = call_ranks(*words, output=output, count=2)
+    assert [run.code for run in runs] == [0, 0], runs
+    return left(output)
+
+
+@pytest.mark.parametrize(("start", "to"), [(OFF, FORWARD), (FORWARD, OFF), (OFF, BACKWARD)])
+def test_two_ranks_change_in_the_same_step_and_keep_every_bit(
+    start: str, to: str, drive: Path, tmp_path: Path, two_alone: dict[str, Any]
+) -> None:
+    place = drive / tmp_path.name
+    place.mkdir()
+    words = ("--nvme", place, *WORDS, start)
+    first, second = call_ranks(*words, output=tmp_path / "run", count=2, script=[CHANGING, AFTER, to, "-"])
+    assert (first.code, second.code) == (0, 0), first.text + second.text
+    assert_equal(left(first.output), two_alone)
+    assert f"changing to {to}" in first.text
+    assert first.text.count("resumed from") == 1
+    assert first.text.count("engine ready after") == 2
+    assert not second.text
+    saved = complete_checkpoints(first.output / "checkpoints")
+    assert [path.name for path in saved] == ["step-00000003", "step-00000008"]
+    assert not list((place / "offload-trainer").iterdir())
+
+
+@pytest.mark.parametrize(("where", "number"), [("1:build", 2), ("1:load", 1), ("0:change", 1)])
+def test_a_rank_that_dies_while_two_change_ends_the_other_and_changes_no_bit(
+    where: str, number: int, drive: Path, tmp_path: Path, two_alone: dict[str, Any]
+) -> None:
+    place = drive / tmp_path.name
+    place.mkdir()
+    words = ("--nvme", place, *WORDS, "tiered.master_format=fp32")
+    script = [CHANGING, AFTER, BACKWARD, "run_and_kill.py", where, number]
+    dead = call_ranks(*words, output=tmp_path / "run", count=2, script=script)
+    codes = [LOST, LOST]
+    codes[int(where[0])] = -9
+    assert [run.code for run in dead] == codes, dead
+    assert not dead[1].text
+    again = call_ranks(*words, output=tmp_path / "run", count=2)
+    assert [run.code for run in again] == [0, 0], again
+    assert "step-00000003, step 3" in again[0].text
+    assert_equal(left(tmp_path / "run"), two_alone)
+    section = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["tiered"]
+    assert section["overlap"] == "backward"
+
+
+def test_two_ranks_go_on_without_the_change_where_one_of_them_cannot_write(
+    drive: Path, tmp_path: Path, two_alone: dict[str, Any]
+) -> None:
+    """The disk is full for the second rank when the checkpoint of the change is written."""
+    words = ("--nvme", drive, *WORDS)
+    script = [CHANGING, 4, BACKWARD, "run_with_fault.py", "full-part", 1]
+    first, second = call_ranks(*words, output=tmp_path / "run", count=2, script=script)
+    assert (first.code, second.code) == (0, 0), first.text + second.text
+    assert "note: the update schedule stays as it is, since no checkpoint could be written" in first.text
+    assert first.text.count("engine ready after") == 1
+    assert_equal(left(first.output), two_alone)
 
 
 def test_a_run_goes_on_without_the_change_where_its_checkpoint_cannot_be_written(

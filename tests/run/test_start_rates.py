@@ -1,15 +1,20 @@
 """Tests of the measurement at the start of a run (`run/machine_rates.py`): when it is due, and what it changes."""
 
 import json
+import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from commands import TINY, call_and_kill
+from commands import HELPERS, TINY, Run, call_and_kill
+from forked_ranks import call_ranks
 
 import offload_trainer as ot
+from offload_trainer.errors import LOST
 from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import read_machine
@@ -56,9 +61,11 @@ def test_a_run_that_rates_do_not_change_starts_at_once(cache: Path, drive: Path,
     short = planned(drive, tmp_path / "run", "--steps", "20")
     in_ram = plan_run(load_config([*TINY, *MANY, "--output", str(tmp_path / "run")]))
     no_room = {tier: {"need": 2, "have": 1} for tier in due.plan.tiers}
-    ranks = replace(due, plan=replace(due.plan, world=2))
     assert machine_rates.is_due(due)
-    for one in (short, in_ram, replace(due, plan=replace(due.plan, tiers=no_room)), ranks):
+    assert machine_rates.is_due(replace(due, plan=replace(due.plan, world=2)))
+    machines = replace(due, plan=replace(due.plan, world=2, nodes=2))
+    stock = replace(due, plan=replace(due.plan, world=2, engine="deepspeed"))
+    for one in (short, in_ram, replace(due, plan=replace(due.plan, tiers=no_room)), machines, stock):
         assert not machine_rates.is_due(one)
     gpu = replace(in_ram, machine=read_machine("v100-32gb"))
     moves = replace(gpu, plan=replace(gpu.plan, traffic=due.plan.traffic))
@@ -158,3 +165,100 @@ def test_the_command_says_what_it_measured_and_chose(cache: Path, drive: Path, t
     again = call_and_kill(*words, output=tmp_path / "other", when=lambda lines: len(lines) > 2, number=signal.SIGTERM)
     assert "measured this machine" not in again.text
     assert json.loads((tmp_path / "other" / "plan.json").read_text())["seconds"].keys() == plan["seconds"].keys()
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def two_start(folder: Path, fault: str, *words: object) -> tuple[list[Run], list[Any]]:
+    """Start two ranks that measure first; return how they ended, and the plan that each has told."""
+    folder.mkdir()
+    script = [HELPERS / "start_and_measure.py", folder, fault]
+    runs = call_ranks(*words, output=folder / "run", count=2, script=script)
+    return runs, [json.loads(path.read_text()) for path in sorted(folder.glob("plan-*.json"))]
+
+
+def short(drive: Path) -> tuple[object, ...]:
+    state = ("--nvme", drive, "--optimizer", "nvme", "--ram-fraction", 0, "optim.kernel=torch")
+    return (*TINY, *state, "--steps", 2, "--save-every", 0, "train.eval_every=0")
+
+
+def test_two_ranks_measure_once_and_start_with_one_plan(cache: Path, drive: Path, tmp_path: Path) -> None:
+    """Rank 0 measures with the threads of both, and the next start takes the rates from the cache."""
+    runs, told = two_start(tmp_path / "first", "-", *short(drive))
+    assert [run.code for run in runs] == [0, 0], runs
+    assert (tmp_path / "first" / "measured").read_text() == "0 2\n"
+    assert told[0] == told[1]
+    assert told[0]["threads"] == 1
+    assert None not in told[0]["plan"]["seconds"].values()
+    lines = runs[0].text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("measured this machine in"))
+    assert [line.partition(" ")[0] for line in lines[first : first + 3]] == ["measured", "chose", "plan:"]
+    assert runs[0].text.count("plan: ") == 1
+    assert not runs[1].text
+    again, kept = two_start(tmp_path / "second", "-", *short(drive))
+    assert not (tmp_path / "second" / "measured").exists()
+    assert kept[0] == kept[1]
+    assert kept[0]["machine"]["rates"] == told[0]["machine"]["rates"]
+    assert again[0].losses == runs[0].losses
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "line"),
+    [
+        ("kernel", [2, 2], "offload-train: the kernel cannot be had"),
+        ("bug", [1, LOST], "RuntimeError: a bug"),
+        ("kill", [-signal.SIGKILL, LOST], ""),
+    ],
+)
+def test_a_rank_that_fails_while_it_measures_ends_the_other(
+    fault: str, codes: list[int], line: str, cache: Path, drive: Path, tmp_path: Path
+) -> None:
+    runs, told = two_start(tmp_path / "two", fault, *short(drive))
+    assert [run.code for run in runs] == codes, runs
+    assert not told
+    assert runs[0].text.count(line) == 1 or not line
+    assert not runs[1].text
+    assert not (tmp_path / "two" / "run").exists()
+
+
+def test_two_ranks_start_with_the_defaults_where_a_drive_fails(cache: Path, drive: Path, tmp_path: Path) -> None:
+    runs, told = two_start(tmp_path / "two", "drive", *short(drive))
+    assert [run.code for run in runs] == [0, 0], runs
+    assert told[0] == told[1]
+    assert None in told[0]["plan"]["seconds"].values()
+    assert "note: this machine's speed could not be measured" in runs[0].text
+
+
+def test_a_session_of_two_ranks_measures_once(cache: Path, drive: Path, tmp_path: Path) -> None:
+    runs, told = two_start(tmp_path / "first", "-", "session", drive)
+    assert [run.code for run in runs] == [0, 0], runs
+    assert (tmp_path / "first" / "measured").read_text() == "0 2\n"
+    assert told[0] == told[1]
+    assert None not in told[0]["plan"]["seconds"].values()
+    assert [line for line in runs[0].text.splitlines() if line.startswith("chose")]
+    assert not runs[1].text
+    again, _ = two_start(tmp_path / "second", "-", "session", drive)
+    assert [run.code for run in again] == [0, 0], again
+    assert not (tmp_path / "second" / "measured").exists()
+
+
+def test_measuring_takes_the_processors_and_threads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are bound to NUMA nodes. A thread that was started before moves too, and all of them return."""
+    every, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    own = {min(every)}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    os.sched_setaffinity(0, own)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with machine_rates._threads_of_all_ranks(read_machine("v100-32gb"), every):
+            assert torch.get_num_threads() == 6
+            assert [os.sched_getaffinity(number) for number in (0, thread.native_id or 0)] == [every, every]
+        assert torch.get_num_threads() == threads
+        assert [os.sched_getaffinity(number) for number in (0, thread.native_id or 0)] == [own, own]
+    finally:
+        ended.set()
+        machine_rates._move_threads(every)

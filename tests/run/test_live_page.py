@@ -93,6 +93,8 @@ def test_a_step_is_drawn_within_two_seconds_and_nothing_else_is_asked(tmp_path: 
             page.until(f"innerWidth === {width}")
             assert fits(page)
             page.photograph(tmp_path / f"runs-{width}.png")
+        assert "1.00 TB" in page.text()  # of the planned machine's drive
+        assert not re.search(r"\de\+|NaN|undefined|null", page.text())
         assert page.evaluate("document.querySelectorAll('button').length") == 0  # the server has no token
         assert {one.partition("?")[0] for one in page.requests()} - {"data:,"} == {address, f"{address}data"}
         assert page.problems() == []
@@ -144,6 +146,7 @@ def test_the_buttons_save_and_stop_a_run(tmp_path: Path, drive: Path) -> None:
             page.until(f"{SAVE} && !{SAVE}.disabled")
             page.click(SAVE)
             page.until("document.body.innerText.includes('the token is missing or wrong')")
+            assert "step\t-\t" in page.text()  # nothing was timed, so the plan knows no seconds
             page.click("document.querySelector('#token')")
             page.type(token)
             for count, width in enumerate(WIDTHS, start=1):

@@ -1,8 +1,11 @@
 # docker build -t offload-trainer .                                            cards from Turing on
 # docker build -t offload-trainer --build-arg CARD=volta .                     Volta and Pascal
+# docker build -t offload-trainer --build-arg CARD=cpu .                       no card
 # docker build -t offload-trainer --build-arg EXTRAS=deepspeed,tensorboard .   with DeepSpeed and a compiler
+# BASE is an image with apt-get, Python 3.11 or newer and pip; a torch that it has already is kept.
 # docker run --gpus all --ipc host -v /mnt/ssd:/mnt/ssd -v $PWD/runs:/runs offload-trainer --nvme /mnt/ssd --output /runs/first
-FROM python:3.12-slim AS release
+ARG BASE=python:3.12-slim
+FROM $BASE AS release
 RUN apt-get update -q && apt-get install -y -q --no-install-recommends g++ && pip install --no-cache-dir 'setuptools>=77'
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
@@ -10,12 +13,13 @@ COPY scripts/build_release.py scripts/
 COPY offload_trainer offload_trainer
 RUN python scripts/build_release.py /release
 
-FROM python:3.12-slim
+FROM $BASE
 ARG CARD=turing
 RUN case "$CARD" in \
     turing) pip install --no-cache-dir torch ;; \
     volta) pip install --no-cache-dir 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126 ;; \
-    *) echo "CARD=$CARD: volta (and Pascal), or turing (and later)" >&2; exit 2 ;; \
+    cpu) pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu ;; \
+    *) echo "CARD=$CARD: volta (and Pascal), turing (and later), or cpu" >&2; exit 2 ;; \
     esac
 ARG EXTRAS=tensorboard,gguf,hf
 # DeepSpeed compiles its kernels at the first run, with g++ and libaio's header; Triton and torch.compile need g++ too.

@@ -51,6 +51,8 @@ CASES = {
     "124M, tiered, all on the drive, 2 micro-batches": [
         *(*_124M, *_TIERED, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "2"),
     ],
+    "124M, tiered, Muon, all in RAM": [*_124M, *_TIERED, "--ram-fraction", "1", "optim.name=muon"],
+    "124M, tiered, Muon, state on the drive": [*_124M, *_TIERED, "--ram-fraction", "0", "optim.name=muon"],
     "124M, ZeRO-2, optimizer on the CPU": [*_124M, *_STOCK, "--params", "gpu", "--optimizer", "cpu"],
     "124M, ZeRO-3, both on the CPU": [*_124M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
     "124M, ZeRO-3, optimizer on the drive": [*_124M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],

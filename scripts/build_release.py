@@ -63,7 +63,8 @@ def distribution(kind: str, source: Path, folder: Path, *, plat_name: str = "") 
 def unpacked(archive: Path, folder: Path) -> Path:
     """Unpack a source distribution in `folder`; return the directory of its sources."""
     with tarfile.open(archive) as files:
-        files.extractall(folder, filter="data")
+        files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 of Debian 12 has none
+        files.extractall(folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 

@@ -1,6 +1,7 @@
 """Kill (SIGKILL) runs without checkpoints at random moments: each restart resumes from the page files, bit for bit.
 
     python soak/kill_page_files.py --kills 300 --seed 0 --ranks 2
+    python soak/kill_page_files.py --kills 100 --only muon
 
 All state is on drives, in pages with two copies, and no checkpoint is ever saved. A run is killed while it starts,
 resumes, trains or exports, and restarted by the same command; sometimes other runs use its drive in between. After each
@@ -17,7 +18,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +36,10 @@ KINDS = (  # settings of each run: AdamW, Lion and Muon, every update schedule, 
     ["tiered.overlap=forward", "optim.moment_dtype=8bit", "TWO"],
     ["tiered.overlap=off", "optim.name=lion", "optim.moment_dtype=bf16"],
     ["tiered.overlap=forward", "--params", "nvme", "placement.gradients=nvme"],
+    ["tiered.overlap=off", "optim.name=muon"],
+    ["tiered.overlap=forward", "optim.name=muon", "TWO"],
     ["tiered.overlap=backward", "optim.name=muon"],
+    ["tiered.overlap=forward", "optim.name=muon", "--params", "nvme", "placement.gradients=nvme"],
     ["tiered.overlap=off", "--dtype", "fp16", "optim.initial_loss_scale=1099511627776", "optim.loss_scale_window=3"],
 )
 
@@ -43,16 +47,22 @@ KINDS = (  # settings of each run: AdamW, Lion and Muon, every update schedule, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
-    soak_of_kills(
-        parser, lambda folder, dice, wishes: Trial(folder, dice, ranks=wishes.ranks).carry_out(wishes.kills), kills=300
-    )
+    parser.add_argument("--only", default="", help="part of the words of a kind, such as muon; empty: all kinds")
+
+    def carry_out(folder: Path, dice: random.Random, wishes: argparse.Namespace) -> None:
+        kinds = [kind for kind in KINDS if wishes.only in " ".join(kind)]
+        if not kinds:
+            parser.error(f"--only {wishes.only}: no kind of run has it")
+        Trial(folder, dice, kinds, ranks=wishes.ranks).carry_out(wishes.kills)
+
+    soak_of_kills(parser, carry_out, kills=300)
 
 
 class Trial:
     """Runs, kills and comparisons in one directory."""
 
-    def __init__(self, folder: Path, dice: random.Random, *, ranks: int) -> None:
-        self.folder, self.dice, self.ranks = folder, dice, ranks
+    def __init__(self, folder: Path, dice: random.Random, kinds: Sequence[list[str]], *, ranks: int) -> None:
+        self.folder, self.dice, self.kinds, self.ranks = folder, dice, kinds, ranks
         self.log = folder / "log.txt"
         self.found: Counter[str] = Counter()  # states that kills left
         self.runs = 0
@@ -62,7 +72,7 @@ class Trial:
     def carry_out(self, kills: int) -> None:
         start = time.monotonic()
         while self.killed < kills:
-            kind = self.runs % len(KINDS)
+            kind = self.runs % len(self.kinds)
             alone = self.folder / f"alone-{kind}"
             if not alone.exists():
                 finish([*self.words(kind, alone, ranks=1), "tiered.state_copies=1"], log=self.log)
@@ -80,8 +90,8 @@ class Trial:
     def words(self, kind: int, output: Path, *, ranks: int) -> list[object]:
         small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
         state = ["--optimizer", "nvme", "tiered.state_copies=2", "tiered.page_size=16384", "--save-every", 0]
-        named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in KINDS[kind] else [])]
-        more = [word for word in KINDS[kind] if word != "TWO"]
+        named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in self.kinds[kind] else [])]
+        more = [word for word in self.kinds[kind] if word != "TWO"]
         more += ["--engine", "tiered", "--accumulate", self.ranks // ranks]
         where = ["--output", output, f"data.cache={self.folder / 'cache'}", "placement.threads=1"]
         return [
@@ -174,7 +184,7 @@ class Trial:
     def another(self) -> None:
         """Train another run on the same drives, which removes what dead runs left there."""
         place = self.folder / f"another-{self.killed}"
-        finish([*self.words(2, place, ranks=1), "--steps", 1], log=self.log)
+        finish([*self.words(2 % len(self.kinds), place, ranks=1), "--steps", 1], log=self.log)
 
     def compare(self, output: Path, alone: Path) -> None:
         for name, keys in (("metrics.jsonl", None), ("evaluations.jsonl", ("step", "validation_loss"))):

@@ -56,7 +56,9 @@ def built(folder: Path, **arguments: str) -> tuple[int, list[str]]:
     return 0, [log.read_text() if log.exists() else "" for log in logs]
 
 
-@pytest.mark.parametrize(("card", "row"), [("turing", "Turing"), ("turing", "Ampere"), ("volta", "Volta")])
+@pytest.mark.parametrize(
+    ("card", "row"), [("turing", "Turing"), ("turing", "Ampere"), ("volta", "Volta"), ("cpu", "none")]
+)
 def test_the_image_has_the_torch_of_the_page(card: str, row: str, tmp_path: Path) -> None:
     status, (pip, debian) = built(tmp_path, CARD=card)
     assert status == 0

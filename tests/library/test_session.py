@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from commands import run_script
-from engine_bench import VOCABULARY, batches, model_directory
+from engine_bench import VOCABULARY, assert_same, batches, model_directory
 from late_transfers import LateDevice, LateTransfers
 from safetensors.torch import load_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,6 +33,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api, saving
 from offload_trainer.session.api import ThisProcess
@@ -398,6 +400,45 @@ def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path)
 
 
 # -- weights that are read outside their modules ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
+    home: str, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step `named_weights` and `named_masters` give every new weight once, and keep none of them."""
+    read: list[tuple[int, int]] = []
+    get = PlacedWeights.get
+
+    def counted(self: PlacedWeights, unit: int, start: int, count: int) -> torch.Tensor:
+        read.append((unit, start))
+        return get(self, unit, start, count)
+
+    def streamed(stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+        """Return each weight in 16 bits, as a server would take it; assert that no other one is in memory meanwhile."""
+        seen, taken = list[StorageWeakRef](), dict[str, torch.Tensor]()
+        for name, weight in stream():
+            seen.append(StorageWeakRef(weight.untyped_storage()))
+            assert [one.expired() for one in seen] == [True] * (len(seen) - 1) + [False], name
+            taken[name] = weight.half()
+        return taken
+
+    model = Tower()
+    names = {name for name, _ in model.named_parameters()}
+    with ot.offload(model, nvme=drive, **HOMES[home]) as session:
+        optimizer, before = session.adamw(lr=1e-2), dict[str, torch.Tensor]()
+        for batch in batches(2):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            with monkeypatch.context() as patch:
+                patch.setattr(PlacedWeights, "get", counted)
+                read.clear()
+                taken = streamed(session.named_weights)
+            assert len(read) == len(set(read)) == len(names)
+            assert taken.keys() == names
+            assert_same(streamed(session.named_masters), taken)
+            assert not any(torch.equal(weight, taken[name]) for name, weight in before.items())
+            before = taken
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -158,23 +158,28 @@ def test_other_settings_are_torchs_too(models: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Ranks own whole matrices, so that two and three of them give the losses, norms and files of one."""
+    """Ranks own whole matrices, so two and three of them give the losses, norms and files of one, in clipped steps."""
     model = str(model_directory(tmp_path / "model", "gpt2"))
     (tmp_path / "drive").mkdir()
-    words = (*MUON, "--dtype", "bf16", "--optimizer", "nvme", "--ram-fraction", "0.5")
+    words = (*MUON, "--dtype", "fp32", "optim.max_grad_norm=0.3", "--optimizer", "nvme", "--ram-fraction", "0.5")
     results = []
     for ranks in (1, 2, 3):
         case = Case(
             model,
             (*words, "--accumulate", str(6 // ranks)),
             str(tmp_path / str(ranks)),
-            steps=3,
+            steps=20,
             micro=6,
             drives=(str(tmp_path / "drive"),),
         )
         run_ranks([case], count=ranks, folder=tmp_path / f"ranks-{ranks}")
         results.append((case.seen, case.files))
     assert results[1:] == results[:1] * 2
+    steps = results[0][0][0]
+    assert len(steps) == 20
+    assert all(norm > 0.3 for _, norm in steps)
+    plain = ("--dtype", "fp32", "optim.max_grad_norm=0.3", "--accumulate", "6")
+    assert steps == by_torch(Path(model), 20, *plain, accumulate=6, lr=1e-2)[0]  # the rate of `Case`
 
 
 def test_a_checkpoint_has_no_second_moment_of_matrices_and_goes_on_elsewhere(

@@ -74,7 +74,7 @@ class TieredState:
         )
 
     def holds(self, field: str, name: str) -> bool:
-        """Return whether a weight has a field: Muon's matrices have no second moment."""
+        """Return whether a weight has a field: a rule on whole matrices has no second moment of them."""
         return self.store.format.whole.fields[field].holds(self.places[name][1].weight)
 
     def entry(self, field: str, name: str) -> TensorEntry:

@@ -296,7 +296,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, text: str, *, kind: str = "text/plain", nonce: str = "") -> None:
         body = text.encode()
-        inline = f"; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'" if nonce else ""
+        own = f"'nonce-{nonce}'"
+        inline = f"; script-src {own}; style-src {own}; connect-src 'self'; img-src data:" if nonce else ""
         policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'{inline}"
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")

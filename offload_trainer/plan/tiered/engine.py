@@ -141,8 +141,8 @@ class Tiered:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
         if impossible := self.impossible(work):
             raise UserError("; ".join(impossible))
-        if work.shape.base and machine.lacks("bitsandbytes"):
-            raise UserError(lacks(f"model.base={work.shape.base}", "bitsandbytes"))
+        if work.shape.base_format and machine.lacks("bitsandbytes"):
+            raise UserError(lacks(f"model.base={work.shape.base_format}", "bitsandbytes"))
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or kind_asked(self.place.optimizer) == TierKind.GPU
         if on_gpu and machine.no_state_on_gpu:
             raise UserError(f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}; use --gpu-fraction 0")
@@ -569,7 +569,7 @@ class TieredCandidate:
 
     def _note_of_base(self) -> list[str]:
         """Return the plan's note about quantised weights, if there are any."""
-        base = self.work.shape.base
+        base = self.work.shape.base_format
         if not base:
             return []
         count = sum(weight.numel for weight in self.work.shape.weights if weight.quantised)

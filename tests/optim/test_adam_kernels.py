@@ -170,6 +170,8 @@ def test_auto_says_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     kernel, words = kernels.choose_kernel("auto")
     assert kernel.name == "native"
     assert "native" in words
+    assert kernels.choose_kernel("native")[0] is kernel  # checked once in a process
+    kernels._checked_native.cache_clear()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     kernel, words = kernels.choose_kernel("auto")

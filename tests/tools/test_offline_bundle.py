@@ -20,7 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 import offline_bundle  # noqa: E402
 from offline_bundle import BUNDLED, INSTALL, LARGEST, RIVALS, THERE, command, pinned, requirements, same  # noqa: E402
 
-from offload_trainer.optim import kernel_cache  # noqa: E402
+from offload_trainer.optim import kernel_cache, kernels  # noqa: E402
 from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
 from offload_trainer.optim.prebuilt_kernels import LEVELS  # noqa: E402
 
@@ -88,6 +88,7 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
 
     without = f"flags: {' '.join(here - {'fma'})}"  # a processor that cannot run it
     monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: without)
+    kernels._checked_native.cache_clear()
     assert choose_kernel("auto")[0].name == "torch"
     monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: line)
     installed = next(cache.rglob(made.name))

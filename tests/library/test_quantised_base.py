@@ -14,7 +14,8 @@ from bitsandbytes import functional
 from compare_trainers import told
 from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows
-from late_transfers import LateDevice, LateTransfers
+from late_engines import use_late_transfers
+from late_transfers import LateDevice
 from peft import PeftModel
 from safetensors.torch import load_file
 from small_architectures import ARCHITECTURES, reference
@@ -155,7 +156,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
     home: str, folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    use_late_transfers(monkeypatch)
     with opened(folder, drive, "nf4", home=home) as session:
         assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references["nf4", "LoRA"][0]
 

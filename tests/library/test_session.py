@@ -18,7 +18,8 @@ import pytest
 import torch
 from commands import run_script
 from engine_bench import VOCABULARY, batches, model_directory
-from late_transfers import LateDevice, LateTransfers
+from late_engines import use_late_transfers
+from late_transfers import LateDevice
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -248,7 +249,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
     kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    use_late_transfers(monkeypatch)
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:

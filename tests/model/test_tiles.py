@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_bench import REFERENCE, assert_same, batches, engine, masters, model_directory, train
 from late_cuda_streams import queued
-from late_transfers import LateDevice, LateTransfers
+from late_engines import late_engine
 from small_architectures import ARCHITECTURES
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig
@@ -247,11 +247,12 @@ def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_
     homes = {home: more for home, more in HOMES.items() if name != "mixtral" or "one block" not in home}
     for home, more in homes.items():
         (tmp_path / home).mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
-            with engine(model, *words, *more, drives=[tmp_path / home], device=LateDevice()) as ours:
-                assert train(ours, batches(6), accumulate=2) == tiled, home
-                assert_same(masters(ours), bits)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            late_engine(patch, model, *words, *more, drives=[tmp_path / home]) as ours,
+        ):
+            assert train(ours, batches(6), accumulate=2) == tiled, home
+            assert_same(masters(ours), bits)
 
 
 def test_in_a_gpus_queues_no_bit_changes(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_bench import REENTRANT, Step, assert_same, batches, engine, masters, model_directory, train
 from late_cuda_streams import queued
+from late_engines import use_late_transfers
 from late_transfers import LateDevice, LateTransfers
 from sample_plans import GB, SHAPES, machine, wish
 
@@ -82,7 +83,7 @@ def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: 
         with pytest.MonkeyPatch.context() as patch:
             device = None
             if kind == "late":
-                patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+                use_late_transfers(patch)
                 device = LateDevice()
             with queued(patch, haste=0.05) as cuda:
                 if kind == "queued":
@@ -99,7 +100,7 @@ def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: py
     The forgotten operation never happens, since one that is merely late may still be in time where steps are slow.
     """
     expected, _ = without(folder, True, "non-reentrant", 1)
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    use_late_transfers(monkeypatch)
 
     def never(into: torch.Tensor) -> Future:
         bytes_of(into).fill_(0xFF)

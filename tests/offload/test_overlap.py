@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late_transfers import LateDevice, LateTransfers
-from test_shares import on_streams
+from late_engines import engine_on_streams, late_engine
 from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -160,9 +159,8 @@ def test_an_overflow_and_a_nan_are_decided_before_the_update(
 
 @pytest.mark.parametrize("home", HOMES)
 def test_late_copies_and_reads_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = gpt2(folder)
-    with engine(model, *HOMES[home], BEHIND, drives=[drive], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
         assert_same(masters(ours), plain(model, 4)[1])
 
@@ -171,7 +169,7 @@ def test_late_copies_and_reads_change_nothing(home: str, folder: Path, drive: Pa
 @pytest.mark.parametrize("home", HOMES)
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     model = gpt2(folder)
-    with on_streams(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
         assert_same(masters(ours), plain(model, 4)[1])
 

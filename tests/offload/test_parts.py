@@ -9,7 +9,8 @@ import pytest
 import torch
 from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
 from forked_ranks import FILES, Case, run_ranks
-from late_transfers import LateDevice, LateTransfers, hasty
+from late_engines import late_engine
+from late_transfers import LateDevice, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.offloading.model as offloaded_model
@@ -110,9 +111,8 @@ def test_micro_batches_that_are_added_up(folder: Path) -> None:
 def test_late_copies_and_reads_change_nothing(
     architecture: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = model_of(folder, architecture)
-    with engine(model, *WAYS[way], PARTS, drives=[drive(folder)], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *WAYS[way], PARTS, drives=[drive(folder)]) as ours:
         assert train(ours, batches(3)) == plain(model)[0]
 
 

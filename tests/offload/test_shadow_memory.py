@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, assert_same, batches, engine, masters, train
-from late_transfers import LateDevice, LateTransfers
+from late_engines import engine_on_streams, late_engine
 from test_overlap import AWAY, gpt2, plain, saved
-from test_shares import on_streams
 from test_speculative_update import CLIP, FULL, IN_LINE, always, hold_up, kept  # noqa: F401  # fixtures
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -249,10 +248,9 @@ def test_late_copies_and_reads_change_nothing(
     home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backward is not paused: some pages are in flight when the step is decided. Some steps are clipped."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model, words = gpt2(folder), ["--accumulate", str(accumulate), CLIP]
     expected, weights = plain(model, 4, *words, accumulate=accumulate)
-    with engine(model, *IN_RAM[home], *words, FULL, drives=[drive], device=LateDevice(), shadows=0.8) as ours:
+    with late_engine(monkeypatch, model, *IN_RAM[home], *words, FULL, drives=[drive], shadows=0.8) as ours:
         assert train(ours, batches(4 * accumulate), accumulate=accumulate) == expected
         assert_same(masters(ours), weights)
 
@@ -263,7 +261,7 @@ def test_late_copies_and_reads_change_nothing(
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     """New weights of pages in RAM pass through slots if the device has memory of its own."""
     model = gpt2(folder)
-    with on_streams(monkeypatch, model, *IN_RAM[home], CLIP, FULL, drives=[drive], shadows=0.8) as ours:
+    with engine_on_streams(monkeypatch, model, *IN_RAM[home], CLIP, FULL, drives=[drive], shadows=0.8) as ours:
         assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
         assert_same(masters(ours), plain(model, 4, CLIP)[1])
 

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late_transfers import LateTransfers
+from late_engines import use_late_transfers
 
-import offload_trainer.engine.build_tiered as parts
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.page_copies import DamagedPage, copies_of_bits
@@ -92,7 +91,7 @@ def test_the_bits_are_plain_torchs(home: str, overlap: str, model: Path, drive: 
 
 
 def test_late_reads_and_writes_change_nothing(model: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_transfers", lambda *_: LateTransfers())
+    use_late_transfers(monkeypatch)
     with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
         assert_same(masters(ours), plain(model, 4)[1])

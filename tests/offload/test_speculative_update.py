@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late_transfers import LateDevice, LateTransfers
+from late_engines import engine_on_streams, late_engine, use_late_transfers
+from late_transfers import LateDevice
 from test_overlap import AWAY, HOMES, gpt2, plain, saved
-from test_shares import on_streams
 from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -234,7 +234,7 @@ def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
     monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(ahead)))
     for how in (IN_LINE, FULL):
         if how == FULL:
-            monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+            use_late_transfers(monkeypatch)
         given = LateDevice() if how == FULL else None
         with engine(model, *ON_DRIVES[home], *words, how, drives=[drive], device=given) as ours:
             step = [0]
@@ -270,10 +270,9 @@ def test_late_copies_and_reads_change_nothing(
     home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: Any
 ) -> None:
     """Some pages are in flight when the step is decided, others wait for a slot. Steps 1 and 3 are clipped."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model, words = gpt2(folder), ["--accumulate", str(accumulate), CLIP]
     expected, weights = plain(model, 4, *words, accumulate=accumulate)
-    with engine(model, *ON_DRIVES[home], *words, FULL, drives=[drive], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *ON_DRIVES[home], *words, FULL, drives=[drive]) as ours:
         assert train(ours, batches(4 * accumulate), accumulate=accumulate) == expected
         assert_same(masters(ours), weights)
 
@@ -283,7 +282,7 @@ def test_late_copies_and_reads_change_nothing(
 @pytest.mark.parametrize("home", ON_DRIVES)
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     model = gpt2(folder)
-    with on_streams(monkeypatch, model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
         assert_same(masters(ours), plain(model, 4, CLIP)[1])
 

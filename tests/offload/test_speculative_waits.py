@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, assert_same, batches, engine, masters, train
+from late_engines import engine_on_streams
 from late_transfers import HeldWrites
 from test_overlap import BEHIND, HOMES, gpt2, plain
-from test_shares import on_streams
 from test_speculative_update import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
 from test_tiered import skip_last_block
 
@@ -160,7 +160,7 @@ def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path,
             found.append(after is made[unit])
         return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
 
-    with on_streams(monkeypatch, gpt2(folder), *ON_DRIVES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, gpt2(folder), *ON_DRIVES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         monkeypatch.setattr(PagePipeline, "offer", offered)
         monkeypatch.setattr(Gradients, "read", looked)

@@ -21,7 +21,8 @@ from engine_bench import (
     model_directory,
     train,
 )
-from late_transfers import LateDevice, LateTransfers, hasty
+from late_engines import late_engine
+from late_transfers import LateDevice, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.plan.tiered.layout as layout
@@ -304,9 +305,8 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
 @pytest.mark.parametrize("words", [*HOMES.values(), [*HOMES["all on the drive"], "model.activation_checkpointing=on"]])
 def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every transfer finishes late and out of order, as on a GPU and a busy drive."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = model_directory(folder / "gpt2-True", "gpt2")
-    with engine(model, *words, drives=drives(folder, 2), device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *words, drives=drives(folder, 2)) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
 
 

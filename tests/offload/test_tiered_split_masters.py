@@ -7,15 +7,13 @@ from __future__ import annotations
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import engine_bench
 import pytest
 import torch
 from engine_bench import Step, batches, engine, masters, model_directory, train
-from late_transfers import LateDevice, LateTransfers
+from late_engines import engine_on_streams, late_engine
 from test_overlap import BEHIND, HOMES, saved
-from test_shares import on_streams
 from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -132,10 +130,8 @@ def test_weights_without_a_gradient_and_frozen_ones_stay(home: str, folder: Path
 def test_late_copies_and_reads_change_nothing(
     home: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     expected, state = whole(folder, steps=6)
-    words: dict[str, Any] = {"drives": [drive], "device": LateDevice()}
-    with engine(gpt2(folder), *HOMES[home], BEHIND, REMAINDERS, **words) as ours:
+    with late_engine(monkeypatch, gpt2(folder), *HOMES[home], BEHIND, REMAINDERS, drives=[drive]) as ours:
         plant_ties(ours)
         assert train(ours, batches(6)) == expected
         assert saved(ours, tmp_path / "late") == state
@@ -147,7 +143,7 @@ def test_streams_that_run_late_change_nothing(
 ) -> None:
     """On simulated CUDA streams, old weights come down from the device and go up to its pages in time."""
     expected, state = whole(folder, steps=6)
-    with on_streams(monkeypatch, gpt2(folder), *HOMES[home], REMAINDERS, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, gpt2(folder), *HOMES[home], REMAINDERS, drives=[drive]) as ours:
         plant_ties(ours)
         assert train(ours, batches(6)) == expected
         assert saved(ours, tmp_path / "streams") == state

@@ -120,7 +120,7 @@ class Checkpoints:
         complete.
         """
         self.saved: int | None = None  # newest step whose checkpoint is complete
-        self.seconds: float | None = None  # that the latest checkpoint took, from the call of `save`
+        self.seconds: float | None = None  # duration of the latest save, from the call of `save` on
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _place_of(root.parent)

@@ -464,7 +464,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
         session.export(place.path / "model", dtype=dtype, merge=merge)
         new = {path.name: path for path in (place.path / "model").iterdir()}
         if session.base == "model" or (folder / _CARD).exists():
-            new.pop(_CARD, None)  # the Trainer writes a card of its own; one that says how a base was rounded is kept
+            new.pop(_CARD, None)  # the Trainer writes another card; the one that says how a base was rounded is kept
         for name, path in new.items():
             path.replace(folder / name)
         for path in folder.glob("model*.safetensors*"):

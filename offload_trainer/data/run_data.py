@@ -82,7 +82,7 @@ def unknown_identity(section: DataSection | None) -> dict[str, Any]:
 def holds_images(section: DataSection) -> bool:
     """Return whether one of the first conversations of `data.path` has an image.
 
-    Data that is missing, or would be downloaded, has none; `check_data` reports it.
+    The answer is no for data that is missing or would be downloaded; `check_data` reports it.
     """
     from offload_trainer.data.conversations import COLUMNS, TEXT, hold_images
     from offload_trainer.data.documents import holds_records, read_records

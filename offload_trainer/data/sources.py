@@ -1,6 +1,6 @@
 """Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
 
-Besides files and directories there are data sets of the Hugging Face hub, which `datasets` downloads and whose Arrow
+A path may also name a data set of the Hugging Face hub, which `datasets` downloads and whose Arrow
 files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNER/NAME/CONFIGURATION:SPLIT.
 """
 

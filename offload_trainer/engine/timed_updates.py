@@ -130,7 +130,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
 
 
 def gradient_kernels(*updates: str) -> list[GradientKernel]:
-    """Return the kernels that add gradients beside these CPU update kernels ("auto", "native" or "torch")."""
+    """Return the kernels that add gradients for these CPU update kernels ("auto", "native" or "torch")."""
     found = {kernel.name: kernel for kernel in (gradient_kernel(choose_kernel(name)[0]) for name in updates)}
     return list(found.values())
 

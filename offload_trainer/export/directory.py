@@ -219,7 +219,7 @@ _ASIDE = {
     *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
     *("train.sample_every", "train.sample_prompt", "train.sample_tokens", "train.stop_within", "train.stop_on"),
-    "model.base",  # of sessions only
+    "model.base",  # set in sessions only
 }
 
 

@@ -108,7 +108,7 @@ class BreadthFirst:
             number += 1
 
     def _resume(self, one: _MicroBatch) -> bool:
-        """Let a micro-batch go on through its next block; return False if its body ended instead."""
+        """Run a micro-batch through its next block; return False if its body ended instead."""
         self._running = one
         try:
             with one.random():

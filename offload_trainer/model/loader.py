@@ -63,7 +63,8 @@ _BESIDE = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-_OF_PROCESSOR = ("chat_template.jinja", "chat_template.json")  # of image-text models; a run writes its tokenizer's own
+# Templates of an image-text model's processor. A run of another model writes its tokenizer's template.
+_OF_PROCESSOR = ("chat_template.jinja", "chat_template.json")
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 

@@ -32,7 +32,7 @@ _BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements 
 
 @runtime_checkable
 class QueuedFill(Protocol):
-    """A `Read` that a GPU may also queue on a stream of its own: an all-gather between the devices of several ranks."""
+    """A `Read` that a GPU may also queue on a separate stream: an all-gather between the devices of several ranks."""
 
     def when(self, then: Callable[[BaseException | None], None]) -> None:
         """Call `then` once, on a thread, when it is this rank's turn to `fill`, or with an error."""

@@ -24,7 +24,7 @@ CHUNK = 2**19
 
 
 class TorchKernel:
-    """A kernel of torch operations that matches torch.optim.AdamW(fused=True) but for the padding in `AdamW.update`."""
+    """A kernel of torch operations that matches torch.optim.AdamW(fused=True), except for padding (`AdamW.update`)."""
 
     name = "torch"
 

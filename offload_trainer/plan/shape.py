@@ -93,16 +93,14 @@ class Weight:
     trainable: bool = True
     unit: str = ""  # name of the block that contains it, or of its module outside the blocks
     block: bool = False  # the unit is one of the repeated blocks
-    part: str = (
-        ""  # the submodule of a block that it is fetched with (`divided` in plan/tiered/layout.py); "": the unit
-    )
+    # The submodule of a block that it is fetched with (`divided` in plan/tiered/layout.py); "": the unit.
+    part: str = ""
     uses: int = 1  # number of modules that use it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
     quantised: str = ""  # the format that a frozen weight is stored in (`plan/tiered/weight_formats.py`); "": its dtype
-    products: float = (
-        1.0  # matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
-    )
+    # Matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts.
+    products: float = 1.0
 
     @property
     def numel(self) -> int:
@@ -167,7 +165,7 @@ class ImageParts:
     units: tuple[str, ...]  # names of their units, in the order of registration; empty: no such part is known
     least: int  # patches of one image
     per_token: float  # patches for each token of a row, if all of them stand for images
-    why: str  # where these numbers come from
+    why: str  # the origin of these numbers, for the plan
     hidden: int = 0  # width of the hidden states between the tower's blocks
     eager_heads: int = 0  # attention heads of a block that stores its attention matrices; 0: fused attention
     masked: bool = True  # a mask separates a row's images

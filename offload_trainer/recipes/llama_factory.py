@@ -22,7 +22,7 @@ PAD_TO = 8  # LLaMA-Factory pads rows for training to a multiple of this
 
 
 class Trainer(Offloaded, CustomSeq2SeqTrainer):
-    def create_optimizer(self, model: Any = None) -> Any:  # in place of the one that LLaMA-Factory would make
+    def create_optimizer(self, model: Any = None) -> Any:  # replaces LLaMA-Factory's own
         return super().create_optimizer(model)
 
 

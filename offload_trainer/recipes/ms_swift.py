@@ -25,7 +25,7 @@ class Trainer(Offloaded, Seq2SeqTrainer):
             raise UserError(f"optimizer={args.optimizer!r}: leave it out; offloaded weights are trained with AdamW")
         super().__init__(args=args, **words)
 
-    def create_optimizer(self, model: Any = None) -> Any:  # in place of the one that ms-swift would make
+    def create_optimizer(self, model: Any = None) -> Any:  # replaces ms-swift's own
         return super().create_optimizer(model)
 
 

@@ -256,7 +256,7 @@ class MemoryFallbacks:
     def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
         """Take `source`, which creates the ModelSource, and `preset`, its shape if that is known without torch."""
         self._make = source
-        self._preset = preset and SimpleNamespace(shape=preset)  # stands in for the ModelSource
+        self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
         self._in_parts = dict[bool, Any]()  # key: with chunked MLPs
 
     @cached_property

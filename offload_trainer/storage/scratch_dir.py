@@ -198,7 +198,7 @@ def _stated_list(folder: Path) -> Path:
 
 
 def _list_of(folder: Path) -> Path | None:
-    """Return the path of the list for which a directory is kept; None if there is none or it cannot be read."""
+    """Return the path of the list for which a directory is kept; None if that is unknown."""
     try:
         return _stated_list(folder)
     except (OSError, ValueError):

@@ -30,7 +30,7 @@ Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the d
 
 
 class WeightFetches:
-    """The sources from which this rank fetches the units in `store`: by itself, or with the other ranks of its node."""
+    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks."""
 
     def __init__(self, store: UnitStore, *, node: Node, gpus: bool) -> None:
         """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""

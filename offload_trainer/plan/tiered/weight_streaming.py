@@ -127,7 +127,7 @@ def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[i
 
 
 def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool, item_bytes: int) -> int:
-    """Return the bytes of a second buffer beside each buffer of one kind: for quantised weights, as they are fetched.
+    """Return the bytes of the second buffer that each buffer of one kind has, for weights that are fetched quantised.
 
     Quantised weights that are on the device are dequantised from where they are stored, and need none.
     """

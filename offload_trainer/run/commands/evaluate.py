@@ -99,7 +99,7 @@ def evaluate(
                 task_manager=tasks,
                 log_samples=False,
             )
-        except OSError as error:  # what `datasets` raises for files and data sets that it cannot reach
+        except OSError as error:  # `datasets` cannot reach a file or a data set
             raise UserError(
                 f"the data of {', '.join(names)} cannot be loaded: {one_line(error)}. Check the network, or the files "
                 "that the task names"

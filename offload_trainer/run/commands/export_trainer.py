@@ -96,7 +96,7 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
 def _order(checkpoint: Path) -> list[list[str]]:
     """Return the trained weights in the order of a Trainer's optimizer."""
     section = ModelSection(name=str(checkpoint / "model"), random_init=True)
-    model = resolve_model(section, seed=0, image_patches=1)._meta()  # of the class that its configuration names
+    model = resolve_model(section, seed=0, image_patches=1)._meta()  # has the class that the configuration names
     with TensorFileReader(checkpoint / "master.safetensors") as masters:
         trained = set(masters.entries)
     for name, parameter in model.named_parameters():

@@ -49,7 +49,7 @@ from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
-STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # with a large eps, rounding decides no update of a gradient near 0
+STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps keeps rounding from deciding tiny updates
 FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # tolerances of losses, norms (relative) and weights
 SECONDS = 600  # time limit of one architecture
 WORDS = (

@@ -159,7 +159,7 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
         "crc32": [zlib.crc32(tokens.path.read_bytes())],
     }
     assert tokens.path.name.startswith("my-text-")
-    assert len(leftovers(tmp_path / "cache")) == 4  # with the checksums of the text, and a lock
+    assert len(leftovers(tmp_path / "cache")) == 4  # includes the checksums of the text, and a lock
 
 
 def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(

@@ -190,7 +190,7 @@ def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -
         prepared(a, b, tokenizer=tokenizer)
 
 
-# -- a validation file of its own ------------------------------------------------------------------------------------
+# -- a separate validation file --------------------------------------------------------------------------------------
 
 
 def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8, **section: Any) -> Any:

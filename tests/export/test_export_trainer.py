@@ -72,7 +72,7 @@ def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> No
         disable_tqdm=True,
     )
     labels = row()
-    labels[0] = -100  # for some models a Trainer counts it as a target, and no token is before it
+    labels[0] = -100  # a Trainer counts it as a target for some models, although no token is before it
     rows = [{"input_ids": row(), "labels": labels} for _ in range(4)]
     fresh = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     trainer = Recording(fresh, arguments, train_dataset=rows)

@@ -135,7 +135,7 @@ def test_damaged_checkpoints_are_refused_with_what_to_do(name: str, tmp_path: Pa
     checkpoint = save(tmp_path, 2)
     change, wrong = MANIFESTS[name]
     change(checkpoint)
-    with pytest.raises(UserError, match=wrong) as refused:  # noqa: PT012 - whichever of them comes to it
+    with pytest.raises(UserError, match=wrong) as refused:  # noqa: PT012 - either call may raise
         with reading(find_checkpoint(tmp_path)):
             check_resume(checkpoint, RECORD)
         read_state(checkpoint)
@@ -255,7 +255,7 @@ def test_a_described_machine_is_of_its_kind(change: dict[str, Any], wrong: str, 
         read_machine(str(tmp_path))
 
 
-# -- beside tokens and weights ---------------------------------------------------------------------------------------
+# -- files next to tokens and weights --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

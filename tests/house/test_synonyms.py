@@ -17,7 +17,7 @@ from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUE
 
 ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
-# trainer: what a user types -> the equivalent here, or a part of the message if there is none
+# trainer: what a user types -> the equivalent here, or a part of the message if nothing is equivalent
 LEADS: dict[str, dict[str, str]] = {
     "transformers": {
         "--learning_rate 1e-4": "--lr 1e-4",

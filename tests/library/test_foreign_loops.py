@@ -127,7 +127,7 @@ def test_a_norm_that_is_not_finite(drive: Path) -> None:
         with pytest.raises(ot.NonFiniteGradient, match=r"norm of order 1\.0 is inf"):
             session.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
         assert session.clip_grad_norm_(1.0).isinf()
-        assert session.clip_grad_norm_(1.0).isnan()  # as in torch: infinity times 0
+        assert session.clip_grad_norm_(1.0).isnan()  # infinity times 0, which is NaN in torch too
         with pytest.raises(ot.NonFiniteGradient):
             optimizer.step()
 

@@ -140,7 +140,7 @@ def test_switches_that_are_refused(words: dict[str, Any], said: str, folder: Pat
 
 
 class Foreign(Trainer):
-    """A Trainer as other projects have them: it takes the model by name only, and may make an optimizer of its own."""
+    """A Trainer as other projects have them: it takes the model by name only, and may make its optimizer."""
 
     def __init__(self, note: str, **words: Any) -> None:
         self.note = note

@@ -157,7 +157,7 @@ def test_an_export_loads_as_an_image_text_model(name: str, drive: Path, tmp_path
         assert json.loads((place / "config.json").read_text())["architectures"] == [type(opened(place)).__name__]
         for file, text in PROCESSOR.items():
             assert (place / file).read_text() == text
-        if name == "Llava":  # as on the hub, which other programs expect
+        if name == "Llava":  # the layout on the hub, which other programs expect
             names = {key.partition(".")[0]: key for key in weights(place)}
             assert names["vision_tower"].startswith("vision_tower.vision_model.")
             assert names["language_model"].startswith(("language_model.model.", "language_model.lm_head."))

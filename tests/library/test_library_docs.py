@@ -88,7 +88,7 @@ def test_a_module_of_ones_own(here: Path) -> None:
 
 
 def test_the_loop_with_images(here: Path) -> None:
-    """The tower of the model stays as it was, and the rest does not."""
+    """The tower of the model is unchanged, and the rest is trained."""
     loader = [BatchFeature(batch) for batch in image_model(here / "images", "Qwen2_5_VL", batches=3)]
     length = loader[0]["input_ids"].shape[1]
     code = IMAGES.replace("Qwen/Qwen2.5-VL-7B-Instruct", "images").replace("2048", str(length)).replace("1e-5", "0.1")

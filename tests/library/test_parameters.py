@@ -184,7 +184,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_writes_are_refused_and_change_nothing(offloaded: Offloaded) -> None:
     model, reference, session = offloaded
     weight = model.blocks[1][0].weight
-    weight.data  # noqa: B018 - it may be in memory of its own, and in its buffer
+    weight.data  # noqa: B018 - it may be in separate memory, and in its buffer
     for name, write in WRITES.items():
         for mode in (torch.no_grad(), torch.enable_grad()):
             with mode, pytest.raises(ot.UserError, match=r"blocks\.1\.0\.weight"):

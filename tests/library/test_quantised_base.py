@@ -281,7 +281,7 @@ def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype)
         start, part = form.stored(place.start, used)
         stored[start : start + part.numel()] = part
     again = torch.full((unit.elements,), torch.nan, dtype=dtype)
-    form.dequantise(stored, again)  # a save that holds rounded weights is loaded as it was
+    form.dequantise(stored, again)  # rounded weights of a save are loaded unchanged
     for place in unit.places:
         its = slice(place.start, place.start + place.weight.numel)
         assert torch.equal(again[its], memory[its]), place.weight.name

@@ -60,7 +60,7 @@ def test_trainer(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     whole, before = json.loads((tmp_path / "ours" / "told.json").read_text()), weights(tmp_path / "ours" / "final")
     checkpoint = tmp_path / "ours" / "checkpoint-3"
     again = trained("trainer", "ours", home, folder, tmp_path / "again", drive, checkpoint, output=tmp_path / "again")
-    assert again[:-1] == whole[:-1]  # the last entry has the mean loss, which the Trainer begins anew
+    assert again[:-1] == whole[:-1]  # the last entry has the mean loss since the start
     assert_same(weights(tmp_path / "again" / "final"), before)
 
 

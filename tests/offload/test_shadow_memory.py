@@ -259,7 +259,7 @@ def test_late_copies_and_reads_change_nothing(
 @pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
 @pytest.mark.parametrize("home", IN_RAM)
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    """New weights of pages in RAM pass through slots if the device has memory of its own."""
+    """New weights of pages in RAM pass through slots if the device has separate memory."""
     model = gpt2(folder)
     with engine_on_streams(monkeypatch, model, *IN_RAM[home], CLIP, FULL, drives=[drive], shadows=0.8) as ours:
         assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
@@ -277,7 +277,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 ) -> None:
     """The first early page of a step is still being computed when the step is decided; no other is begun.
 
-    After a step that is skipped so, the next one begins with pages of its own.
+    After such a skipped step, the next one begins with its own pages.
     """
     model, update, decided, found = gpt2(folder), Updater._update, threading.Event(), []
     step = [0]

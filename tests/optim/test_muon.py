@@ -142,7 +142,7 @@ def test_matrices_without_a_gradient_stay(home: str, models: dict[str, Path], dr
 
 
 def test_other_settings_are_torchs_too(models: dict[str, Path]) -> None:
-    """In bf16, with rates scaled by Jordan's rule; another rate and another momentum give other losses."""
+    """The bits match in bf16, with Jordan's rule for rates. Another rate and another momentum give other losses."""
     words = ["--dtype", "bf16", "--lr", str(RATE)]
     expected = by_torch(models["qwen3"], 6, *words, adjust_lr_fn="original")
     with engine(models["qwen3"], *MUON, *words, "optim.muon_adjust_lr=original") as ours:

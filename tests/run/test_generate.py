@@ -133,7 +133,7 @@ def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
         read_as_called(model, source.shapes, read)
         InferenceModel(model, load_tokenizer(str(source.model))).generate([5, 6, 7], tokens=3, temperature=0, seed=0)
         assert set(asked) == set(source.shapes)
-        assert asked.count("transformer.wte.weight") == 6  # as embedding and as head, for three tokens
+        assert asked.count("transformer.wte.weight") == 6  # three tokens, each through the embedding and the head
         assert held() == 0
         assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
 

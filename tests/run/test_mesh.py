@@ -58,7 +58,7 @@ def meshes(made: list[Listener], *, patience: float = 300.0) -> list[Mesh]:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_is_sent_arrives(apart: bool, seed: int) -> None:
-    """Messages of every size arrive in order, in all directions at once, whether a thread sends them or the caller."""
+    """Messages of every size arrive in order, in all directions, whether a thread sends them or the caller."""
     dice = random.Random(seed)
     sizes = [[[dice.choice([0, 1, 7, 4096, 3_000_001]) for _ in range(4)] for _ in range(COUNT)] for _ in range(COUNT)]
 

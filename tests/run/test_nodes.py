@@ -95,7 +95,7 @@ def resume_hint(words: Sequence[object], output: Path, *, folder: Path, alone: R
 
 
 def cut(run: Path, to: Path) -> Path:
-    """Copy a run as it was after its first checkpoint."""
+    """Return a copy of a run that was killed after its first checkpoint."""
     shutil.copytree(run, to)
     for later in sorted((to / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(later)

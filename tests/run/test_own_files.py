@@ -97,7 +97,7 @@ def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "tuned.yaml").read_text() == "mine"
 
 
-# -- an older run in a directory that nobody named ---------------------------------------------------------------------
+# -- an older run in the default directory -----------------------------------------------------------------------------
 
 
 def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(

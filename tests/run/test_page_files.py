@@ -196,7 +196,7 @@ def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: 
     assert not list((place / "offload-trainer").iterdir())
 
 
-# -- where they cannot be gone on from ---------------------------------------------------------------------------------
+# -- page files that cannot be resumed ---------------------------------------------------------------------------------
 
 
 REFUSED = [

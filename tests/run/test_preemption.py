@@ -67,7 +67,7 @@ def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_to_save.time, "monotonic", lambda: now[0])
     left = TimeToSave(step=None, save=4.0)
     left.begin_step(validates=True)
-    assert left.seconds is None  # nobody knows the seconds of a first step
+    assert left.seconds is None  # the seconds of a first step are unknown
     now[0] = 10.0
     left.begin_validation()
     now[0] = 13.0

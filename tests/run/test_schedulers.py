@@ -123,7 +123,7 @@ print(resources.use_spot, resources.job_recovery)
 @pytest.mark.network
 @pytest.mark.slow
 def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
-    """SkyPilot, in an environment of its own, makes a task of the file, and refuses a value of the wrong type."""
+    """SkyPilot, in a separate environment, makes a task of the file, and refuses a value of the wrong type."""
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv/bin/python"
     install("skypilot>=0.14", python=python)
@@ -276,7 +276,7 @@ def test_a_job_preempted_three_times_has_the_bits_of_a_run_left_alone(tmp_path: 
         f'$(({EVERY} * (start + 1))) {tmp_path}/warned-$start "$@"\n'
     )
     command.chmod(0o755)
-    (tmp_path / f"warned-{PREEMPTIONS}").touch()  # the last start goes on to the end
+    (tmp_path / f"warned-{PREEMPTIONS}").touch()  # the last start trains to the end
     output, log = tmp_path / "out", tmp_path / "log"
     metrics = output / "metrics.jsonl"
     shape = ["--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}"]

@@ -1,4 +1,4 @@
-"""Tests of `offload-train serve`: what the page is told, whom the server answers, and how it controls a run."""
+"""Tests of `offload-train serve`: the page's data, the hosts that the server answers, and control of a run."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_phase_waits_for_the_device_at_both_edges(monkeypatch):
 
 
 def test_phases_of_a_stream_are_timed_by_events_that_nothing_waits_for_before_the_step_ends(monkeypatch):
-    """The device computes 2 s of a forward and 5 s of a backward, which are launched at once."""
+    """The device computes 2 s of a forward and 5 s of a backward, which are launched together."""
     waits, marks, done = [], iter([10.0, 12.0, 12.0, 17.0]), []
 
     class Event:
@@ -307,7 +307,7 @@ def test_resuming_drops_what_is_redone_and_what_a_kill_tore(tmp_path):
     lines = JsonLines(path)
     lines.truncate_after(4)
     assert path.read_text().splitlines() == whole[:4]
-    lines.write(whole[4])  # to the new file, not the one that it replaced
+    lines.write(whole[4])  # must go to the new file, not to the one that it replaced
     assert path.read_text() == "\n".join(whole[:5]) + "\n"
     assert [record.step for record in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]

@@ -248,7 +248,7 @@ def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = ["save.trackers=trackio", "save.project=of mine", "--steps", "3", "--output", str(tmp_path / "out")]
     config = load_config([*TINY, *words])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(name, "")  # monkeypatch restores what it has set
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     threads = torch.get_num_threads()

@@ -291,7 +291,7 @@ def test_two_users_share_a_drive() -> None:
         assert leases(12346, "die") == "offload-trainer-12346 0"
         left = sorted(path.parent.name for path in drive.glob("*/run-*"))
         assert left == ["offload-trainer", "offload-trainer-12346"]
-        assert dead_runs(drive) == []  # for a third user, root
+        assert dead_runs(drive) == []  # the list of a third user, root
         leases(12346, "end")
         assert [path.parent.name for path in drive.glob("*/run-*")] == ["offload-trainer"]
         leases(12345, "end")

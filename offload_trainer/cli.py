@@ -49,28 +49,28 @@ def main(words: list[str] | None = None) -> int:
             with stop_at_once():
                 _carry_out(list(words))
         except BaseException as error:
-            told = _told(error, words)
-            if told is None:
+            message = _error_message(error, words)
+            if message is None:
                 raise
             # The launcher sends a stop signal to every rank, and reports it itself.
             if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and has_launcher()):
-                _say(f"offload-train: {told}")
+                _say(f"offload-train: {message}")
             if os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, Stopped):
-                from offload_trainer.ranks import tell_not_coming
+                from offload_trainer.ranks import announce_failed_join
 
-                tell_not_coming(told)
+                announce_failed_join(message)
             return exit_code(error)
     return 0
 
 
-def _told(error: BaseException, words: list[str]) -> str | None:
+def _error_message(error: BaseException, words: list[str]) -> str | None:
     """Return the error message for the user, completed with the step that a rerun resumes from; None for a bug."""
-    told = explain(error)
-    if told is None or RERUN_HINT not in told:
-        return told
+    message = explain(error)
+    if message is None or RERUN_HINT not in message:
+        return message
     from offload_trainer.run.resume_point import with_resume_hint
 
-    return with_resume_hint(told, words)
+    return with_resume_hint(message, words)
 
 
 def _carry_out(words: list[str]) -> None:
@@ -282,8 +282,8 @@ def _export(words: list[str]) -> None:
     compared = f"; read back: every header, {done.compared} tensors equal" if wish["check"] else ""
     for note in done.notes:
         _say(f"note: {note}")
-    told = f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}"
-    print(shown(told))
+    where = f"exported {done.source} in {wish['dtype']} to {wish['destination']}"
+    print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
     if repository is not None:
         print(shown(f"pushed to {repository.push(wish['destination'], message=f'Export of {done.source}')}"))
 

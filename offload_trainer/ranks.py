@@ -139,7 +139,7 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
 
     def look() -> None:
-        _look_for_notes(store, secret)
+        _raise_failed_joins(store, secret)
 
     with _listening(rank, here, secret=secret, host=_address()) as listener:
         try:
@@ -215,7 +215,7 @@ def _parsed_address(address: bytes, *, of: int) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def _look_for_notes(store: dist.Store, secret: bytes) -> None:
+def _raise_failed_joins(store: dist.Store, secret: bytes) -> None:
     """Raise the error that a rank has left in the store because it cannot join, if any."""
     if not store.check([_NOT_COMING]):
         return
@@ -234,7 +234,7 @@ def _sign(note: bytes, secret: bytes) -> bytes:
     return digest(secret, b"note " + note, "sha256").hex().encode()
 
 
-def tell_not_coming(why: str) -> None:
+def announce_failed_join(why: str) -> None:
     """Leave a signed note in the launcher's store that this rank cannot `join`, so that other nodes stop waiting.
 
     Does nothing after `join`, on a single node, or without a launcher's store.

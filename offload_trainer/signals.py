@@ -122,11 +122,11 @@ def _quiet_where_lost() -> Iterator[None]:
 
     If a library has converted Stopped to another exception on the way out, raise the Stopped instead.
     """
-    told, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
 
     def tell(lost: Any) -> None:
         if not isinstance(lost.exc_value, Stopped):
-            told(lost)
+            hook(lost)
 
     sys.unraisablehook = tell
     try:
@@ -139,7 +139,7 @@ def _quiet_where_lost() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
-        sys.unraisablehook = told
+        sys.unraisablehook = hook
 
 
 def _turned_into(error: BaseException | None) -> Stopped | None:

@@ -56,13 +56,13 @@ class OmittedText:
             self.fields[name] = self.fields.get(name, 0) + 1
             self.first.setdefault(name, where)
 
-    def told(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Return one sentence for each finding, for a summary."""
         named = sorted(self.fields, key=lambda name: -self.fields[name])[:_NAMED]
         found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]
         more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
-        told = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
-        return told + ([f"{self.empty} of the answers to train on are empty"] if self.empty else [])
+        sentences = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
+        return sentences + ([f"{self.empty} of the answers to train on are empty"] if self.empty else [])
 
 
 class AnswerEncoder:
@@ -185,8 +185,8 @@ class AnswerEncoder:
                 add_generation_prompt=prompt,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"{example.where}: the chat template refuses this conversation: {told[0][:200]}") from error
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise UserError(f"{example.where}: the chat template refuses this conversation: {reason}") from error
         assert isinstance(text, str)
         return text
 

@@ -101,7 +101,7 @@ def write_rows(
         raise UserError(maker.counts.why_none(length=wish.length))
     rows = writer.tokens // wish.length
     writer.write([pad | NOT_LEARNED])  # the last row needs one token after it as its last target
-    writer.summary = "; ".join([maker.counts.told(rows=rows, length=wish.length), *encoder.unsaid.told()])
+    writer.summary = "; ".join([maker.counts.describe(rows=rows, length=wish.length), *encoder.unsaid.describe()])
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Counts:
     left_out: int = 0  # conversations whose answers are all cut off
     unanswered: int = 0  # conversations that have no answer to learn
 
-    def told(self, *, rows: int, length: int) -> str:
+    def describe(self, *, rows: int, length: int) -> str:
         """Return a one-line summary for a file of `rows` rows of `length` tokens."""
         kept = self.tokens - self.cut_off
         parts = [

@@ -155,7 +155,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         tokens = ImageTokens(tokens, processor)
         held_out = ImageTokens(held_out, processor) if separate else tokens
     split = _rows(section, tokens, held_out, seq_len=seq_len)
-    for line in _told(section, tokens, held_out, split, seq_len=seq_len):
+    for line in _describe(section, tokens, held_out, split, seq_len=seq_len):
         say(line)
     end = end_of_text(tokenizer)
     if section.packing == "on" and end is None and (tokens.row_length is None or held_out.row_length is None):
@@ -174,7 +174,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     )
 
 
-def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> Iterator[str]:
+def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> Iterator[str]:
     """Yield lines for the user on the amount of data and its division."""
     separate = held_out is not tokens
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
@@ -190,7 +190,7 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
     behind = f"; the last {left} tokens do not fill a row" if left else ""
     yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{behind}"
     if section.mixture:
-        yield tokens.shares.told(section.path)
+        yield tokens.shares.describe(section.path)
 
 
 def _opened_stream(section: DataSection, tokenizer: Any, *, vocabulary: int) -> Any:
@@ -255,15 +255,15 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
     positions = list(range(seq_len)) if row.positions is None else row.positions[0].tolist()
     text_end = seq_len - row.padding
     begins = [place for place in range(text_end) if positions[place] == 0]
-    told = []
+    printed = []
     for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
-        told += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
+        printed += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
         for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
             text = data.tokenizer.decode([inputs[place] for place in places])
             shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
-            told.append(f"{'learned' if is_learned else 'given':<8} {shown}")
-    hidden = len(told) - _STRETCHES
-    lines = [*told[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
+            printed.append(f"{'learned' if is_learned else 'given':<8} {shown}")
+    hidden = len(printed) - _STRETCHES
+    lines = [*printed[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
     if row.padding:
         lines.append(f"{'padding':<8} {row.padding} x {data.tokenizer.decode(inputs[-1:])!r}")
     return ["the first row:", *(f"  {line}" for line in lines)]
@@ -307,12 +307,12 @@ def _tokenizer(section: DataSection, source: Any, *, processor: Any, say: Callab
 
 def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
     """Raise UserError for token files that do not name their tokenizer, since exports would include a wrong one."""
-    from offload_trainer.data.tokenfile import said_tokenizer
+    from offload_trainer.data.tokenfile import stated_tokenizer
 
     if source.directory is not None:
         return
     for path in map(Path, (*section.path, *section.validation_path)):
-        if path.suffix == ".bin" and said_tokenizer(path.expanduser()) is None:
+        if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:
             raise UserError(
                 f"{path} does not say which tokenizer its ids belong to, and samples and exports need it: name it with "
                 "--tokenizer (a directory, a hub id, or builtin)"

@@ -155,8 +155,8 @@ def _saved_by_datasets(directory: Path) -> list[Path] | None:
 
     if (directory / "dataset_dict.json").is_file():
         splits = read(directory / "dataset_dict.json").get("splits")
-        told = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
-        raise UserError(f"{directory} holds several datasets: choose one, {told}")
+        choices = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
+        raise UserError(f"{directory} holds several datasets: choose one, {choices}")
     state = directory / "state.json"
     if not state.is_file() or not (directory / "dataset_info.json").is_file():
         return None

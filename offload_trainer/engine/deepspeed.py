@@ -49,7 +49,7 @@ def start_processes() -> tuple[int, int]:
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    with importing("deepspeed", wish="--engine deepspeed"):
+    with importing("deepspeed", feature="--engine deepspeed"):
         import deepspeed
         from deepspeed.utils import logger
 
@@ -320,7 +320,7 @@ def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torc
     """Return the optimizer for state on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit AdamW."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.moment_dtype == "8bit":
-        with importing("bitsandbytes", wish="optim.moment_dtype=8bit with --engine deepspeed"):
+        with importing("bitsandbytes", feature="optim.moment_dtype=8bit with --engine deepspeed"):
             import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(groups, **settings)

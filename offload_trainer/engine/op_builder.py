@@ -44,7 +44,7 @@ def load_kernels(placement: Placement) -> None:
 
 def load_cpu_adam() -> Any:
     """Build or load DeepSpeedCPUAdam's kernel, and return its module."""
-    with importing("deepspeed", wish="its kernel cpu_adam"):
+    with importing("deepspeed", feature="its kernel cpu_adam"):
         from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
     return _load(CPUAdamBuilder())
@@ -52,15 +52,15 @@ def load_cpu_adam() -> Any:
 
 def load_async_io() -> Any:
     """Build or load DeepSpeed's libaio kernel, and return its module."""
-    with importing("deepspeed", wish="its kernel async_io"):
+    with importing("deepspeed", feature="its kernel async_io"):
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return _load(AsyncIOBuilder())
 
 
 @contextmanager
-def importing(package: str, *, wish: str) -> Iterator[None]:
-    """Turn errors of importing an optional package into TrainerError with advice; `wish` names the feature.
+def importing(package: str, *, feature: str) -> Iterator[None]:
+    """Turn errors of importing an optional package into TrainerError with advice; `feature` is what needs it.
 
     Such packages raise more than ImportError, for example if a CUDA toolkit or a shared library is missing.
     """
@@ -68,10 +68,10 @@ def importing(package: str, *, wish: str) -> Iterator[None]:
         yield
     except Exception as error:
         if not is_installed(package):
-            raise TrainerError(lacks(wish, package)) from error
-        told = " ".join(str(error).split())[:300]
+            raise TrainerError(lacks(feature, package)) from error
+        reason = " ".join(str(error).split())[:300]
         raise TrainerError(
-            f"{wish} needs {package}, which is installed but cannot be imported: {told}; reinstall it: "
+            f"{feature} needs {package}, which is installed but cannot be imported: {reason}; reinstall it: "
             f"{to_install(package)} --force-reinstall --no-deps"
         ) from error
 

@@ -58,8 +58,8 @@ class InferenceModel:
                 logits_processor=LogitsProcessorList([self._known]),
                 streamer=streamer,
             )
-        told: list[int] = found[0, len(ids) :].tolist()
-        return told
+        continuation: list[int] = found[0, len(ids) :].tolist()
+        return continuation
 
     def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask the ids that the tokenizer does not have. Raises TrainerError for NaN logits."""

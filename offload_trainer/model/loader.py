@@ -301,8 +301,8 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
     unknown = [key for key in overrides if key not in known]
     if unknown:
         hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
-        told = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
-        raise UserError(f"model.overrides: {type(config).__name__} has no {told}")
+        listing = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
+        raise UserError(f"model.overrides: {type(config).__name__} has no {listing}")
     for key, value in overrides.items():
         setattr(config, key, value)
 

@@ -156,8 +156,8 @@ def _sum_of(library: Path) -> Path:
 def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> bool:
     """Return whether `library` exists and matches its .sha256 file. `open_owned` accepts files of this user alone."""
     try:
-        told = file_bytes(_sum_of(library), opener=opener)
-        return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == told
+        expected = file_bytes(_sum_of(library), opener=opener)
+        return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == expected
     except (OSError, ValueError):
         return False
 

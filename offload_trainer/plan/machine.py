@@ -296,8 +296,8 @@ _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 
 def refuse_card(machine: MachineProfile, *, dtype: str) -> None:
     """Raise UserError if the GPU cannot train in `dtype`, or not with the installed torch."""
-    for told, fix in card_mistakes(machine, dtype=dtype):
-        raise UserError(f"{told}: {fix}")
+    for wrong, fix in card_mistakes(machine, dtype=dtype):
+        raise UserError(f"{wrong}: {fix}")
 
 
 def card_mistakes(machine: MachineProfile, *, dtype: str) -> list[tuple[str, str]]:

@@ -111,12 +111,12 @@ def _best_division(
     plans = {count: plan for count, (_, plan) in settled.items()}
     chosen = _choose(list(plans.values()))
     count = next(count for count, plan in plans.items() if plan is chosen)
-    told = [f"parallel.tensor=auto: {count}"]
+    parts = [f"parallel.tensor=auto: {count}"]
     for tried, plan in plans.items():
         step = "not timed" if plan.forecast.step is None else f"{format_seconds(plan.forecast.step)} a step"
-        told.append(f"{tried}: {step if plan.fits else '; '.join(plan.shortfalls())}")
-    told += [f"{tried}: {reason}" for tried, reason in refused.items()]
-    return settled[count][0], replace(chosen, notes=(*chosen.notes, ", ".join(told)))
+        parts.append(f"{tried}: {step if plan.fits else '; '.join(plan.shortfalls())}")
+    parts += [f"{tried}: {reason}" for tried, reason in refused.items()]
+    return settled[count][0], replace(chosen, notes=(*chosen.notes, ", ".join(parts)))
 
 
 def make_plan(
@@ -234,8 +234,9 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
         if machine.gpu is not None or saved < WORTH * before:
             return default
     step = default.forecast.step
-    told = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
-    note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {default.checkpointed} of {layers}: {told}"
+    forecast = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
+    other = f"{default.checkpointed} of {layers}: {forecast}"
+    note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {other}"
     return replace(plans[best], notes=(*plans[best].notes, note))
 
 

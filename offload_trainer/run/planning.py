@@ -165,9 +165,9 @@ def refuse_with_images(config: TrainConfig, *, world: int) -> None:
         "model.kernels=liger": model.kernels == "liger",
         "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
     }
-    if told := [setting for setting, here in chosen.items() if here]:
+    if named := [setting for setting, here in chosen.items() if here]:
         raise UserError(
-            f"{' and '.join(told)}: not with images in the data: leave it out, or train on text alone with "
+            f"{' and '.join(named)}: not with images in the data: leave it out, or train on text alone with "
             "model.image_patches=0"
         )
 
@@ -353,12 +353,12 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
         return config
     try:
         folders = folders_in(Path(config.save.output) / PAGES)
-        told = read_description(folders[0]) if folders else None
+        manifest = read_description(folders[0]) if folders else None
     except (OSError, ValueError, UserError):  # the later check of the page files reports this
         return config
-    if told is None or told.places == 1:
+    if manifest is None or manifest.places == 1:
         return config
-    return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": told.places})})
+    return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": manifest.places})})
 
 
 def _with_resumed_schedule(config: TrainConfig, before: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
@@ -366,10 +366,12 @@ def _with_resumed_schedule(config: TrainConfig, before: Mapping[str, Mapping[str
 
     It was set if that run changed its schedule after its first steps. Page files of that run have its layout.
     """
-    told, section = before.get("tiered", {}), config.tiered
+    recorded, section = before.get("tiered", {}), config.tiered
     choices = {"overlap": ("off", "forward", "backward"), "master_format": ("fp32", "split")}
     wanted = {
-        key: told[key] for key, values in choices.items() if getattr(section, key) == "auto" and told.get(key) in values
+        key: recorded[key]
+        for key, values in choices.items()
+        if getattr(section, key) == "auto" and recorded.get(key) in values
     }
     if not wanted or config.placement.engine_name != "tiered":
         return config

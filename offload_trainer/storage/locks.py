@@ -67,7 +67,7 @@ def turn(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE)
     `take` does.
     """
     descriptor = open_lock(path, create=True)
-    start, told = time.monotonic(), False
+    start, reported = time.monotonic(), False
     try:
         while True:
             try:
@@ -77,9 +77,9 @@ def turn(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE)
                 waited = time.monotonic() - start
             if waited > patience:
                 raise TrainerError(f"{path}: another process has held this lock for {patience:.0f} s; fuser names it")
-            if waited > _SILENCE and not told:
+            if waited > _SILENCE and not reported:
                 say(f"waiting for {path}, which another process holds; for at most {patience:.0f} s")
-                told = True
+                reported = True
             time.sleep(0.05)
         yield
     finally:

@@ -142,7 +142,7 @@ def test_one_that_is_there_and_broken_says_so(monkeypatch: pytest.MonkeyPatch) -
     """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
     monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed but cannot be imported: CUDA_HOME does not exist"
-    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", wish="--engine deepspeed"):
+    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", feature="--engine deepspeed"):
         raise RuntimeError("CUDA_HOME does not exist")
 
 

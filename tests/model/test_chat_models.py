@@ -84,7 +84,7 @@ def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_p
         weights=lambda: iter(weights.items()),
         read=weights.__getitem__,
         model=kept,
-        told="",
+        description="",
         card=lambda _: "",
     )
     write_model(whole, tmp_path / "out", dtype="fp32")

@@ -44,15 +44,15 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     first, second, third = (_Heartbeats(store, NODES, number=number) for number in range(3))
     for one in (first, second, third):
-        one.tell()
+        one.beat()
     for now[0] in (0.1, 0.2, 0.3):
-        assert first.listen() is None
-        second.tell()
+        assert first.find_lost_node() is None
+        second.beat()
     now[0] = 0.4
-    assert first.listen() == "node 2 (ranks 4 to 5) has sent no heartbeat for 0.3 s"
-    second.tell()
-    third.tell_the_end()
-    assert first.listen() is None  # a node that has ended is not monitored
+    assert first.find_lost_node() == "node 2 (ranks 4 to 5) has sent no heartbeat for 0.3 s"
+    second.beat()
+    third.send_end()
+    assert first.find_lost_node() is None  # a node that has ended is not monitored
     now[0] = 0.8
     with pytest.raises(Lost):
         _exchange_heartbeats(first, said.append)
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.Mo
     place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    ranks.tell_not_coming("--lrr: unknown flag")
+    ranks.announce_failed_join("--lrr: unknown flag")
     with pytest.raises(PeerFailed):
         ranks.join()
     monkeypatch.setenv("GROUP_RANK", "0")

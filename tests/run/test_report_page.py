@@ -100,7 +100,7 @@ def page_of(folder: Path) -> str:
         evaluations=evaluations,
         plan=plan,
         measured={"tiers": {place: 10**12, "ram": 10**11}, "seconds": {"forward": 90.0, "update": 9e4, "save": 3e4}},
-        said=[("Notes", [f"a step writes 13 GB to {place}"]), *wear(rows)],
+        advice=[("Notes", [f"a step writes 13 GB to {place}"]), *wear(rows)],
     )
     return (folder / "report.html").read_text()
 

@@ -597,7 +597,7 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
         title="<b>$x & co",
         rows=rows,
         evaluations=evaluations,
-        said=[("Notes", ["<script>alert(1)</script>"])],
+        advice=[("Notes", ["<script>alert(1)</script>"])],
     )
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "b"} & set(page.tags)

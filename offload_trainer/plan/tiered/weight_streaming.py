@@ -298,15 +298,15 @@ def describe_weight_transfer(
     wish: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
 ) -> str:
     """Return a sentence with the seconds of both ways for a unit of `size` bytes, and the chosen one."""
-    told = []
+    times = []
     for way in (False, True):
         seconds = _of_unit(size, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
-        told.append("unknown" if seconds is None else format_seconds(seconds))
+        times.append("unknown" if seconds is None else format_seconds(seconds))
     asked = "" if wish == "auto" else f" (tiered.weight_transfer={wish})"
     taken_so = "all_gather" if by_parts else "direct"
     return (
-        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {told[0]} if each GPU copies "
-        f"all of it from RAM (direct), {told[1]} if each copies its shard and they exchange the shards (all_gather)"
+        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {times[0]} if each GPU copies "
+        f"all of it from RAM (direct), {times[1]} if each copies its shard and they exchange the shards (all_gather)"
     )
 
 

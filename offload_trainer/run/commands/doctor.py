@@ -218,11 +218,11 @@ def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
         yield Check("GPU", "warning", "none: training runs on the CPU", "nothing, if that is intended")
         return
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
-    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(model, machine).dtype):
-        yield Check("GPU", "failure", told, fix)
+    for wrong, fix in card_mistakes(machine, dtype=with_dtype_of_card(model, machine).dtype):
+        yield Check("GPU", "failure", wrong, fix)
     if machine.no_state_on_gpu:
-        told = f"it cannot store optimizer state: {machine.no_state_on_gpu}"
-        yield Check("GPU", "warning", told, "nothing, if all of it is meant to be in RAM and on drives")
+        wrong = f"it cannot store optimizer state: {machine.no_state_on_gpu}"
+        yield Check("GPU", "warning", wrong, "nothing, if all of it is meant to be in RAM and on drives")
 
 
 def _drive(drive: DriveFacts) -> Iterator[Check]:

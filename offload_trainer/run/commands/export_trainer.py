@@ -89,8 +89,8 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
         (directory / _part(kind)).unlink()
     torch.save(_scheduler(optim, rate=rate, step=done.step), directory / "scheduler.pt")
     rows = config["train"].get("micro_batch_size", 1)
-    told = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
-    write_text(directory / STATE, json.dumps(told, indent=2))
+    trainer_state = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
+    write_text(directory / STATE, json.dumps(trainer_state, indent=2))
 
 
 def _order(checkpoint: Path) -> list[list[str]]:

@@ -43,8 +43,8 @@ _NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # pa
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Format the rows of a table as text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in told)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -273,8 +273,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/data":
             seen = parse_qs(url.query).get("seen", [""])[0].split(",")
             seen += [""] * len(self.server.runs)
-            told = [run.answer(have) for run, have in zip(self.server.runs, seen, strict=False)]
-            self._send(200, json.dumps(told), kind="application/json")
+            answers = [run.answer(have) for run, have in zip(self.server.runs, seen, strict=False)]
+            self._send(200, json.dumps(answers), kind="application/json")
         else:
             self._send(404, "there is no such page")
 

@@ -34,7 +34,7 @@ class RunData:
     split: Any
     end_of_text: int | None
     vocabulary: int  # size of the model's vocabulary
-    apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
+    separator: int | None = None  # token that ends a document, if packed documents must not attend to each other
     mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
     shuffle: bool = True  # training rows are read in a random order
     streamed: bool = False  # tokenized while the run reads it, so that its length is not known
@@ -57,8 +57,8 @@ class RunData:
             }
         if self.mixture:
             known["mixture"] = list(self.mixture)
-        if self.apart is not None:
-            known["documents apart"] = self.apart
+        if self.separator is not None:
+            known["documents apart"] = self.separator
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
 
 
@@ -144,8 +144,8 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     else:
         tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
     if section.validation_path:
-        wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
-        held_out = rank_zero_first(lambda: prepared(wish))
+        of_validation = section.model_copy(update={"path": section.validation_path, "mixture": ()})
+        held_out = rank_zero_first(lambda: prepared(of_validation))
         if held_out.sums == tokens.sums:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
     if processor:
@@ -167,7 +167,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         split,
         end,
         source.shape.vocabulary,
-        apart=end if section.packing == "on" else None,
+        separator=end if section.packing == "on" else None,
         mixture=section.mixture,
         shuffle=section.shuffle and not section.streamed,
         streamed=section.streamed,
@@ -187,8 +187,8 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
     if tokens.summary:
         yield f"conversations: {tokens.summary}"
     left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * seq_len - 1
-    behind = f"; the last {left} tokens do not fill a row" if left else ""
-    yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{behind}"
+    rest = f"; the last {left} tokens do not fill a row" if left else ""
+    yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.describe(section.path)
 
@@ -325,8 +325,8 @@ def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> 
 
     if section.mixture:
         trained = sum(tokens.shares.rows)
-        behind = range(trained, (len(tokens) - 1) // seq_len)
-        return Split(range(trained), behind if held_out is tokens else range((len(held_out) - 1) // seq_len))
+        later = range(trained, (len(tokens) - 1) // seq_len)
+        return Split(range(trained), later if held_out is tokens else range((len(held_out) - 1) // seq_len))
     if held_out is tokens:
         kept = 0.0 if section.streamed else section.validation
         return split_rows(len(tokens), seq_len=seq_len, validation=kept)

@@ -74,11 +74,11 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
             "data.path is empty: name a text file, a jsonl file, a table, a directory, a .bin file, or builtin"
         )
     named: list[Path] = []
-    for wish in paths:
-        if wish.startswith("hub:"):
-            named += hub_files(wish)
+    for entry in paths:
+        if entry.startswith("hub:"):
+            named += hub_files(entry)
         else:
-            named.append(BUILTIN_CORPUS if wish == "builtin" else Path(wish).expanduser())
+            named.append(BUILTIN_CORPUS if entry == "builtin" else Path(entry).expanduser())
     if missing := [str(path) for path in named if not os.path.exists(path)]:
         fix, name = "correct the path", missing[0]
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
@@ -105,14 +105,14 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
 
 
 @cache
-def hub_files(wish: str) -> tuple[Path, ...]:
+def hub_files(entry: str) -> tuple[Path, ...]:
     """Return the files in `datasets`' cache that hold the split (`train` by default), downloading them if needed.
 
     Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
     """
-    name, configuration, split = hub_name(wish)
+    name, configuration, split = hub_name(entry)
     if not is_installed("datasets"):
-        raise UserError(lacks(wish, "datasets"))
+        raise UserError(lacks(entry, "datasets"))
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     import datasets
 
@@ -121,18 +121,18 @@ def hub_files(wish: str) -> tuple[Path, ...]:
     # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
     except Exception as error:
         raise UserError(
-            f"{wish} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
+            f"{entry} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
             f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
         ) from error
     return tuple(Path(one["filename"]) for one in loaded.cache_files)
 
 
-def hub_name(wish: str, *, prefix: str = "hub:") -> tuple[str, str | None, str | None]:
+def hub_name(entry: str, *, prefix: str = "hub:") -> tuple[str, str | None, str | None]:
     """Return name, configuration and split of a dataset of the hub. Raises UserError if it is written otherwise."""
-    found = _HUB_NAME.fullmatch(wish.removeprefix(prefix))
+    found = _HUB_NAME.fullmatch(entry.removeprefix(prefix))
     if found is None:
         raise UserError(
-            f"{wish}: a dataset of the hub is written {prefix}OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
+            f"{entry}: a dataset of the hub is written {prefix}OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
             "several"
         )
     name, configuration, split = found.groups()

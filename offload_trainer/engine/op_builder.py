@@ -20,7 +20,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.stdio import write_now
-from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ def _load(builder: Any) -> Any:
         ) from error
     with ExitStack() as stack:
         try:  # exclude other builds of this program
-            stack.enter_context(turn(directory.with_name(f"{builder.name}.turn"), say=write_now, patience=_LONGEST))
+            lock = directory.with_name(f"{builder.name}.turn")
+            stack.enter_context(exclusive_lock(lock, say=write_now, patience=_LONGEST))
             for name in _BUILDS[builder.name]:
                 remove_stale_lock(_build_directory(name))
         except NoLocks:

@@ -259,7 +259,7 @@ class TieredEngine:
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         self._module.eval()
-        whole_rows = self._attention.apart() if self._attention else nullcontext()
+        whole_rows = self._attention.whole_rows() if self._attention else nullcontext()
         with whole_rows, self.offloaded.forward(then=False):
             return self._module.next_logits(tokens.to(self._place)).float().cpu()
 

@@ -35,7 +35,7 @@ from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_descript
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
 from offload_trainer.storage.owned_dirs import MARK
-from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, kept
+from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, protected
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -127,7 +127,7 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
                 f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
                 "SIGUSR1, and export that"
             )
-        with kept(path):
+        with protected(path):
             yield _page_files(path, mixed=mixed).with_buffers()
         return
     if is_there(path / MARK) and is_there(path / "state"):

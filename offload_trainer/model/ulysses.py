@@ -85,7 +85,7 @@ class DividedAttention:
         self._mask: torch.Tensor | None = None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def whole_rows(self) -> Iterator[None]:
         """Compute attention without exchange inside the context: each rank has whole rows."""
         self._apart = True
         try:

@@ -148,9 +148,9 @@ def make_plan(
         engine = replace(engine, layouts=layouts if layouts is not None else Layouts(work))
     machine = at_once(machine, ranks=work.here)
     refuse_card(machine, dtype=work.dtype)
-    for wish, package in engine.packages():
+    for setting, package in engine.packages():
         if machine.lacks(package):
-            raise UserError(lacks(wish, package))
+            raise UserError(lacks(setting, package))
     if ignored := settings_of_others(engine, config):
         raise UserError("; ".join(ignored))
     engine.refuse(work, machine)
@@ -546,8 +546,8 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
     """Return the configuration, followed by variants with fewer weight buffers if their number is not set."""
     tiered = config.tiered
-    said = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
-    counts = [tiered.weight_buffers] if said else range(tiered.weight_buffers, 0, -1)
+    is_set = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
+    counts = [tiered.weight_buffers] if is_set else range(tiered.weight_buffers, 0, -1)
     sections = [tiered.model_copy(update={"weight_buffers": count}) for count in counts]
     return [config.model_copy(update={"tiered": section}) for section in sections]
 

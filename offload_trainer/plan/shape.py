@@ -204,8 +204,8 @@ class ModelShape:
     tiles_again: tuple[str, ...] = ()  # the tiles that the recomputation of a checkpointed block also runs
     tiled_on_gpu: Activations | None = None  # activation memory with tiles in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
-    apart: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
-    needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `apart` names
+    divisible: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
+    needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `divisible` names
     order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/weight_streaming.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
     can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none

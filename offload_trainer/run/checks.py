@@ -111,9 +111,9 @@ def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
     else:
         for dtype in (torch.bfloat16, torch.float16):
             facts[f"products of {str(dtype).removeprefix('torch.')} in hardware"] = has_native_16bit(dtype)
-    wishes = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    settings = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     _refuse_different(
-        facts | wishes, fix="Install the same software on every node, and start every rank with the same command"
+        facts | settings, fix="Install the same software on every node, and start every rank with the same command"
     )
 
 

@@ -64,13 +64,13 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import (
     clear,
+    empty_list,
     has_locks,
-    keep_listed,
-    keep_none,
     kept_for,
     named_in,
     root_of,
     wait_for_ranks,
+    write_list,
 )
 from offload_trainer.storage.scratch_dir import take_over as taken_over
 from offload_trainer.trainer import Job
@@ -186,7 +186,7 @@ def keep(setup: Setup, job: Job) -> None:
     engine.offloaded.manifest.commits = True
     made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
-    keep_listed(setup.listed, job.swaps)
+    write_list(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
 
 
@@ -194,7 +194,7 @@ def drop(setup: Setup) -> None:
     """Unregister the page files after the run has ended in order, so that no later run resumes from them."""
     if setup.log.loud:
         with suppress(OSError):  # the directories are removed too, and the next start finds none
-            keep_none(setup.listed)
+            empty_list(setup.listed)
 
 
 def clear_drives(setup: Setup) -> None:

@@ -569,7 +569,7 @@ def test_without_locks_each_does_the_work(
     def none(*_: object, **__: object) -> None:
         raise locks.NoLocks("locks do not work there")
 
-    monkeypatch.setattr(locks, "take", none)
+    monkeypatch.setattr(locks, "try_lock", none)
     assert len(prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")) > 100
 
 

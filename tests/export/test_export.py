@@ -24,7 +24,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.pages.stored_masters import read_store
-from offload_trainer.storage.scratch_dir import DriveLease, is_alive, kept
+from offload_trainer.storage.scratch_dir import DriveLease, is_alive, protected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -308,7 +308,7 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
     with DriveLease(tmp_path) as alive:
         assert is_alive(alive.path)
         dead = died(DriveLease(tmp_path)._place)
-        with kept(dead), DriveLease(tmp_path) as another:
+        with protected(dead), DriveLease(tmp_path) as another:
             assert not is_alive(dead)
             assert another.removed == []
             assert dead.exists()

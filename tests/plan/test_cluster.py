@@ -11,7 +11,7 @@ from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
-from offload_trainer.plan.parallel.comm_cost import GPUS, MEETS, NETWORK, NORMS, OUTBOX, exchange_of
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX, STEP_BARRIERS, exchange_of
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, range_of_rank, units_of
@@ -104,7 +104,7 @@ def test_seconds_of_the_links() -> None:
     later = planned(told, "--params", "gpu", nodes=2).forecast
     units, each = len(units_of(SHAPES["gpt2-medium"])), 2 * 3 * 1e-3
     assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)
-    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms + MEETS * each)
+    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms + STEP_BARRIERS * each)
     assert any("barriers" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
 
 

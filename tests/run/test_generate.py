@@ -22,7 +22,7 @@ from offload_trainer.export.sources import opened
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
 from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.runs import aligned, run_table, runs_in
-from offload_trainer.storage.locks import open_lock, take
+from offload_trainer.storage.locks import open_lock, try_lock
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 TOKENS = 12
@@ -253,7 +253,7 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
     (directory(tmp_path, "h", steps=9, saved=()) / "pages").write_text(f"{tmp_path / 'gone'}\n")
     lock = open_lock(alive / ".lock", create=True)
     try:
-        take(lock)
+        try_lock(lock)
         found = runs_in(tmp_path)
     finally:
         os.close(lock)

@@ -58,7 +58,7 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys
     """The launcher names the checkpoint to resume from by the files in the run directory."""
 
     def told(failed: dict[int, Ended], *, stopped: int = 0) -> int:
-        return launcher._told(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
+        return launcher._report_failure(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
 
     killed = {1: Ended(-signal.SIGKILL, timestamp=0)}
     for kept, where in (

@@ -196,4 +196,4 @@ def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pyt
     refuse_unseen(tmp_path, first=0)
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="must be on a filesystem that all nodes share"):
-        checks._look(tmp_path / ".seen-0123")
+        checks._read_token(tmp_path / ".seen-0123")

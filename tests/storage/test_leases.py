@@ -55,7 +55,7 @@ def written(path, text):
         os.kill(os.getpid(), 9)
     write(path, text)
 scratch_dir.write_text = written
-scratch_dir.keep_listed(folder / "pages", [lease.path for lease in leases])
+scratch_dir.write_list(folder / "pages", [lease.path for lease in leases])
 os.kill(os.getpid(), 9)
 """
 

@@ -143,22 +143,22 @@ def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.Capture
 def test_a_turn_is_waited_for_with_words_and_not_for_ever(filesystem: str, tmp_path: Path) -> None:
     said: list[str] = []
     if filesystem not in ("local", "nfs"):
-        with pytest.raises(locks.NoLocks), locks.turn(tmp_path / "turn", say=said.append):
+        with pytest.raises(locks.NoLocks), locks.exclusive_lock(tmp_path / "turn", say=said.append):
             pass
         return
-    with locks.turn(tmp_path / "turn", say=said.append):
-        second = locks.turn(tmp_path / "turn", say=said.append, patience=0)
+    with locks.exclusive_lock(tmp_path / "turn", say=said.append):
+        second = locks.exclusive_lock(tmp_path / "turn", say=said.append, patience=0)
         with pytest.raises(TrainerError, match="turn: another process has held this lock for 0 s"):
             second.__enter__()
         assert said == []
     descriptor = locks.open_lock(tmp_path / "turn")
-    locks.take(descriptor)
+    locks.try_lock(descriptor)
 
     def hear(line: str) -> None:
         said.append(line)
         os.close(descriptor)
 
-    with locks.turn(tmp_path / "turn", say=hear):
+    with locks.exclusive_lock(tmp_path / "turn", say=hear):
         assert "turn, which another process holds; for at most 60 s" in said[0]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from offload_trainer.retention import WORK, remove_leftovers
 from offload_trainer.storage import owned_dirs
-from offload_trainer.storage.locks import take
+from offload_trainer.storage.locks import try_lock
 from offload_trainer.storage.owned_dirs import MARK, NotOwned, is_unfinished, remove_dead, replacing
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
 
@@ -82,14 +82,14 @@ def test_a_lease_that_is_taken_for_dead_while_it_is_made(
     def meanwhile(place: Path) -> None:
         if not taken:
             taken.append(place)
-            monkeypatch.setattr(owned_dirs, "take", take)
+            monkeypatch.setattr(owned_dirs, "try_lock", try_lock)
             assert owned_dirs.remove_unfinished(place)
-            monkeypatch.setattr(owned_dirs, "take", locked)
+            monkeypatch.setattr(owned_dirs, "try_lock", locked)
 
     def locked(descriptor: int, *, shared: bool = False) -> None:
         if when == "before its lock":
             meanwhile(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent)
-        take(descriptor, shared=shared)
+        try_lock(descriptor, shared=shared)
 
     def opened(path: Path, *, create: bool = False) -> int:
         if create and when == "before its mark":
@@ -97,7 +97,7 @@ def test_a_lease_that_is_taken_for_dead_while_it_is_made(
         return open_lock(path, create=create)
 
     open_lock = owned_dirs.open_lock
-    monkeypatch.setattr(owned_dirs, "take", locked)
+    monkeypatch.setattr(owned_dirs, "try_lock", locked)
     monkeypatch.setattr(owned_dirs, "open_lock", opened)
     with DriveLease(tmp_path) as lease:
         assert len(taken) == 1

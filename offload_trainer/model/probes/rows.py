@@ -94,9 +94,9 @@ def _compare_documents(tiny: PreTrainedModel) -> tuple[float, float]:
     documents = [random_ids(tiny, 1, length) for length in _LENGTHS]
     row = torch.cat(documents, 1)
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
-    apart = torch.cat([_logits(tiny, ids) for ids in documents], 1)
+    separate = torch.cat([_logits(tiny, ids) for ids in documents], 1)
     packed, crossed = _logits(tiny, row, position_ids=positions), _logits(tiny, row)
-    return _difference(packed, apart), _difference(crossed, apart)
+    return _difference(packed, separate), _difference(crossed, separate)
 
 
 def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
@@ -110,7 +110,7 @@ def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
     def in_pieces() -> torch.Tensor:
         return torch.cat(_logits(tiny, pieces, position_ids=places).chunk(_PIECES), 1)
 
-    with attention.apart():
+    with attention.whole_rows():
         alone = in_pieces()
     return _difference(in_pieces(), whole), _difference(alone, whole)
 

@@ -119,7 +119,7 @@ class Tiered:
         place = self.place
         if world == 1:
             return []
-        wishes = {
+        settings = {
             "--optimizer gpu": (kind_asked(place.optimizer) == TierKind.GPU, "the state must be in RAM or on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state must be in RAM or on drives"),
             "placement.gradients=gpu": (
@@ -128,9 +128,9 @@ class Tiered:
             ),
         }
         return [
-            f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"
-            for wish, (wanted, why) in wishes.items()
-            if wanted
+            f"{setting} with {world} ranks and --engine tiered: {why}; leave it out"
+            for setting, (is_set, why) in settings.items()
+            if is_set
         ]
 
     def packages(self) -> list[tuple[str, str]]:
@@ -193,15 +193,15 @@ class Tiered:
         """Return why the rows of this step cannot be divided over ranks, at most one sentence."""
         if work.sequence == 1:
             return []
-        wish, shape = f"parallel.sequence={work.sequence}", work.shape
+        setting, shape = f"parallel.sequence={work.sequence}", work.shape
         if work.world % work.sequence:
-            return [f"{wish} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
+            return [f"{setting} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
         if shape.packed:
-            return [f"{wish} with data.packing=on: attention masks between documents need whole rows; leave one out"]
+            return [f"{setting} with data.packing=on: attention masks between documents need whole rows; leave one out"]
         if not shape.heads:
-            return [f"{wish}: the model's number of attention heads is not known; leave it out"]
+            return [f"{setting}: the model's number of attention heads is not known; leave it out"]
         why = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
-        return [f"{wish}: {why}"] if why else []
+        return [f"{setting}: {why}"] if why else []
 
     def with_setting(self, words: str) -> Tiered:
         """Return the engine with another setting, such as `FORWARD`."""

@@ -266,11 +266,11 @@ def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> f
     return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
 
 
-def uses_all_gather(wish: WeightTransfer, machine: MachineProfile, *, ranks: int) -> bool:
+def uses_all_gather(setting: WeightTransfer, machine: MachineProfile, *, ranks: int) -> bool:
     """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
-    if ranks == 1 or wish == "direct":
+    if ranks == 1 or setting == "direct":
         return False
-    if wish == "all_gather":
+    if setting == "all_gather":
         return True
     whole, parts = (_of_unit(2 * ALIGN * ranks, machine, ranks=ranks, by_parts=way) for way in (False, True))
     return machine.gpu is not None and whole is not None and parts is not None and parts < whole
@@ -295,14 +295,14 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
 
 
 def describe_weight_transfer(
-    wish: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
+    setting: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
 ) -> str:
     """Return a sentence with the seconds of both ways for a unit of `size` bytes, and the chosen one."""
     times = []
     for way in (False, True):
         seconds = _of_unit(size, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
         times.append("unknown" if seconds is None else format_seconds(seconds))
-    asked = "" if wish == "auto" else f" (tiered.weight_transfer={wish})"
+    asked = "" if setting == "auto" else f" (tiered.weight_transfer={setting})"
     taken_so = "all_gather" if by_parts else "direct"
     return (
         f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {times[0]} if each GPU copies "

@@ -88,13 +88,13 @@ def report(checks: list[Check]) -> str:
 
 
 def _threads(place: PlacementSection, given: str | None) -> Check:
-    cores, wish = len(os.sched_getaffinity(0)), place.threads
-    if wish == 1 and cores > 1:
+    cores, setting = len(os.sched_getaffinity(0)), place.threads
+    if setting == 1 and cores > 1:
         return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
     if given == "1" and cores > 1:
         found = f"a launcher set OMP_NUM_THREADS=1 for {cores} cores; this program uses its share of the cores"
         return Check("threads", "warning", found, "unset OMP_NUM_THREADS for other programs; or placement.threads=N")
-    return Check("threads", "ok", f"{cores if wish == 'auto' else wish} for {cores} cores")
+    return Check("threads", "ok", f"{cores if setting == 'auto' else setting} for {cores} cores")
 
 
 def _torch() -> Check:

@@ -27,7 +27,7 @@ from offload_trainer.errors import UserError, reason
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.commands.runs import is_alive, state_of
 from offload_trainer.safe_files import file_bytes, open_file, parsed, read_yaml
-from offload_trainer.storage.locks import open_lock, take
+from offload_trainer.storage.locks import open_lock, try_lock
 from offload_trainer.telemetry.metrics import StepRecord
 
 ADDRESS, PORT = "127.0.0.1", 8765
@@ -185,7 +185,7 @@ class Follower:
             try:
                 mark = open_lock(self.directory / ".stop", create=True)
                 try:
-                    take(mark)
+                    try_lock(mark)
                     if os.pread(mark, len(run), 0) == run:
                         return _ASKED_ALREADY
                     number = signal.SIGTERM if _ignores_hangup(pid) else signal.SIGHUP

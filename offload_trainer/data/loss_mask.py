@@ -122,7 +122,7 @@ class AnswerEncoder:
             and example.messages[n].get("weight", 1) != 0
             and example.messages[n].get("train") is not False
         ]
-        self._look_for_losses(example, text)
+        self._count_omitted_text(example, text)
         learned = (example.messages[number] for number in answers)
         self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in learned)
         if self._everything:

@@ -261,7 +261,7 @@ class Checkpoints:
                 "space there, and the same command resumes from the newest of them"
             ) from error
         if group.rank == 0:
-            self._report_save(final, files, seconds=time.perf_counter() - start, behind=snapshot.concurrent)
+            self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
 
     def _report_save(self, final: Path, files: dict[str, Any], *, seconds: float, in_background: bool) -> None:
         size = sum(about["bytes"] for about in files.values())

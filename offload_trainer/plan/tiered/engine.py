@@ -236,7 +236,7 @@ class Tiered:
         homes = self._homes(work, machine)
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
         for placement, gradients, step in ways:
-            sizes = tier_sizes(step, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
+            sizes = tier_sizes(step, machine, placement, section=self.place, tiered=self.section, gradients=gradients)
             asked = (self.section.weight_transfer, self.section.overlap == "auto")
             one = TieredCandidate(step, machine, placement, sizes, layouts, *asked, self.section.micro_batch_order)
             if placement.optimizer != TierKind.GPU:

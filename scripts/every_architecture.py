@@ -357,6 +357,8 @@ def table(results: Sequence[Result]) -> str:
     lines = [
         "# Every causal language model of transformers",
         "",
+        "Look up your architecture: whether it trains here as in plain torch, and how closely.",
+        "",
         f"Written by `scripts/every_architecture.py --table docs/architectures.md`: transformers "
         f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",
         "",

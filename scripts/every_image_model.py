@@ -230,6 +230,8 @@ def table(results: Sequence[Result]) -> str:
     lines = [
         "# Every image-text model of transformers",
         "",
+        "Look up your image-text architecture: whether it trains here as in plain torch, and how closely.",
+        "",
         f"Written by `scripts/every_image_model.py --table docs/benchmarks/image_models.md`: transformers "
         f"{transformers.__version__}, torch {torch.__version__}. {counts(results, not_run=_NOT_TRIED)}.",
         "",

@@ -100,7 +100,7 @@ def test_a_line_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, mo
         read(source)
 
 
-def test_a_name_that_would_steer_a_terminal_does_not(tmp_path: Path) -> None:
+def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
     source = tmp_path / "a\x1b[31m.jsonl"
     source.write_text("{")
     with pytest.raises(UserError, match=r"a\\x1b\[31m\.jsonl', line 1: not JSON"):

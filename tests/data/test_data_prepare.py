@@ -81,7 +81,7 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_work_of_others_in_a_shared_cache_is_not_taken(
+def test_token_files_of_other_users_are_not_used(
     source: Path, tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in a shared cache with valid checksums are refused if another user owns them or may change them."""
@@ -113,9 +113,7 @@ def test_the_work_of_others_in_a_shared_cache_is_not_taken(
     assert tokenizer.calls == 0
 
 
-def test_what_others_say_of_a_texts_sum_is_not_believed(
-    source: Path, tokenizer: CountingTokenizer, tmp_path: Path
-) -> None:
+def test_checksums_of_other_users_are_not_used(source: Path, tokenizer: CountingTokenizer, tmp_path: Path) -> None:
     os.utime(source, (1, 1))
     cache = tmp_path / "shared"
     made = prepared(source, tokenizer=tokenizer, cache=cache)
@@ -141,7 +139,7 @@ def test_a_umask_that_lets_the_group_write_is_not_followed(
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache").glob("*.[bj]*")} == {0o644}
 
 
-def test_documents_become_their_tokens_with_end_of_text_behind_each(
+def test_documents_become_their_tokens_each_followed_by_end_of_text(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer
 ) -> None:
     lines = tmp_path / "b.jsonl"
@@ -162,7 +160,7 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
     assert len(leftovers(tmp_path / "cache")) == 4  # includes the checksums of the text, and a lock
 
 
-def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
+def test_special_tokens_in_a_text_are_their_ids_and_a_missing_end_of_text_is_reported(
     tmp_path: Path, tokenizer: CountingTokenizer
 ) -> None:
     (tmp_path / "a.txt").write_text("one<|endoftext|>two")
@@ -224,7 +222,7 @@ def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
     assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(other), 0]
 
 
-def test_a_text_that_was_left_alone_is_not_read_again(
+def test_an_unchanged_text_is_not_read_again(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
@@ -283,7 +281,7 @@ def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monke
     assert seen == [("t.bin", False), ("t.bin.json", False)] * 2
 
 
-def test_a_second_writer_of_the_same_text_does_not_take_the_pair_away(tmp_path: Path) -> None:
+def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     with TokenWriter(path, tokenizer="f", vocabulary=9) as slow:
         slow.write([1, 2])
@@ -316,7 +314,7 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
     assert (tmp_path / "precious").exists()
 
 
-def test_a_temporary_file_taken_for_dead_before_it_was_locked_is_made_anew(
+def test_a_temporary_file_removed_before_it_was_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = tokenfile.fcntl.flock
@@ -516,7 +514,7 @@ class WaitingTokenizer(CountingTokenizer):
         return super().__call__(*arguments, **settings)
 
 
-def test_of_three_that_prepare_a_text_one_does_the_work(tmp_path: Path, source: Path) -> None:
+def test_one_of_three_processes_prepares_a_text(tmp_path: Path, source: Path) -> None:
     """One of three processes tokenises a text; the others report that they wait, and use its file."""
     first, others = WaitingTokenizer(), [CountingTokenizer() for _ in range(2)]
     said: list[list[str]] = [[], []]
@@ -548,7 +546,7 @@ def test_of_three_that_prepare_a_text_one_does_the_work(tmp_path: Path, source: 
     assert all(lines[-1].endswith("already there") for lines in said)
 
 
-def test_a_killed_process_keeps_nobody_waiting(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
+def test_a_killed_process_blocks_no_other(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
     target = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache").path
     target.unlink()
     script = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True)"
@@ -573,7 +571,7 @@ def test_without_locks_each_does_the_work(
     assert len(prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")) > 100
 
 
-def test_progress_is_said_now_and_then(
+def test_progress_is_printed(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_tokenize, "PIECE", 100)

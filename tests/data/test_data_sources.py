@@ -86,7 +86,7 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
         find_sources([str(tmp_path / "pipe")])
 
 
-def test_what_a_directory_holds_and_is_not_read_is_told_of(tmp_path: Path) -> None:
+def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> None:
     for name in ("data", "elsewhere"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("x")
@@ -112,7 +112,7 @@ def test_what_a_directory_holds_and_is_not_read_is_told_of(tmp_path: Path) -> No
         ("a.tsv", 'x\ttext\n1\t"one\ntwo"\n2\té\n'),
     ],
 )
-def test_the_command_that_is_told_makes_lines_of_it(name: str, content: str, tmp_path: Path) -> None:
+def test_the_suggested_command_makes_lines_of_it(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UserError) as caught:
         find_sources([str(tmp_path / name)])

@@ -306,7 +306,7 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
         ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "leaves out message 1"),
     ],
 )
-def test_what_would_change_an_answer_is_refused_where_it_is_not_printed(
+def test_unprinted_fields_that_change_an_answer_are_refused(
     record: dict[str, Any], template: str, told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=told):

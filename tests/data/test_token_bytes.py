@@ -69,7 +69,7 @@ def test_all_tokens_of_a_text_are_all_its_bytes(kind: str, text: str) -> None:
         assert count(torch.tensor(ids[:end])) == len(said.encode())
 
 
-def test_what_is_not_known_is_not_guessed() -> None:
+def test_unknown_bytes_per_token_are_not_guessed() -> None:
     tokenizer = sentence_piece("llama")
     count = TokenBytes(tokenizer).of
     assert count(torch.tensor([tokenizer.unk_token_id])) is None

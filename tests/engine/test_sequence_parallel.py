@@ -92,7 +92,7 @@ def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int,
             assert of_rank[number]["pieces"] > 0
 
 
-def test_a_run_goes_on_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) -> None:
     """Two ranks resume their checkpoint bit for bit; one rank resumes it to 1e-5."""
     model = model_directory(tmp_path / "model", "qwen3", **LLAMA)
     words = ("parallel.sequence=2", *ALWAYS, "--accumulate", "2")
@@ -143,7 +143,7 @@ def test_the_command_trains_evaluates_and_samples(tmp_path: Path) -> None:
 SHAPE = SHAPES["gpt2-medium"]  # 16 heads
 
 
-def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
+def test_a_piece_of_a_row_needs_the_memory_of_a_row_of_its_length() -> None:
     """Attention needs a little more, and sharing rows does not add tokens to a step."""
     words = ("--micro-batch", "1", "model.activation_checkpointing=on", "--params", "cpu")
     whole, pieces, short = (

@@ -83,7 +83,7 @@ def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> No
     assert trainer.state.global_step == STEPS
 
 
-def test_what_cannot_be_such_a_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_checkpoints_that_no_trainer_reads_are_refused(tmp_path: Path) -> None:
     for words in (["out.gguf"], ["out", "--dtype", "bf16"], ["out", "--mixed"]):
         done = ask("export", tmp_path, *words, "--trainer")
         assert done.returncode == 2

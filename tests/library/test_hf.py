@@ -277,7 +277,7 @@ def test_predictions(folder: Path, drive: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(
+def test_wrong_arguments_are_refused(
     words: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     with loaded(folder, drive) as model, pytest.raises(UserError, match=said):

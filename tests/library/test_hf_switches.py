@@ -164,7 +164,7 @@ class WithOwnOptimizer(Offloaded, Foreign):
         return super().create_optimizer(*positional)
 
 
-def test_over_a_trainer_of_another_project(folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_the_mixin_works_over_another_projects_trainer(folder: Path, drive: Path, tmp_path: Path) -> None:
     """An optimizer behind the mixin is refused, unless the user's class returns the session's in its place."""
     words: dict[str, Any] = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     expected = stock(folder, tmp_path / "stock", **words)

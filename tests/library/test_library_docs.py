@@ -45,7 +45,7 @@ def micro_batches_from(start: int) -> Iterator[list[dict[str, torch.Tensor]]]:
         yield rows[2 * step : 2 * step + 2]
 
 
-def test_the_loop_trains_and_goes_on_from_its_save(here: Path) -> None:
+def test_the_loop_trains_and_resumes_from_its_save(here: Path) -> None:
     assert len(LOOP.strip().splitlines()) <= 25
     first = run(LOOP, STEPS=12, batches_from=micro_batches_from)
     assert (first["start"], first["step"]) == (0, 12)
@@ -73,7 +73,7 @@ def test_the_loop_of_adapters(here: Path) -> None:
     assert PeftModel.from_pretrained(before, here / "adapters").peft_config["default"].r == 16
 
 
-def test_a_module_of_ones_own(here: Path) -> None:
+def test_a_module_of_the_users(here: Path) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY))
     data = [(batch.inputs.flatten(), batch.targets.flatten()) for batch in batches(20)]

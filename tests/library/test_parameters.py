@@ -233,7 +233,7 @@ def test_parametrizations_come_before_offloading(offloaded: Offloaded, home: str
 
 
 @every_home
-def test_a_write_that_cannot_be_foreseen_stops_the_step(home: str, tmp_path: Path) -> None:
+def test_an_unforeseen_write_stops_the_step(home: str, tmp_path: Path) -> None:
     """A write through an older view is detected at the step, and resuming a save restores the weight."""
     model = net()
     reference = copy.deepcopy(model)
@@ -261,7 +261,7 @@ def test_a_write_that_cannot_be_foreseen_stops_the_step(home: str, tmp_path: Pat
 
 
 @every_home
-def test_a_view_reads_what_its_parameter_holds_now(offloaded: Offloaded) -> None:
+def test_a_view_reads_its_parameters_current_values(offloaded: Offloaded) -> None:
     """A view reads the parameter's current values, wherever it was made and whether the weight is on the device."""
     model, reference, session = offloaded
     views: dict[Any, list[torch.Tensor]] = {model: [], reference: []}
@@ -322,7 +322,7 @@ def test_parameters_without_dimensions_are_listed_and_have_gradients(offloaded: 
 
 @every_home
 @pytest.mark.parametrize("nested", [False, True])
-def test_parameters_of_two_sessions_meet_in_one_operation(
+def test_one_operation_uses_parameters_of_two_sessions(
     nested: bool, home: str, offloaded: Offloaded, tmp_path: Path
 ) -> None:
     """Weights of two sessions, also of the same names, have their values and gradients in one operation."""
@@ -468,7 +468,7 @@ def by_transform(model: nn.Module) -> Any:
     ids=["trace", "export", "make_fx", "make_fx of a function", "vmap of a function", "vmap of grad"],
 )
 @every_home
-def test_what_records_a_model_is_refused(recorded: Callable[[nn.Module], Any], offloaded: Offloaded) -> None:
+def test_tracing_a_model_is_refused(recorded: Callable[[nn.Module], Any], offloaded: Offloaded) -> None:
     model, reference, session = offloaded
     with pytest.raises(ot.UserError, match=r"was used inside .*, which cannot follow weights"):
         recorded(model)

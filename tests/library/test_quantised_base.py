@@ -163,7 +163,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
-def test_norms_are_trained_beside_quantised_matrices(
+def test_norms_are_trained_with_quantised_matrices(
     home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """Blocks with trained and quantised weights are updated, saved, and resumed elsewhere with the same bits."""
@@ -390,7 +390,9 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
         ({"dtype": "fp16"}, "no fp16"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(keys: dict[str, Any], said: str, folder: Path, drive: Path) -> None:
+def test_models_that_cannot_be_quantised_are_refused(
+    keys: dict[str, Any], said: str, folder: Path, drive: Path
+) -> None:
     words: dict[str, Any] = {"freeze": ["."], "base": "nf4", "say": lambda _: None}
     with pytest.raises(ot.UserError, match=said):
         ot.load(folder, nvme=drive, **(words | keys))

@@ -150,7 +150,7 @@ def by_torch(model: nn.Module) -> tuple[list[Any], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("home", HOMES)
-def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
+def test_a_loop_has_the_bits_of_torch(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     objects = dict(model.named_parameters())
@@ -165,7 +165,7 @@ def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, 
 
 @pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
-def test_the_update_goes_on_behind_the_loop(
+def test_the_update_overlaps_the_loop(
     home: str, told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights read right after `step` have their new values, although a slow update overlaps the loop."""
@@ -208,7 +208,7 @@ class Spare(Tower):
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
-def test_a_backward_waits_for_what_its_forward_did_not_use(
+def test_a_backward_waits_for_units_that_its_forward_skipped(
     told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = Updater._update
@@ -294,7 +294,7 @@ def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) ->
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_path: Path, drive: Path) -> None:
+def test_narrow_moments_resume_bit_for_bit(states: str, tmp_path: Path, drive: Path) -> None:
     """A resumed run with narrow moments has the same bits, since rounding depends on the seed and the step only."""
     after = []
     for stops in (False, True):
@@ -319,7 +319,9 @@ def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
-def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
+def test_a_resumed_session_has_the_bits_of_an_uninterrupted_one(
+    home: str, kind: str, tmp_path: Path, drive: Path
+) -> None:
     """A resumed run has the bits of an uninterrupted one, in another placement and from other initial values."""
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
@@ -356,7 +358,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, f
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_moment_it_goes_on_from_a_whole_save(moment: str, tmp_path: Path, drive: Path) -> None:
+def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str, tmp_path: Path, drive: Path) -> None:
     """After SIGKILL during a save or an update, one complete save remains and resumes with the same bits."""
     model = tower(tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
@@ -402,7 +404,7 @@ def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path)
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive: Path) -> None:
+def test_every_read_of_a_weight_gets_its_values(home: str, tmp_path: Path, drive: Path) -> None:
     model = Tower()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with ot.offload(model, nvme=drive, **HOMES[home]) as session:
@@ -522,7 +524,7 @@ def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None
         step(small)
 
 
-def test_what_would_be_lost_or_wrong_is_refused(drive: Path) -> None:
+def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
     model = Tower()
     with ot.offload(model, nvme=drive, **HOMES["in RAM"]) as session:
         optimizer = session.adamw()
@@ -583,7 +585,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> No
     assert all(torch.equal(after[name], parameter) for name, parameter in reference.named_parameters())
 
 
-def test_a_forward_that_fails_leaves_nothing_behind(drive: Path) -> None:
+def test_a_failed_forward_leaves_no_state(drive: Path) -> None:
     torch.manual_seed(1)
     model = Tower()
     reference = copy.deepcopy(model)
@@ -703,13 +705,13 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
         ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True runs it anyway\)"),
     ],
 )
-def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> None:
+def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ot.UserError, match=words) as refused:
         ot.offload(Tower(), say=lambda line: None, **keys)
     assert "--" not in str(refused.value)
 
 
-def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer buffers are used if memory is short, as in a run of the command, and the numbers stay the same."""
     here = api.machine_here(PlacementSection())
     monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
@@ -749,7 +751,7 @@ def test_blocks_are_found_or_named(drive: Path) -> None:
 # -- ot.load ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_is_loaded_trained_exported_and_saved_as_transformers_would(tmp_path: Path, drive: Path) -> None:
+def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp_path: Path, drive: Path) -> None:
     model = transformers_model(tmp_path)
     model.save_pretrained(tmp_path / "model")
     said: list[str] = []

@@ -112,7 +112,9 @@ def test_a_loop(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "message"), [("outside", "micro_batch(last=True)"), ("grads", "2 ranks")])
-def test_what_ranks_cannot_do_is_refused(kind: str, message: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_settings_that_ranks_lack_are_refused(
+    kind: str, message: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
     """A backward outside micro_batch, and torch's own clipping, which reads gradients, are refused on both ranks."""
     done = start_two(kind, "ours", "resident", folder, tmp_path, drive)
     refused = [line for line in done.stdout.splitlines() if line.startswith("refused")]

@@ -13,7 +13,7 @@ from torch import nn
 from offload_trainer.offloading import device
 
 
-def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heap_is_trimmed_after_every_eighth_block_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(device, "return_now", lambda: told.append("trim"))
     blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
@@ -48,7 +48,7 @@ assert current_rss_bytes() - before < 8 << 20
 """
 
 
-def test_what_is_freed_of_a_long_row_goes_back_at_once() -> None:
+def test_freed_memory_of_a_long_row_is_returned_immediately() -> None:
     """Freed allocations of 4 MiB below live ones are returned; shorter rows' would remain as holes. A new process has
     no holes yet.
     """

@@ -98,7 +98,7 @@ def test_pages_in_ram_are_updated_before_the_backward_has_ended(home: str, folde
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-def test_only_pages_with_shadow_memory_are(share: float, folder: Path, drive: Path) -> None:
+def test_only_pages_with_shadow_memory_are_updated_early(share: float, folder: Path, drive: Path) -> None:
     seen: list[int] = []
     with engine(gpt2(folder), *ALL, UNCLIPPED, FULL, shadows=share) as ours:
         hold_up(ours)
@@ -141,7 +141,7 @@ def test_state_on_drives_is_read_once_a_step_while_pages_in_ram_pass_through_the
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("home", IN_RAM)
-def test_steps_are_plain_torchs(
+def test_steps_match_plain_torch(
     home: str,
     share: float,
     folder: Path,

@@ -100,7 +100,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)
 @pytest.mark.parametrize("share", ["device", "all three"])
-def test_weights_and_gradients_may_live_elsewhere(
+def test_weights_and_gradients_may_be_in_other_tiers(
     share: str, elsewhere: str, states: str, folder: Path, tmp_path: Path
 ) -> None:
     """Pages updated on the device then use buffers to reach their weights and gradients elsewhere."""
@@ -151,7 +151,7 @@ def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch
         assert train(ours, batches(4)) != in_ram(folder, "bf16", True, 1)[0]
 
 
-def test_pages_live_where_the_shares_say(folder: Path) -> None:
+def test_pages_are_placed_by_the_shares(folder: Path) -> None:
     """The device holds whole units with their gradients (a remainder aside), and each share is exact up
     to alignment.
     """

@@ -92,7 +92,7 @@ def test_other_moments_and_rules(kernel: str, states: list[str], folder: Path, d
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_runs_go_on_in_either_form(states: list[str], folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_runs_resume_in_either_format(states: list[str], folder: Path, drive: Path, tmp_path: Path) -> None:
     """A checkpoint of either form, written during training, resumes in the other."""
     expected, state = whole(folder, *states, steps=6)
     home = HOMES["weights and gradients on the drive"]
@@ -116,7 +116,9 @@ def test_runs_go_on_in_either_form(states: list[str], folder: Path, drive: Path,
 
 
 @pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive", "all on the device"])
-def test_weights_without_a_gradient_and_frozen_ones_stay(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_weights_without_a_gradient_and_frozen_ones_are_unchanged(
+    home: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
     found = []
     for words in ([], [REMAINDERS]):
         words = ['model.freeze=["wpe","h.1.mlp"]', *words]
@@ -212,7 +214,7 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
         (["tiered.overlap=backward"], "tiered.overlap=backward: a clipped step needs its old weights again"),
     ],
 )
-def test_what_cannot_have_remainders_is_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:
+def test_settings_without_split_masters_are_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:
     asked = engine(gpt2(folder), *words, REMAINDERS, drives=[drive])
     with pytest.raises(UserError, match=f"tiered.master_format=split with {told}"):
         asked.__enter__()

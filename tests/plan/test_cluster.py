@@ -108,7 +108,7 @@ def test_seconds_of_the_links() -> None:
     assert any("barriers" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
 
 
-def test_a_network_that_nobody_knows_leaves_the_step_unknown() -> None:
+def test_an_unknown_network_leaves_the_step_unknown() -> None:
     plan = planned(cluster(), "--params", "gpu", nodes=2)
     assert plan.forecast.seconds["backward"] is None
     assert "network" not in [one.place for one in planned(cluster(), "--params", "gpu", nodes=1).links]
@@ -134,7 +134,7 @@ def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> No
         assert in_all <= sum(times) * each * 1.01
 
 
-def test_machines_of_a_cluster_say_what_is_between_them() -> None:
+def test_machines_of_a_cluster_name_their_links() -> None:
     for name in CLUSTERS:
         found = read_machine(name)
         assert found.gpus in (4, 8)
@@ -177,7 +177,7 @@ def test_one_number_of_machines_has_a_plans_own_keys(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("nodes", ["0", "1,x", "", "2000"])
-def test_numbers_that_are_none(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_of_nodes(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--machine", "8xh100-80gb", f"--nodes={nodes}"]) == 2
     assert "whole numbers from 1 to 1024" in capsys.readouterr().err
 

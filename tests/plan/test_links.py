@@ -16,9 +16,7 @@ from offload_trainer.plan.machine import Latency, Links, Rate, describe_rates, p
 from offload_trainer.run.machine_rates import _ranks_to_time
 
 
-def test_two_ranks_time_what_is_between_them_and_it_is_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     known = Links(message=Latency(1e-4, "specified", "of a data sheet"))

@@ -82,7 +82,7 @@ def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tu
 
 @pytest.mark.parametrize("kind", ["ring", "all-to-all"])
 @pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
-def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, here: int) -> None:
+def test_bytes_through_a_nodes_network_equal_simulated_messages(kind: str, here: int) -> None:
     world = 16
     for group in (2, 4, 8, 16):
         for apart in (1, 2, 4, 8):
@@ -93,7 +93,7 @@ def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, her
             assert flow.network(here) == pytest.approx(network), (group, apart)
 
 
-def test_a_stage_that_cannot_be_is_refused() -> None:
+def test_an_impossible_stage_is_refused() -> None:
     stock = ("--engine", "deepspeed")
     with pytest.raises(UserError, match=r"zero_stage=2 keeps whole weights on each GPU.*use --params gpu"):
         wish(*stock, "deepspeed.zero_stage=2", "--params", "cpu")
@@ -164,7 +164,7 @@ def test_sequence_parallel_by_hand() -> None:
 # -- seconds ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() -> None:
+def test_rates_timed_between_ranks_count_if_no_links_are_described() -> None:
     flow = next(zero_collectives(work(), stage=2, trained=10**9))
     across = replace(flow, kind="all-to-all")
     timed = {"all_gather": rate(2e9), "all_to_all": rate(5e9)}
@@ -177,7 +177,7 @@ def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() 
 # -- available modes ---------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_divided_is_named() -> None:
+def test_models_that_cannot_be_divided_are_named() -> None:
     def told(*, tensor: int = 1, sequence: int = 1, **changed: object) -> str:
         return refusal(replace(SHAPE, **changed), tensor=tensor, sequence=sequence, seq_len=512)  # type: ignore[arg-type]
 
@@ -331,6 +331,6 @@ def test_modes_keep_the_length_of_the_run(capsys: pytest.CaptureFixture[str]) ->
         (["--machine", "8xh100-80gb", "--nodes", "0"], "--nodes 0"),
     ],
 )
-def test_a_mistake_is_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *words]) == 2
     assert told in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_a_part_is_at_most_as_large_as_the_largest_that_cannot_be_divided() -> N
     assert undivided(divided(shape)) == replace(shape, divisible=())
 
 
-def test_what_a_trial_did_not_show_to_be_divisible_is_whole() -> None:
+def test_modules_that_no_probe_showed_divisible_are_whole() -> None:
     one = block(0, **LLAMA)
     mlp = ["layers.0.mlp.up.w0", "layers.0.mlp.down.w0"]
     assert names(divided(shape_of(one, divisible=BOTH[:2])))["layers.0.mlp"] == mlp
@@ -91,7 +91,7 @@ def test_experts_in_one_tensor_are_one_part_and_blocks_that_are_smaller_stay_who
     assert [place.weight.name for place in units["layers.0"].places] == ["layers.0.mlp.router.w0"]
 
 
-def test_many_little_modules_come_and_go_where_together_they_are_not_little() -> None:
+def test_many_small_modules_are_fetched_if_they_are_large_together() -> None:
     """A list of many small experts is one part if it is smaller than the largest matrix, or else many parts."""
     many = {f"mlp__experts__{number}": ((64, WIDE),) for number in range(32)}
     shape = shape_of(block(0, attn__q=(TALL,), **many), divisible=("layers.0", "layers.0.mlp", "layers.0.mlp.experts"))
@@ -125,7 +125,7 @@ def way(plan: Plan) -> tuple[str, int]:
     return "module" if parts else "block", plan.sizes.unit_buffers
 
 
-def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
+def test_each_fallback_is_used_if_the_one_before_does_not_fit() -> None:
     """Fewer buffers are tried before division, since they move nothing twice."""
     needs = []
     for fetch, count in RUNGS:
@@ -144,7 +144,7 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
     assert way(refused) == ("block", 3)  # the configured way
 
 
-def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_and_modes_use_the_same_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     compared = list[Plan]()
     taken = plan_command._planned_tiered
@@ -171,7 +171,7 @@ def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> 
         assert not plan.fits
 
 
-def test_a_preset_takes_fewer_buffers_too() -> None:
+def test_a_preset_uses_fewer_buffers_too() -> None:
     def planned(gpu: int, *words: str) -> Plan:
         return plan_elsewhere(load_config(["--model", "gpt2-xl", *AWAY, *words]), machine(gpu=gpu))
 
@@ -183,7 +183,7 @@ def test_a_preset_takes_fewer_buffers_too() -> None:
     assert way(planned(fewer.tiers["gpu"]["need"])) == ("block", 1)
 
 
-def test_what_is_asked_for_is_not_changed() -> None:
+def test_configured_values_are_not_changed() -> None:
     least = planned(ROOMY, "tiered.fetch_granularity=module", "tiered.weight_buffers=1").tiers["gpu"]["need"]
     assert not planned(least, "tiered.fetch_granularity=block").fits
     assert not planned(least, "tiered.weight_buffers=3").fits
@@ -197,7 +197,7 @@ def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
     assert told.too_large.startswith("transformer.h.0.attn alone has 33.6 MB of weights")
 
 
-def test_one_buffer_is_no_way_ahead() -> None:
+def test_one_buffer_prefetches_nothing() -> None:
     """A single buffer allows no overlap, so transfers add to the computing time."""
     timed = replace(
         machine(gpu=ROOMY).rates,

@@ -38,7 +38,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("packing", ["off", "on"])
-def test_a_killed_run_goes_on_to_the_last_bit(packing: str, chat: Path, drive: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit_with_its_rows(packing: str, chat: Path, drive: Path, tmp_path: Path) -> None:
     """A killed run resumes with the same bits, including dropout, whose RNG depends on the position in the run."""
     words = [
         *WORDS,

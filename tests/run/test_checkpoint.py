@@ -58,7 +58,7 @@ def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:
     assert not exchange(tmp_path / "a", tmp_path / "nowhere")
 
 
-def test_only_what_a_save_has_named_is_pruned_or_resumed_from(tmp_path: Path) -> None:
+def test_only_named_checkpoints_are_pruned_or_resumed(tmp_path: Path) -> None:
     """Checkpoints that the user renamed, linked or added files to are never pruned or counted as reclaimable."""
     said: list[str] = []
     for step in (1, 2, 3, 4):
@@ -85,7 +85,7 @@ def test_only_what_a_save_has_named_is_pruned_or_resumed_from(tmp_path: Path) ->
     assert bytes_that_go(root) == bytes_below(root / "step-00000006") > 0
 
 
-def test_what_a_killed_prune_left_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = tmp_path / "checkpoints"
     save(tmp_path, 2).rename(root / ".step-00000002.pruned")

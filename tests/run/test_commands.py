@@ -107,7 +107,7 @@ def test_three_answers_make_a_configuration_with_its_plan(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["books.txt", "mine.yaml", "ssd"]
 
 
-def test_what_is_said_is_not_asked_and_nothing_means_the_default(
+def test_given_answers_are_not_asked_and_an_empty_one_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "small.yaml").write_text("data:\n  path: [builtin]\n")
@@ -121,7 +121,7 @@ def test_what_is_said_is_not_asked_and_nothing_means_the_default(
     assert load_config(["train.yaml"]) == load_config(["small.yaml", *SMALL, "--model", "gpt2-mini"])
 
 
-def test_what_does_not_fit_is_not_written(
+def test_a_configuration_that_does_not_fit_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answered(monkeypatch, "gpt2-10b", "builtin", "")
@@ -177,7 +177,7 @@ def completed(shell: str, line: str, folder: Path) -> list[str]:
         ("offload-train export --opt", []),
     ],
 )
-def test_what_a_shell_offers(shell: str, line: str, offered: list[str], tmp_path: Path) -> None:
+def test_shell_completions(shell: str, line: str, offered: list[str], tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     for name in ("books.txt", "mine.yaml"):
         (tmp_path / name).touch()

@@ -144,7 +144,7 @@ def test_limits_and_json(run: Path, tasks: Path, tmp_path: Path, capsys: pytest.
     assert found == json.loads((tmp_path / "other.json").read_text())
 
 
-def test_a_task_that_there_is_not(run: Path, tasks: Path, tmp_path: Path) -> None:
+def test_an_unknown_task(run: Path, tasks: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no task ours_chioce among its \d+; did you mean ours_choice\?"):
         evaluate(run, wish(tasks, tasks=("ours_chioce",)), write=tmp_path / "a.json", say=lambda line: None)
     (tmp_path / "lost.yaml").write_text((tasks / "ours_rolling.yaml").read_text().replace("data.jsonl", "gone.jsonl"))
@@ -154,7 +154,7 @@ def test_a_task_that_there_is_not(run: Path, tasks: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "a.json").exists()
 
 
-def test_what_holds_no_model(run: Path, tasks: Path, tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_a_directory_without_a_model(run: Path, tasks: Path, tmp_path: Path, expected: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"neither a checkpoint .* nor a run directory that holds one"):
         evaluate(tmp_path, wish(tasks), say=lambda line: None)
     for file in (run.parent / "exported").iterdir():

@@ -58,7 +58,7 @@ def logged(error: BaseException, folder: Path) -> str:
     return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
 
 
-def test_no_inodes_is_not_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_inodes_are_not_missing_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=64, f_favail=0))
     assert reason(NO_SPACE) == "No inodes left: the filesystem holds 64 files and takes no more, whatever their size"
     bare = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -70,9 +70,7 @@ def test_no_inodes_is_not_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(NO_SPACE) == "No space left on device"
 
 
-def test_a_filesystem_is_looked_at_before_what_fills_it_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_filesystem_is_examined_before_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The filesystem is examined before a failed save is removed, which would free the inode that it lacked."""
     final = tmp_path / "step-00000002"
 
@@ -103,7 +101,7 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_are_shown_even_if_they_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are shown even if the disk of the cache is full."""
     monkeypatch.setattr(rate_cache, "refuse_unwritable", lambda: None)
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")

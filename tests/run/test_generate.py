@@ -106,7 +106,7 @@ def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
                 assert torch.equal(found.model(given).logits, expected)
 
 
-def test_what_a_run_without_checkpoints_left_is_read_again_and_again(run: Path, tmp_path: Path) -> None:
+def test_final_weights_can_be_read_repeatedly(run: Path, tmp_path: Path) -> None:
     words = [*TINY, "--steps", "1", "--save-every", "0", "--data", run.parent / "chat.jsonl"]
     left = call(*words, output=tmp_path / "left").output
     expected = likeliest(left / "export", [5, 6, 7])
@@ -115,7 +115,7 @@ def test_what_a_run_without_checkpoints_left_is_read_again_and_again(run: Path, 
             assert found.generate([5, 6, 7], tokens=TOKENS, temperature=0, seed=0) == expected
 
 
-def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
+def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
     with opened(run, mixed=False) as source:
         model = empty_model(source.model)
         asked: list[str] = []
@@ -138,13 +138,13 @@ def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
         assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
 
 
-def test_weights_that_were_not_read_are_no_text(run: Path) -> None:
+def test_unread_weights_generate_no_text(run: Path) -> None:
     model = empty_model(run / "model")
     with pytest.raises(TrainerError, match="the model's logits are not numbers"):
         InferenceModel(model, load_tokenizer(str(run / "model"))).generate([5], tokens=1, temperature=0, seed=0)
 
 
-def test_answers_follow_all_that_was_said(run: Path, exported: Path) -> None:
+def test_answers_follow_the_whole_conversation(run: Path, exported: Path) -> None:
     tokenizer = load_tokenizer(str(exported))
     answers = chat(
         run,
@@ -238,7 +238,7 @@ def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) ->
     return made
 
 
-def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
+def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     done = directory(tmp_path, "a/done", steps=3, saved=(2, 3))
     record = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)
     (done / "evaluations.jsonl").write_text(record.to_json() + "\n")

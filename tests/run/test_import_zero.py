@@ -28,7 +28,7 @@ CASES = [(zero, ranks) for zero in ZERO for ranks in (1, 2, 4)]
 
 @pytest.mark.ops
 @pytest.mark.parametrize(("zero", "ranks"), CASES)
-def test_state_and_next_losses_are_deepspeeds(zero: str, ranks: int, tmp_path: Path) -> None:
+def test_state_and_next_losses_match_deepspeed(zero: str, ranks: int, tmp_path: Path) -> None:
     """The imported state has DeepSpeed's bits, from its files and from its universal files, and goes on as it does."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     words = ["--dtype", "fp32", "model.activation_checkpointing=off"]

@@ -28,7 +28,7 @@ from offload_trainer.settings import load_config
         ([-signal.SIGTERM, -signal.SIGTERM], (0, -signal.SIGTERM)),
     ],
 )
-def test_the_rank_that_the_others_followed_is_told(codes: list[int], first: tuple[int, int]) -> None:
+def test_the_first_failed_rank_is_reported(codes: list[int], first: tuple[int, int]) -> None:
     assert first_failure({rank: Ended(code, timestamp=rank) for rank, code in enumerate(codes)}) == first
 
 
@@ -54,7 +54,7 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             of(*uneven)
 
 
-def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher names the checkpoint to resume from by the files in the run directory."""
 
     def told(failed: dict[int, Ended], *, stopped: int = 0) -> int:
@@ -170,7 +170,7 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, to
         ),
     ],
 )
-def test_an_error_says_from_where_it_goes_on(told: str, whole: str, tmp_path: Path) -> None:
+def test_an_error_says_where_the_run_resumes(told: str, whole: str, tmp_path: Path) -> None:
     """A training error says where the rerun resumes, unless the message says so already."""
     assert with_resume_hint(told, ["train", "--output", str(tmp_path)]) == whole
     assert with_resume_hint(told, ["export", str(tmp_path)]) == told

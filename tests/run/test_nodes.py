@@ -137,7 +137,7 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
     assert [step["step"] for step in Run(0, "", tmp_path / "out").steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_port_that_is_held_is_the_stores_and_nobody_elses() -> None:
+def test_only_the_store_listens_on_the_port() -> None:
     bound, port = held_port()
     with bound:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):

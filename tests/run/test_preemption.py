@@ -62,7 +62,7 @@ def test_a_file_stops_a_run(tmp_path: Path) -> None:
     assert checkpoints(output)[-1] == "step-00000003"
 
 
-def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_to_save_counts_the_rest_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time_to_save.time, "monotonic", lambda: now[0])
     left = TimeToSave(step=None, save=4.0)
@@ -190,7 +190,7 @@ def test_a_metadata_service_stops_a_run(
     assert told in line
 
 
-def test_a_service_that_does_not_answer_is_told_once(stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_does_not_answer_is_reported_once(stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
     said: list[str] = []
     with preemption.stopping_on_warnings(["gcp"], say=said.append):

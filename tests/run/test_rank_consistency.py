@@ -23,7 +23,7 @@ def wishes(*words: str) -> dict[str, Any]:
     return load_config([*words]).model_dump(mode="json")
 
 
-def test_ranks_that_are_alike_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_other_programs(wishes())  # a single rank
     others(monkeypatch)
     refuse_other_programs(wishes())
@@ -58,7 +58,7 @@ def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_other_data(identity, layout)
 
 
-def test_rank_0_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     others(monkeypatch, rank=2, torch="2.1")
     with pytest.raises(PeerFailed) as silent:
         refuse_other_programs(wishes())

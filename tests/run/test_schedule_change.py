@@ -392,7 +392,7 @@ def test_a_kill_at_any_moment_of_a_change_changes_no_bit(
     assert not list((place / "offload-trainer").iterdir())
 
 
-def test_a_run_goes_on_without_the_change_where_its_checkpoint_cannot_be_written(
+def test_a_run_continues_without_the_change_if_its_checkpoint_cannot_be_written(
     drive: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     """The disk is full when the change is due."""
@@ -404,7 +404,7 @@ def test_a_run_goes_on_without_the_change_where_its_checkpoint_cannot_be_written
     assert_equal(left(run.output), alone)
 
 
-def test_a_resumed_run_may_be_told_another_schedule(drive: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_may_be_given_another_schedule(drive: Path, tmp_path: Path) -> None:
     """The changed schedule is kept only where the command leaves it open and the run allows it."""
     words = ["--nvme", str(drive), *map(str, WORDS), "--output", str(tmp_path / "run")]
     changed(BACKWARD, *words[:-2], output=tmp_path / "run")

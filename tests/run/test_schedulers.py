@@ -84,7 +84,7 @@ def test_kubernetes_accepts_the_job(tmp_path: Path) -> None:
     assert "'containers' is a required property" in incomplete
 
 
-def test_kubernetes_treats_each_exit_code_as_meant() -> None:
+def test_kubernetes_handles_each_exit_code() -> None:
     spec = JOB["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -142,7 +142,7 @@ def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
     assert "max_restarts_on_errors" in refused.stderr + refused.stdout
 
 
-def test_skypilot_recovers_what_was_warned() -> None:
+def test_skypilot_recovers_a_preempted_job() -> None:
     assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
     name, *words = shlex.split(TASK["run"].replace("\\\n", ""))
     assert name == "offload-train"
@@ -181,7 +181,7 @@ def of_batch_file(name: str) -> str:
 @pytest.mark.parametrize(
     ("code", "ends", "requeued"), [(0, "", False), (2, "", False), (STOPPED, "", True), (STOPPED, "yes", False)]
 )
-def test_the_batch_file_requeues_only_what_was_warned(code: int, ends: str, requeued: bool, tmp_path: Path) -> None:
+def test_the_batch_file_requeues_only_preempted_jobs(code: int, ends: str, requeued: bool, tmp_path: Path) -> None:
     """A warned job is requeued; one that has finished or failed, or that Slurm ends itself, is not."""
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("offload-train", TRAIN)):

@@ -89,7 +89,7 @@ def steps_of(run: Follower) -> list[int]:
     return [point.step for point in run.points]
 
 
-def test_an_appended_step_is_told_within_two_seconds_and_only_once(tmp_path: Path) -> None:
+def test_an_appended_step_is_sent_within_two_seconds_and_only_once(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", steps=3)
     with served(run) as server:
         (first,) = data(server)

@@ -236,7 +236,7 @@ def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_json_has_no_word_for_is_null(bad):
+def test_values_that_json_lacks_are_null(bad):
     phases = {"data": 0.0, "forward": bad, "backward": 0.0, "update": 0.0}
     line = a_step(loss=bad, grad_norm=bad, phases=phases).to_json()
     found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
@@ -284,7 +284,7 @@ def test_one_system_call_a_line(tmp_path, monkeypatch):
     lines.close()
 
 
-def test_a_full_drive_is_said(tmp_path, monkeypatch):
+def test_a_full_drive_is_reported(tmp_path, monkeypatch):
     lines = JsonLines(tmp_path / "m.jsonl")
     monkeypatch.setattr(sinks.os, "write", lambda fd, data: 3)
     with pytest.raises(TrainerError, match="3 of 12 bytes"):
@@ -300,7 +300,7 @@ def test_a_full_drive_is_said(tmp_path, monkeypatch):
         full.close()
 
 
-def test_resuming_drops_what_is_redone_and_what_a_kill_tore(tmp_path):
+def test_resuming_drops_repeated_and_torn_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = [a_step(step).to_json() for step in range(1, 8)]
     path.write_text("\n".join(whole) + "\n" + whole[0][:55])
@@ -391,7 +391,7 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     ]
 
 
-def test_short_runs_say_every_step():
+def test_short_runs_print_every_step():
     said = []
     shown = Screen(3, initial=0, say=said.append, live=False)
     for step in (1, 2, 3):
@@ -441,14 +441,14 @@ def test_speed_is_of_the_last_steps_together():
     assert all(re.search(r"wait (8|9)\d%", line) for line in said[1:])  # also when the last step did not wait
 
 
-def test_no_drive_is_told_of_where_nothing_is_kept_on_one():
+def test_no_drive_is_mentioned_if_none_is_used():
     """No drive speed is shown without state on drives, although checkpoints and logs move bytes."""
     shown = Screen(1, initial=0, say=(said := []).append, live=False, drives=False)
     shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
     assert "drive" not in said[0]
 
 
-def test_a_drive_is_told_of_where_it_takes_more_than_logs():
+def test_a_drive_is_mentioned_if_it_stores_more_than_logs():
     shown = Screen(1, initial=0, say=(said := []).append, live=False)
     shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
     assert "  drive 3 GB/s  " in said[0]  # 1.5 GB in half a second
@@ -467,7 +467,7 @@ def test_a_drive_is_told_of_where_it_takes_more_than_logs():
         (True, {"TERM": "dumb"}, False),
     ],
 )
-def test_where_there_is_a_live_line(monkeypatch, terminal, variables, live):
+def test_a_live_line_needs_a_terminal(monkeypatch, terminal, variables, live):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():
@@ -616,7 +616,7 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
     assert first[1] < last[1]
 
 
-def test_a_row_has_something_to_say(tmp_path):
+def test_rows_without_values_are_left_out_of_the_report(tmp_path):
     """A tier without memory has no row, and a phase without a prediction is not shown as predicted to take 0 s."""
     plan = {"tiers": {"gpu": {"need": 0, "have": 0}}, "seconds": {"forward": 1.0, "save": 0.0}}
     text = report(
@@ -632,7 +632,7 @@ def test_a_row_has_something_to_say(tmp_path):
     assert "0 B" not in text
 
 
-def test_what_has_no_value_is_not_there(tmp_path):
+def test_sections_without_values_are_left_out(tmp_path):
     """Charts without points, columns without numbers and headings without lines are left out."""
     evaluations = [EvalRecord(step=1, validation_loss=3.0, perplexity=20.1, bits_per_byte=None)]
     nothing = {"tiers": {}, "seconds": {}}
@@ -659,7 +659,7 @@ def test_memory_is_drawn_by_tier(tmp_path):
     assert len(held) == 1
 
 
-def test_what_this_process_holds(tmp_path, monkeypatch):
+def test_memory_of_this_process(tmp_path, monkeypatch):
     assert set(meters.memory_now([])) <= {"ram", "gpu"}
     (tmp_path / "page").write_bytes(b"x" * 8192)
     cuda = SimpleNamespace(is_initialized=lambda: True, memory_allocated=lambda: 12345)

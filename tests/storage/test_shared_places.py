@@ -140,7 +140,7 @@ def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.Capture
     refuse_second(output)
 
 
-def test_a_turn_is_waited_for_with_words_and_not_for_ever(filesystem: str, tmp_path: Path) -> None:
+def test_waiting_for_a_lock_is_reported_and_limited(filesystem: str, tmp_path: Path) -> None:
     said: list[str] = []
     if filesystem not in ("local", "nfs"):
         with pytest.raises(locks.NoLocks), locks.exclusive_lock(tmp_path / "turn", say=said.append):
@@ -218,7 +218,7 @@ def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> N
             ask(tmp_path)
 
 
-def test_nothing_is_called_removed_that_stayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root_of(tmp_path).mkdir()
     left = dead_lease(root_of(tmp_path))
 
@@ -235,7 +235,7 @@ def test_nothing_is_called_removed_that_stayed(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("thing", ["a lock that is held", "a pipe"])
-def test_nothing_beside_the_leases_holds_a_start_up(thing: str, tmp_path: Path) -> None:
+def test_no_common_lock_delays_a_start(thing: str, tmp_path: Path) -> None:
     """No lock around all leases exists that another process could hold."""
     root_of(tmp_path).mkdir()
     place = root_of(tmp_path) / ".lock"
@@ -376,13 +376,13 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_lines_of_metrics_last_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
+def test_metrics_are_durable_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     final = save(tmp_path, 1, growing=[tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"])
     assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
 
 
-def test_new_parents_of_a_directory_last(synced: list[str], tmp_path: Path) -> None:
+def test_new_parents_of_a_directory_are_durable(synced: list[str], tmp_path: Path) -> None:
     with held(tmp_path / "a/b/c", Log(loud=False)):
         assert synced[:3] == [f"sync {tmp_path}", f"sync {tmp_path}/a", f"sync {tmp_path}/a/b"]
 
@@ -455,7 +455,7 @@ def test_a_damaged_kernel_is_built_again(damage: str, kernel: Callable[[], Path]
     assert kernel.count == 2  # type: ignore[attr-defined]
 
 
-def test_kernels_lie_where_only_this_user_writes(
+def test_kernels_are_cached_where_only_this_user_writes(
     filesystem: str, kernel: Callable[[], Path], synced: list[str], tmp_path: Path
 ) -> None:
     library = kernel()
@@ -494,7 +494,7 @@ def test_kernels_that_another_user_may_have_planted_are_not_loaded(kernel: Calla
     assert kernel.count == 2  # type: ignore[attr-defined]
 
 
-def test_rates_kept_by_several_at_once_are_all_kept(
+def test_rates_stored_concurrently_are_all_kept(
     filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
 ) -> None:
     """Each thread opens the lock separately, as a process would."""

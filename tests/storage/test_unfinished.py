@@ -23,7 +23,7 @@ def leave(path: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["nothing", "an empty mark"])
-def test_it_is_in_nobody_s_way(how: str, tmp_path: Path) -> None:
+def test_an_unfinished_directory_blocks_no_start(how: str, tmp_path: Path) -> None:
     """A directory left so blocks no export to the same place, save of the same step, or lease on the same drive."""
     leave(tmp_path / ".export.tmp", how)
     with replacing(tmp_path / "export", what="the export to") as new:
@@ -41,7 +41,7 @@ def test_it_is_in_nobody_s_way(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a file beside it", "a word in the mark", "a link for a mark", "a link", "a file"])
-def test_what_may_be_somebody_s_stays(what: str, tmp_path: Path) -> None:
+def test_directories_that_may_be_a_users_stay(what: str, tmp_path: Path) -> None:
     place = tmp_path / ".export.tmp"
     if what == "a link":
         leave(tmp_path / "theirs", "nothing")
@@ -63,7 +63,7 @@ def test_what_may_be_somebody_s_stays(what: str, tmp_path: Path) -> None:
     assert os.path.lexists(place)
 
 
-def test_one_that_is_being_made_stays(tmp_path: Path) -> None:
+def test_a_directory_that_is_being_created_stays(tmp_path: Path) -> None:
     place = leave(tmp_path / ".step-00000002.tmp", "an empty mark")
     with open(place / MARK) as maker:
         fcntl.flock(maker, fcntl.LOCK_EX)

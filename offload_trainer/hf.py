@@ -124,16 +124,16 @@ class Offloaded(_Trainer):
 
         classes = type(self).__mro__
         here = classes.index(Offloaded)
-        own = any("create_optimizer" in vars(one) for one in classes[:here])
+        overrides = any("create_optimizer" in vars(one) for one in classes[:here])
         for name in _MAKES:
-            behind = next((one for one in classes[here + 1 :] if name in vars(one)), None)
+            following = next((one for one in classes[here + 1 :] if name in vars(one)), None)
             front = next((one for one in classes[:here] if name in vars(one)), None)
-            if (behind not in (None, Trainer) and not own) or (front and name != "create_optimizer"):
+            if (following not in (None, Trainer) and not overrides) or (front and name != "create_optimizer"):
                 raise UserError(
-                    f"{name} of {(front or behind).__name__} would not be called: override create_optimizer in a class "  # type: ignore[union-attr]
-                    "in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"
+                    f"{name} of {(front or following).__name__} would not be called: override create_optimizer in a "  # type: ignore[union-attr]
+                    "class in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"
                 )
-        if own:
+        if overrides:
             made = self.create_optimizer() or self.optimizer
             if not isinstance(made, OffloadedOptimizer):
                 raise UserError(

@@ -144,10 +144,10 @@ def _connect_on_several(rank: int, world: int, here: range) -> tuple[Listener, M
     with _listening(rank, here, secret=secret, host=_address()) as listener:
         try:
             store.set(_key(rank), " ".join(map(str, listener.address)))
-            while (come := sum(store.check([_key(other)]) for other in range(world))) < world:
+            while (arrived := sum(store.check([_key(other)]) for other in range(world))) < world:
                 poll()
                 if time.monotonic() > until:
-                    raise TrainerError(f"{why}: {come} of {world} are here")
+                    raise TrainerError(f"{why}: {arrived} of {world} are here")
                 time.sleep(_AGAIN)
             for other in set(range(world)) - set(here):
                 listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
@@ -421,19 +421,19 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
 
     `parts` must be contiguous. On a GPU the operation is queued on the current stream.
     """
-    come = torch.empty_like(parts)
+    received = torch.empty_like(parts)
     with _as_peer_failure():
         if not isinstance(group, Mesh):
-            dist.all_to_all_single(come.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
-            return come
+            dist.all_to_all_single(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
+            return received
         out = {member: parts[number].view(-1) for number, member in enumerate(group.members)}
-        into = {member: come[number].view(-1) for number, member in enumerate(group.members)}
+        into = {member: received[number].view(-1) for number, member in enumerate(group.members)}
         into[group.rank].copy_(out[group.rank])
         group.exchange(
             [(peer, _bytes_of(out[peer])) for peer in group.others],
             [(peer, _bytes_of(into[peer])) for peer in group.others],
         )
-    return come
+    return received
 
 
 def send_recv(

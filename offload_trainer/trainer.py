@@ -79,7 +79,7 @@ class Job:
     revised: RunRecord | None = None  # the last result of `revise`
 
 
-def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
+def train(job: Job, request: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
     """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
 
     `resume`: (checkpoint, state) to start from; the checkpoint must be verified already, and None means that the
@@ -116,12 +116,12 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             job.to_save.begin_save()
             if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
-            stop, requested, ended = _agree(job, asked)
+            stop, requested, ended = _agree(job, request)
             if job.revised is not None and not stop and _saved_for_change(job, state):
                 break
             _save_if_due(job, state, stopping=bool(stop), requested=requested, ended=ended)
             if stop:
-                asked.stop = stop  # the signal may have reached another rank only
+                request.stop = stop  # the signal may have reached another rank only
                 break
             if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
@@ -187,14 +187,14 @@ def _saved_for_change(job: Job, state: TrainState) -> bool:
     return True
 
 
-def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
+def _agree(job: Job, request: StopRequest) -> tuple[int, bool, bool]:
     """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished).
 
     Collective: every rank gets the same values after the same step.
     """
     requested = False
-    if asked.save:
-        asked.save, requested = False, True
+    if request.save:
+        request.save, requested = False, True
     if job.telemetry and os.path.lexists(job.save_request_file):
         try:
             job.save_request_file.unlink()
@@ -204,7 +204,7 @@ def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
                 f"{job.save_request_file} is ignored as a request for a checkpoint, because it cannot be removed: "
                 f"{error.strerror}"
             )
-    stops, requests, ended = zip(*all_gather_json((asked.stop, requested, job.checkpoints.ended)), strict=True)
+    stops, requests, ended = zip(*all_gather_json((request.stop, requested, job.checkpoints.ended)), strict=True)
     return max(stops), any(requests), all(ended)
 
 

@@ -405,9 +405,9 @@ def with_pictures(record: dict[str, Any], *, folder: Path, where: str) -> dict[s
             parts = []
             for part in content:
                 if _is_image(part):
-                    own = next((part[key] for key in ("path", "image", "url") if part.get(key)), None)
-                    bare += own is None
-                    path = next(rest, None) if own is None else own
+                    path_in_part = next((part[key] for key in ("path", "image", "url") if part.get(key)), None)
+                    bare += path_in_part is None
+                    path = next(rest, None) if path_in_part is None else path_in_part
                     part = {"type": "image", "path": _picture(path, folder=folder, where=where) if path else None}
                 parts.append(part)
             message = message | {"content": parts}

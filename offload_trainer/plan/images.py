@@ -50,7 +50,7 @@ def image_part(work: Workload) -> Part:
     mask = e * work.micro_batch * patches**2 if images.masked and images.units else 0
     of_unit = shape.by_unit()
     kept, largest, gradient, frozen = 0.0, 0.0, 0, images.frozen(shape.weights)
-    reached = len(frozen) < len(images.units)
+    has_backward = len(frozen) < len(images.units)
     checkpointed = set(images.layers) if work.checkpointing else set()
     for unit in images.units:
         weights = of_unit[unit]
@@ -62,12 +62,12 @@ def image_part(work: Workload) -> Part:
             kept += e * images.hidden if unit in checkpointed else whole
             gradient = max([gradient, *(e * weight.numel for weight in weights if weight.trainable)])
     # The features and the embeddings that they replace, and a mask over the tokens with a copy in the run's dtype.
-    beside = Growth(token=2 * e * shape.hidden, pair=1 + e)
+    features = Growth(token=2 * e * shape.hidden, pair=1 + e)
     again = (1 + _MORE_IN_BACKWARD if checkpointed else _MORE_IN_BACKWARD) * largest
     return Part(
-        kept=Growth(row=patches * kept + mask * reached) + beside,
-        forward=(Growth(row=patches * (kept + largest) + mask) + beside,),
-        backward=(Growth(fixed=gradient, row=patches * (kept + again) + mask) + beside,) if reached else (),
+        kept=Growth(row=patches * kept + mask * has_backward) + features,
+        forward=(Growth(row=patches * (kept + largest) + mask) + features,),
+        backward=(Growth(fixed=gradient, row=patches * (kept + again) + mask) + features,) if has_backward else (),
     )
 
 

@@ -571,10 +571,10 @@ def any_placement_fits(
         work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
-        beside = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
+        other_items = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
         for one in reversed(candidates):  # the ones with the least on the GPU first
-            room = room_of([*one.items(), *beside], each, machine)
+            room = room_of([*one.items(), *other_items], each, machine)
             if all(tier["need"] <= tier["have"] for tier in room.values()):
                 return True
     return False

@@ -125,7 +125,7 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
         yield place
 
 
-def anew(path: Path, *, what: str) -> Path:
+def fresh_directory(path: Path, *, what: str) -> Path:
     """Create a scratch directory that stays, replacing the one an earlier process created at this path.
 
     Raises NotOwned if the existing directory is not this program's.

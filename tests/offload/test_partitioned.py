@@ -15,7 +15,7 @@ from offload_trainer.engine.tp_shards import PartitionedInputs, piece_of
 def test_parts_are_joined_to_the_input(shape: tuple[int, ...], away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks rebuild rows of any length, though 3 need not divide the number of elements."""
     given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    ranks = [PartitionedInputs(place=place, count=3, group=None, away=away) for place in range(3)]
+    ranks = [PartitionedInputs(place=place, count=3, group=None, to_host=away) for place in range(3)]
     kept = [rank.pack_input(given) for rank in ranks]
 
     def gather(into: torch.Tensor, own: torch.Tensor, *, group: Any) -> None:

@@ -21,8 +21,8 @@ from offload_trainer.storage.owned_dirs import (
     MARK,
     NotOwned,
     ScratchDirectory,
-    anew,
     clear,
+    fresh_directory,
     made_as,
     remove,
     remove_dead,
@@ -324,11 +324,11 @@ def test_directories_in_use_are_not_removed(tmp_path: Path) -> None:
 
 def test_a_scratch_directory_replaces_only_its_own_kind(tmp_path: Path) -> None:
     (died(ScratchDirectory(tmp_path / "demo", what="the demo in")) / "old").touch()
-    assert list(anew(tmp_path / "demo", what="the demo in").iterdir()) == [tmp_path / "demo" / MARK]
+    assert list(fresh_directory(tmp_path / "demo", what="the demo in").iterdir()) == [tmp_path / "demo" / MARK]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/work").touch()
     with pytest.raises(NotOwned, match="this program did not make it"):
-        anew(tmp_path / "mine", what="the demo in")
+        fresh_directory(tmp_path / "mine", what="the demo in")
     assert (tmp_path / "mine/work").exists()
 
 

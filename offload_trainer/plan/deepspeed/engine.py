@@ -95,13 +95,13 @@ class DeepSpeed:
                 "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
                 "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
             )
-        away = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
-        if self.tensor > 1 and away:
+        off_gpu = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
+        if self.tensor > 1 and off_gpu:
             mistakes.append(
                 f"parallel.tensor={self.tensor} divides the weights over GPUs and keeps the state there or in RAM: use "
                 "--params gpu, and --optimizer gpu or cpu"
             )
-        if self.tensor == 1 and self.section.zero_stage in (1, 2) and away:
+        if self.tensor == 1 and self.section.zero_stage in (1, 2) and off_gpu:
             mistakes.append(
                 f"deepspeed.zero_stage={self.section.zero_stage} keeps whole weights on each GPU, and the state there "
                 "or in RAM: use --params gpu, and --optimizer gpu or cpu"

@@ -76,7 +76,7 @@ def exchange_of(
     """
     if work.world == 1:
         return CommCost((), sums=0, barriers=0, gathers=0)
-    e, micro, here, away = work.item_bytes, work.accumulate, work.here, work.world - work.here
+    e, micro, here, remote = work.item_bytes, work.accumulate, work.here, work.world - work.here
     every = own = whole = held = on_gpus = weights = 0
     for unit in units:
         first, _ = range_of_rank(unit, node * here, ranks=work.world)
@@ -97,9 +97,9 @@ def exchange_of(
         *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in (by_parts or {}).items()),
     ]
     links += _norms(work, units, range(node * here, (node + 1) * here), ordered=ordered)
-    if away:
-        marks = micro * here * away * weights
-        given, taken = micro * here * e * (whole - held), micro * away * e * held
+    if remote:
+        marks = micro * here * remote * weights
+        given, taken = micro * here * e * (whole - held), micro * remote * e * held
         links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
         links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
     sums = work.gradient_bytes * own * (2 * work.added - 1)

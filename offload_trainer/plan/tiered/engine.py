@@ -468,31 +468,31 @@ class TieredCandidate:
         # An update that overlaps has one core of a CPU that computes the model.
         if not self.sizes.overlap and (self._computes_products_on_cpu or not self.may_overlap):
             return self.sizes, found
-        behind = self.behind(found)
+        overlapped = self.overlapping_forward(found)
         if found.step is not None:
-            gains = behind.hidden >= WORTH * found.step
+            gains = overlapped.hidden >= WORTH * found.step
         else:
             # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
             # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.
             gains = self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
         if not self.sizes.overlap and not gains:
-            return self.sizes, replace(found, could_hide=behind.hidden)
+            return self.sizes, replace(found, could_hide=overlapped.hidden)
         if self.sizes.ahead:
-            return self.sizes, self._ahead(found, behind.hidden)
-        return replace(self.sizes, overlap=True), behind
+            return self.sizes, self._overlapping_backward(found, overlapped.hidden)
+        return replace(self.sizes, overlap=True), overlapped
 
     @property
     def _computes_products_on_cpu(self) -> bool:
         """Return whether the update has matrix products, and the CPU computes them and the model."""
         return self.work.state.rule.matrices and self.machine.gpu is None
 
-    def behind(self, found: Forecast) -> Forecast:
+    def overlapping_forward(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
         micro, gpu = self.work.passes, self.machine.gpu is not None
         hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
         return replace(found, behind=True, hidden=hidden)
 
-    def _ahead(self, found: Forecast, hidden: float) -> Forecast:
+    def _overlapping_backward(self, found: Forecast, hidden: float) -> Forecast:
         """Return the forecast of an update that starts during the backward.
 
         `hidden` is the seconds hidden by an update that overlaps only the next forward.

@@ -142,8 +142,8 @@ def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: 
     starts with buffers in a state that an earlier one started with, the fetches repeat from there and are not simulated
     again.
     """
-    away = {unit.index for unit in units}
-    needed = [(place, unit) for place, unit in enumerate(order) if unit in away]
+    indices = {unit.index for unit in units}
+    needed = [(place, unit) for place, unit in enumerate(order) if unit in indices]
     walk, found, before = _Walk(units, needed, blocks=blocks), list[list[tuple[int, int]]](), dict[object, int]()
     for number in range(times):
         begun = before.setdefault(walk.state, number)

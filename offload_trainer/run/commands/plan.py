@@ -1,7 +1,7 @@
 """The `plan` command for other machines: plans from a machine file, and a comparison of parallelism modes.
 
-An unmodified preset is planned without importing torch. Other models are sized from a transformers model on the meta
-device.
+`run/planning.py` plans runs on this machine. An unmodified preset is planned without importing torch. Other models are
+sized from a transformers model on the meta device.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class Offloaded(_Trainer):
         return self.optimizer
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Create the session's optimizer and its scheduler, whatever a class behind this one would make."""
+        """Create the session's optimizer and its scheduler in place of those of later classes in the MRO."""
         if not self._session.trained:
             return super().create_optimizer_and_scheduler(num_training_steps)
         self.create_optimizer()

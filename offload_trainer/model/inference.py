@@ -3,7 +3,7 @@
 empty_model ── set_weight for each ─┐
             └─ read_as_called ──────┴─ InferenceModel.generate ──> ids, one by one, with transformers' KV cache
 
-next_logits of an engine ─────────────── sample_text ──> text; simple and slow, to see how training goes
+next_logits of an engine ─────────────── sample_text ──> text; simple and slow, to follow a training
 """
 
 from __future__ import annotations

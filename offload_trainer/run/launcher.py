@@ -7,7 +7,8 @@ so that the reason is the last message. The exit code is that of the rank that f
 signal that ended the run.
 
 Nothing here looks for ranks that are stopped or hung: within a step the others wait at most 300 s for them
-(`ranks.STALLED`), and the launcher then kills what does not end. Elsewhere a slow rank cannot be told from a hung one.
+(`ranks.STALLED`), and the launcher then kills what does not end. Elsewhere a slow rank cannot be distinguished from a
+hung one.
 """
 
 from __future__ import annotations

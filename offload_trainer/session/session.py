@@ -109,7 +109,7 @@ class Session:
         if not self._residents_broadcast:
             broadcast_residents(self._parameters(), self._offloaded.node)
             self._residents_broadcast = True
-        # Without trained weights another optimizer may have the adapters, and the session is not told of its steps.
+        # Without trained weights another optimizer may have the adapters, and the session does not see its steps.
         self._counted = last or (self._counted and bool(self._offloaded.trained))
         self._offloaded.last = self._counted
         with self._offloaded.micro_batch(last=last):

@@ -162,7 +162,7 @@ class Tiered:
         wrong = [reason for reason, here in reasons.items() if here]
         if split and wrong:
             found.append(f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out")
-        in_session = work.checkpoints is None  # a `Session` has no training loop of ours
+        in_session = work.checkpoints is None  # a `Session` has the user's training loop
         if in_session and section.overlap == "backward":
             found.append(
                 "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "

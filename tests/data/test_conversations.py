@@ -308,7 +308,7 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "expected_text"),
     [
         ({"messages": []}, "'messages' holds an empty list"),
         ({"messages": "hello"}, "'messages' holds a string"),
@@ -324,12 +324,12 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
         ({"text": "x", "other": 1}, "no field 'messages', which chat has; there are: text, other"),
     ],
 )
-def test_lines_without_a_conversation_are_refused_by_number(record: dict[str, Any], told: str) -> None:
+def test_lines_without_a_conversation_are_refused_by_number(record: dict[str, Any], expected_text: str) -> None:
     form = {"conversations": "sharegpt", "instruction": "alpaca", "prompt": "pairs"}.get(next(iter(record)), "chat")
     with pytest.raises(UserError) as caught:
         example_of(record, form=form, where="chat.jsonl, line 7")
     assert str(caught.value).startswith("chat.jsonl, line 7: ")
-    assert told in str(caught.value)
+    assert expected_text in str(caught.value)
 
 
 def test_forms_are_known_by_their_keys(tmp_path: Path) -> None:

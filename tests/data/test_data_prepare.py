@@ -168,11 +168,11 @@ def test_special_tokens_in_a_text_are_their_ids_and_a_missing_end_of_text_is_rep
     assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids("one"), 0, *tokenizer.ids("two"), 0]
     endless = load_tokenizer("builtin")
     endless.eos_token = None
-    said: list[str] = []
+    messages: list[str] = []
     wish = DataSection(path=(str(tmp_path / "a.txt"),))
-    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, seq_len=16, cache=tmp_path, say=said.append)
+    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, seq_len=16, cache=tmp_path, say=messages.append)
     assert len(joined) == len(tokens) - 1
-    assert any("no end-of-text" in line for line in said)
+    assert any("no end-of-text" in line for line in messages)
 
 
 def test_pieces_and_batches_of_a_long_document_leave_no_trace(
@@ -375,19 +375,19 @@ def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
 ) -> None:
     path = tmp_path / "train.bin"
     np.array([5, 50256, 7], dtype=np.uint16).tofile(path)
-    said: list[str] = []
+    messages: list[str] = []
     tokens = prepare_tokens(
         DataSection(path=(str(path),)),
         tokenizer=tokenizer,
         vocabulary=50257,
         seq_len=16,
         cache=tmp_path,
-        say=said.append,
+        say=messages.append,
     )
     assert tokens.read(0, len(tokens)).tolist() == [5, 50256, 7]
     assert tokens.assumed is not None
     assert "uint16" in tokens.assumed
-    assert any(tokens.assumed in line for line in said)
+    assert any(tokens.assumed in line for line in messages)
     assert tokenizer.calls == 0
     with pytest.raises(UserError, match=r"up to 50256.*below 50256"):
         prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50256)
@@ -578,16 +578,16 @@ def test_progress_is_printed(
     monkeypatch.setattr(chunked_tokenize, "BATCH_PIECES", 1)
     clock = itertools.count(step=2)
     monkeypatch.setattr(chunked_tokenize, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    said: list[str] = []
+    messages: list[str] = []
     prepare_tokens(
         DataSection(path=(str(source),)),
         tokenizer=tokenizer,
         vocabulary=2048,
         seq_len=16,
         cache=tmp_path,
-        say=said.append,
+        say=messages.append,
     )
-    progress = [line for line in said if line.startswith("tokenised")]
+    progress = [line for line in messages if line.startswith("tokenised")]
     batches = len(list(TextSplitter(tokenizer.ids).pieces([TEXT])))
     assert batches > 20
     assert len(progress) == batches // 3  # a batch takes 2 s, and there is at most one line in 5 s

@@ -284,7 +284,7 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("record", "template", "told"),
+    ("record", "template", "message"),
     [
         (
             {"messages": [*turns("Rain?"), {"role": A, "content": "", "tool_calls": [CALL]}]},
@@ -307,9 +307,9 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
     ],
 )
 def test_unprinted_fields_that_change_an_answer_are_refused(
-    record: dict[str, Any], template: str, told: str, tmp_path: Path
+    record: dict[str, Any], template: str, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         prepared(tmp_path, record, template=template)
 
 

@@ -95,9 +95,9 @@ def test_commands_without_training_run(
         (tmp_path / "runs/one/config.yaml").write_text("train:\n  steps: 3\n")
         (tmp_path / "runs/one/metrics.jsonl").touch()
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert told or words[0] == "cp"
-    assert "DOES NOT FIT" not in told
+    printed = capsys.readouterr().out
+    assert printed or words[0] == "cp"
+    assert "DOES NOT FIT" not in printed
 
 
 def test_parsed_commands_have_a_reason() -> None:

@@ -29,14 +29,14 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 @pytest.mark.parametrize("command", [None, *cli._COMMANDS])
 def test_help_of_every_command(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*([command] if command else []), "--help"]) == 0
-    told = capsys.readouterr().out
-    assert told == help_text(command) + "\n"
-    assert command in told if command else all(name in told for name in cli._COMMANDS)
+    printed = capsys.readouterr().out
+    assert printed == help_text(command) + "\n"
+    assert command in printed if command else all(name in printed for name in cli._COMMANDS)
     shown_here = FLAGS if command in (None, "train") else flags_of(command)
     for name, flag in FLAGS.items():
-        found = re.search(rf"^  {name}( {re.escape(flag.metavar)})?  +[^ ]", told, re.MULTILINE)
+        found = re.search(rf"^  {name}( {re.escape(flag.metavar)})?  +[^ ]", printed, re.MULTILINE)
         assert bool(found) == (name in shown_here) or name in switches_of(command or "train"), name
-    assert bool(flags_of(command)) == (command not in WITHOUT_FLAGS) if command else "--version" in told
+    assert bool(flags_of(command)) == (command not in WITHOUT_FLAGS) if command else "--version" in printed
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_the_program_without_arguments_prints_help(
     """The program without arguments prints help and does not train; `train` alone starts the default run."""
     monkeypatch.setitem(cli._COMMANDS, "train", lambda words: None)
     assert cli.main([]) == 2
-    said = capsys.readouterr()
-    assert said.out == help_text() + "\n"
-    assert "`offload-train train` trains" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == help_text() + "\n"
+    assert "`offload-train train` trains" in printed.err
     assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
 
 
@@ -111,8 +111,8 @@ def test_help_knows_each_switch(command: str) -> None:
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian", "--steps", "3"]) == 2
-    assert "neither a command" in (told := capsys.readouterr().err)
-    assert "did you mean train?" in told
+    assert "neither a command" in (printed := capsys.readouterr().err)
+    assert "did you mean train?" in printed
     assert cli.main(["absent.yaml"]) == 2
     assert "absent.yaml: No such file" in capsys.readouterr().err
 
@@ -142,9 +142,9 @@ def test_why_a_slower_plan_was_not_chosen(step: float) -> None:
 def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([f"--output={STEERING}x", f"optim.lr={STEERING}"]) == 2
     Log(loud=True).say(f"note: {STEERING}")
-    said = capsys.readouterr().err
-    assert "\\x1b[2J" in said
-    assert all(letter.isprintable() for letter in said.replace("\n", ""))
+    printed = capsys.readouterr().err
+    assert "\\x1b[2J" in printed
+    assert all(letter.isprintable() for letter in printed.replace("\n", ""))
     assert shown("größer 日本\n") == "größer 日本\n"
 
 

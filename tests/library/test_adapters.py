@@ -187,7 +187,7 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
         ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.default\.weight: it has .*, this run none"),
@@ -198,7 +198,7 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
     ids=["shape", "fewer", "more", "none", "another base"],
 )
 def test_other_adapters_and_another_base_are_refused(
-    changes: dict[str, Any] | None, said: str, save: Path, folder: Path, drive: Path, tmp_path: Path
+    changes: dict[str, Any] | None, message: str, save: Path, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """A save of other adapters or another base is refused, and nothing changes."""
     changes = changes if changes is None else dict(changes)
@@ -209,7 +209,7 @@ def test_other_adapters_and_another_base_are_refused(
         model = session.model if changes is None else adapted(session.model, **changes)
         optimizer = session.adamw(model.parameters())
         before = adapters_of(model)
-        with pytest.raises(ot.UserError, match=said):
+        with pytest.raises(ot.UserError, match=message):
             session.resume(save)
         assert_same(adapters_of(model), before)
         assert not any(optimizer.state.values())

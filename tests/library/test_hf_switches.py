@@ -128,14 +128,16 @@ def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: P
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"use_liger_kernel": True}, r"use_liger_kernel=True: .*apply liger_kernel to the module before ot\.offload"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*load\(\.\.\., micro_batch_size=N\)"),
     ],
 )
-def test_switches_that_are_refused(words: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=said):
+def test_switches_that_are_refused(
+    words: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    with loaded(folder, drive) as model, pytest.raises(UserError, match=message):
         ours(model, tmp_path, **words)
 
 

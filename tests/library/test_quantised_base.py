@@ -382,7 +382,7 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"freeze": []}, r"^base=nf4 quantises frozen matrices of the model's blocks, and none is frozen: add freeze="),
         ({"freeze": ["embed_tokens"]}, "none is frozen"),
@@ -391,10 +391,10 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
     ],
 )
 def test_models_that_cannot_be_quantised_are_refused(
-    keys: dict[str, Any], said: str, folder: Path, drive: Path
+    keys: dict[str, Any], message: str, folder: Path, drive: Path
 ) -> None:
     words: dict[str, Any] = {"freeze": ["."], "base": "nf4", "say": lambda _: None}
-    with pytest.raises(ot.UserError, match=said):
+    with pytest.raises(ot.UserError, match=message):
         ot.load(folder, nvme=drive, **(words | keys))
 
 

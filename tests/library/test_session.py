@@ -163,10 +163,10 @@ def test_a_loop_has_the_bits_of_torch(home: str, kind: str, tmp_path: Path, driv
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
+@pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
 def test_the_update_overlaps_the_loop(
-    home: str, told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+    home: str, explicit: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights read right after `step` have their new values, although a slow update overlaps the loop."""
     update = Updater._update
@@ -187,7 +187,7 @@ def test_the_update_overlaps_the_loop(
     other = copy.deepcopy(model)
     expected = list(loop(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
     with ot.offload(model, nvme=drive, page_size=4096, overlap="forward", **HOMES[home]) as session:
-        inside = session.micro_batch if told else nullcontext
+        inside = session.micro_batch if explicit else nullcontext
         assert list(loop(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
         for name, weight in session.named_weights():
             assert torch.equal(weight, other.get_parameter(name)), name
@@ -207,9 +207,9 @@ class Spare(Tower):
         return found + self.spare(found) if self.calls % 2 else found
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
+@pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
 def test_a_backward_waits_for_units_that_its_forward_skipped(
-    told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+    explicit: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = Updater._update
 
@@ -233,7 +233,7 @@ def test_a_backward_waits_for_units_that_its_forward_skipped(
     other = copy.deepcopy(model)
     expected = list(losses(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
     with ot.offload(model, nvme=drive, optimizer="nvme", overlap="forward") as session:
-        inside = session.micro_batch if told else nullcontext
+        inside = session.micro_batch if explicit else nullcontext
         assert list(losses(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
         for name, weight in session.named_weights():
             assert torch.equal(weight, other.get_parameter(name)), name
@@ -754,10 +754,10 @@ def test_blocks_are_found_or_named(drive: Path) -> None:
 def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp_path: Path, drive: Path) -> None:
     model = transformers_model(tmp_path)
     model.save_pretrained(tmp_path / "model")
-    said: list[str] = []
-    with ot.load(tmp_path / "model", nvme=drive, dtype="fp32", say=said.append, **HOMES["on the drive"]) as session:
-        assert "plan: tiered engine" in said[0]
-        assert "weights" in said[0]
+    messages: list[str] = []
+    with ot.load(tmp_path / "model", nvme=drive, dtype="fp32", say=messages.append, **HOMES["on the drive"]) as session:
+        assert "plan: tiered engine" in messages[0]
+        assert "weights" in messages[0]
         optimizer = session.adamw(groups(session.model), lr=1e-2)
         clip = session.clip_grad_norm_
         session.model.eval()

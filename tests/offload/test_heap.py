@@ -14,23 +14,23 @@ from offload_trainer.offloading import device
 
 
 def test_the_heap_is_trimmed_after_every_eighth_block_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(device, "return_now", lambda: told.append("trim"))
+    messages: list[str] = []
+    monkeypatch.setattr(device, "return_now", lambda: messages.append("trim"))
     blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
     for number, block in enumerate(blocks):
-        block.register_forward_hook(lambda *_, number=number: told.append(f"forward {number}"))
-        block.weight.register_post_accumulate_grad_hook(lambda _, number=number: told.append(f"gradient {number}"))
+        block.register_forward_hook(lambda *_, number=number: messages.append(f"forward {number}"))
+        block.weight.register_post_accumulate_grad_hook(lambda _, number=number: messages.append(f"gradient {number}"))
     hooks = device.trim_heap_between([(block, block.weight if number else None) for number, block in enumerate(blocks)])
 
     blocks(torch.ones(1, 4)).sum().backward()
 
-    places = [before for before, after in pairwise(told) if after == "trim"]
+    places = [before for before, after in pairwise(messages) if after == "trim"]
     assert places == ["forward 7", "forward 9", "gradient 8"]  # Block 0 trains nothing here.
     for hook in hooks:
         hook.remove()
-    told.clear()
+    messages.clear()
     blocks(torch.ones(1, 4)).sum().backward()
-    assert "trim" not in told
+    assert "trim" not in messages
 
 
 LONG_ROW = """

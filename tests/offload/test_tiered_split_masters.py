@@ -202,7 +202,7 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--dtype", "fp16"], "--dtype fp16: split masters need bf16 weights"),
         (["--dtype", "fp32"], "--dtype fp32"),
@@ -214,7 +214,7 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
         (["tiered.overlap=backward"], "tiered.overlap=backward: a clipped step needs its old weights again"),
     ],
 )
-def test_settings_without_split_masters_are_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:
+def test_settings_without_split_masters_are_refused(words: list[str], message: str, folder: Path, drive: Path) -> None:
     asked = engine(gpt2(folder), *words, REMAINDERS, drives=[drive])
-    with pytest.raises(UserError, match=f"tiered.master_format=split with {told}"):
+    with pytest.raises(UserError, match=f"tiered.master_format=split with {message}"):
         asked.__enter__()

@@ -226,7 +226,7 @@ def test_the_plan_names_rule_and_betas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--engine", "plain"], "optim.name=lion belongs to --engine tiered, not to plain"),
         (["--engine", "deepspeed"], "optim.name=lion belongs to --engine tiered, not to deepspeed"),
@@ -234,6 +234,6 @@ def test_the_plan_names_rule_and_betas() -> None:
         (["optim.eps=1e-6"], "which has no eps"),
     ],
 )
-def test_settings_that_lion_lacks_are_refused(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_settings_that_lion_lacks_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         load_config(["optim.name=lion", *words])

@@ -414,7 +414,7 @@ def test_the_plan_counts_eight_bytes_for_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["optim.name=muon", "--engine", "plain"], "optim.name=muon belongs to --engine tiered, not to plain"),
         (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
@@ -426,8 +426,8 @@ def test_the_plan_counts_eight_bytes_for_matrices() -> None:
         ),
     ],
 )
-def test_incompatible_settings_are_refused(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_incompatible_settings_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         load_config(words)
 
 

@@ -157,10 +157,10 @@ def test_weak_scaling_of_the_command(capsys: pytest.CaptureFixture[str]) -> None
     assert rows[0]["scaling"] == 1 > rows[2]["scaling"] > 0
     assert any("links" in line or "network" in line for line in found["assumptions"])
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "scaling" in told
-    assert told.count("assumed: ") >= len(found["assumptions"])
-    assert all(f"{row['nodes']} nodes: tiered engine" in told for row in rows)
+    printed = capsys.readouterr().out
+    assert "scaling" in printed
+    assert printed.count("assumed: ") >= len(found["assumptions"])
+    assert all(f"{row['nodes']} nodes: tiered engine" in printed for row in rows)
 
 
 def test_one_number_of_machines_has_a_plans_own_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -207,10 +207,10 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     faked(monkeypatch, capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
-    assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in told
-    assert "CUDA_VISIBLE_DEVICES=" in told
-    assert len(told.strip().splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in printed
+    assert "CUDA_VISIBLE_DEVICES=" in printed
+    assert len(printed.strip().splitlines()) == 1
     config = load_config(["--model", "gpt2", "--output", str(tmp_path / "run")])
     checks = doctor.examine(config.placement, config.model, output=config.save.output, engine=engine_of(config))
     assert [(check.name, check.state) for check in checks if check.state == "failure"] == [("GPU", "failure")]

@@ -27,7 +27,7 @@ def test_equal_and_unknown_identities_do_not_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "lines"),
     [
         (
             {"text": 78, "tokens": 120, "training rows": 4},
@@ -40,8 +40,8 @@ def test_equal_and_unknown_identities_do_not_differ() -> None:
         ({"validation text": 5}, ["it was made without --validation-data, and this run has one"]),
     ],
 )
-def test_differences_are_described(changes: dict[str, object], told: list[str]) -> None:
-    assert differences(SAVED, SAVED | changes) == told
+def test_differences_are_described(changes: dict[str, object], lines: list[str]) -> None:
+    assert differences(SAVED, SAVED | changes) == lines
 
 
 def test_another_validation_text_and_none() -> None:

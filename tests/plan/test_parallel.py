@@ -310,10 +310,10 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert by_name["ZeRO-3 over 8"]["link_bytes"] == 0 < by_name["ZeRO-3 over 8"]["pcie_bytes"]
     assert main([*WORDS, "--machine", "8xh100-80gb"]) == 0
-    told = capsys.readouterr().out
-    assert "rejected: tensor 2 x ZeRO-1 over 4, tensor 4 x ZeRO-1 over 2, tensor 8: transformers has no" in told
-    assert "fastest from 8.19 k tokens a step: " in told
-    assert "assumed: between GPUs: 360 GB/s each way" in told
+    printed = capsys.readouterr().out
+    assert "rejected: tensor 2 x ZeRO-1 over 4, tensor 4 x ZeRO-1 over 2, tensor 8: transformers has no" in printed
+    assert "fastest from 8.19 k tokens a step: " in printed
+    assert "assumed: between GPUs: 360 GB/s each way" in printed
 
 
 def test_modes_keep_the_length_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,13 +324,13 @@ def test_modes_keep_the_length_of_the_run(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["--machine", "8xh100-80gb", "--gpus", "1"], "there is only one rank: add --gpus N"),
         (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: with --parallel, one whole number"),
         (["--machine", "8xh100-80gb", "--nodes", "0"], "--nodes 0"),
     ],
 )
-def test_a_mistake_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_refused(words: list[str], expected_text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *words]) == 2
-    assert told in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err

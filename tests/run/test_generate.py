@@ -62,20 +62,20 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     tokenizer = load_tokenizer(str(exported))
     ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]
     expected = likeliest(exported, ids)
-    said: list[str] = []
+    messages: list[str] = []
     places = ((run, None), (run, 0), (exported, None), (exported, 0))
     for path, most in places:
-        with inference_model(path, say=said.append, most_bytes=most) as found:
+        with inference_model(path, say=messages.append, most_bytes=most) as found:
             assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
-    assert sum("read from the disk for each token" in line for line in said) == 2
+    assert sum("read from the disk for each token" in line for line in messages) == 2
     texts = {
-        sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=said.append, most_bytes=most)
+        sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=messages.append, most_bytes=most)
         for path, most in places
         for seed in (1, 2)
     }
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
-    assert sample(run, "", tokens=2, temperature=0, say=said.append)
+    assert sample(run, "", tokens=2, temperature=0, say=messages.append)
 
 
 def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
@@ -172,12 +172,12 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert cli.main(["runs", str(run.parent)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("done")
     assert cli.main(["runs", str(run), "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["steps"], told["saved"], told["state"]) == (2, 2, 2, "done")
+    (printed,) = json.loads(capsys.readouterr().out)
+    assert (printed["step"], printed["steps"], printed["saved"], printed["state"]) == (2, 2, 2, "done")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["sample"], "sample needs one SOURCE; got nothing"),
         (["chat", "a", "b"], "chat needs one SOURCE; got a, b"),
@@ -192,9 +192,9 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         (["runs", "nowhere"], "nowhere: no such directory"),
     ],
 )
-def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(words: list[str], expected_text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
-    assert told in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err
 
 
 def test_a_run_without_a_template_has_no_chat(run: Path, tmp_path: Path) -> None:

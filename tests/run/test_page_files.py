@@ -48,8 +48,8 @@ def killed(where: str, number: int, *words: object, output: Path) -> None:
 
 def gone_on(run: Run) -> int | None:
     """Return the step of the page files from which a run says that it resumes."""
-    said = [line for line in run.text.splitlines() if "resuming from the page files" in line]
-    return int(said[0].split(" step ")[1].split(";")[0]) if said else None
+    printed = [line for line in run.text.splitlines() if "resuming from the page files" in line]
+    return int(printed[0].split(" step ")[1].split(";")[0]) if printed else None
 
 
 def said_before(*words: object, output: Path) -> str:
@@ -218,10 +218,10 @@ def refused(*words: object, output: Path) -> str:
     """Return the message of a start that cannot use the page files."""
     run = call(*words, output=output, check=False)
     assert run.code == 2, run.text
-    said = [line for line in run.text.splitlines() if "the page files that this run has left" in line]
-    assert said, run.text
-    assert "cannot be resumed from, and are kept" in said[0]
-    return said[0]
+    printed = [line for line in run.text.splitlines() if "the page files that this run has left" in line]
+    assert printed, run.text
+    assert "cannot be resumed from, and are kept" in printed[0]
+    return printed[0]
 
 
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
@@ -433,12 +433,12 @@ def test_page_files_of_a_lost_run_directory_stay_and_are_reported(
     (lease,) = (place / "offload-trainer").iterdir()
     (tmp_path / "run").rename(tmp_path / "moved")
     assert dead_runs(place) == []
-    told: list[str] = []
-    with DriveLease(place, say=told.append) as other:
+    messages: list[str] = []
+    with DriveLease(place, say=messages.append) as other:
         assert other.removed == []
     assert [
-        line for line in told if f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
-    ] == told
+        line for line in messages if f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
+    ] == messages
     (tmp_path / "moved").rename(tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 3

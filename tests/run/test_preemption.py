@@ -170,32 +170,32 @@ def until(condition: object, *, seconds: float = 20.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"), [("aws", '"action": "terminate"'), ("gcp", "this instance is being preempted")]
+    ("source", "expected_text"), [("aws", '"action": "terminate"'), ("gcp", "this instance is being preempted")]
 )
 def test_a_metadata_service_stops_a_run(
-    source: str, told: str, service: str, stops: list[int], monkeypatch: pytest.MonkeyPatch
+    source: str, expected_text: str, service: str, stops: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{service}/")
     monkeypatch.setenv("GCE_METADATA_HOST", service)
-    said: list[str] = []
-    with preemption.stopping_on_warnings([source], say=said.append):
+    messages: list[str] = []
+    with preemption.stopping_on_warnings([source], say=messages.append):
         until(lambda: len(Metadata.asked) > 2)
         assert not stops
-        assert not said
+        assert not messages
         monkeypatch.setattr(Metadata, "warns", True)
         until(lambda: stops)
     assert stops == [signal.SIGTERM]
-    (line,) = said
+    (line,) = messages
     assert line.startswith(f"warning of {source}: ")
-    assert told in line
+    assert expected_text in line
 
 
 def test_a_service_that_does_not_answer_is_reported_once(stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
-    said: list[str] = []
-    with preemption.stopping_on_warnings(["gcp"], say=said.append):
-        until(lambda: said)
+    messages: list[str] = []
+    with preemption.stopping_on_warnings(["gcp"], say=messages.append):
+        until(lambda: messages)
         time.sleep(0.1)
-    (line,) = said
+    (line,) = messages
     assert line.startswith("note: train.stop_on: gcp does not answer (")
     assert not stops

@@ -74,9 +74,9 @@ def seen(page: str, folder: Path, *, script: str = MEASURE) -> list[str]:
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
     words += [f"--user-data-dir={folder / 'browser'}", f"--window-size={max(WIDTHS)},3000"]
     done = subprocess.run([*words, str(folder / "frames.html")], capture_output=True, text=True, timeout=300)
-    told = re.search("MEASURED(.*)END", done.stdout, re.DOTALL)
-    assert told, done.stdout[-500:] + done.stderr[-2000:]
-    return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    printed = re.search("MEASURED(.*)END", done.stdout, re.DOTALL)
+    assert printed, done.stdout[-500:] + done.stderr[-2000:]
+    return json.loads(printed[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
 def page_of(folder: Path) -> str:

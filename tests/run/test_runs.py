@@ -458,7 +458,7 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["only"], "export needs SOURCE and DEST"),
         (["a", "b", "--dtype", "int4"], "--dtype fp16, bf16, fp32"),
@@ -469,10 +469,10 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
         (["/nowhere", "b"], "/nowhere: no such directory; `offload-train runs` lists runs"),
     ],
 )
-def test_exports_that_are_refused(words: list[str], told: str) -> None:
+def test_exports_that_are_refused(words: list[str], expected_text: str) -> None:
     done = ask("export", *words)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected_text in done.stderr
     assert "Traceback" not in done.stderr
 
 

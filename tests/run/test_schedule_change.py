@@ -327,8 +327,8 @@ def test_a_change_keeps_every_bit(start: str, to: str, drive: Path, tmp_path: Pa
     place.mkdir()
     run = changed(to, "--nvme", place, *WORDS, start, output=tmp_path / "run")
     assert_equal(left(run.output), alone)
-    told = next(line for line in run.text.splitlines() if line.startswith("changing to "))
-    assert all(word in told for word in to.split(",") if not word.endswith("=fp32"))
+    printed = next(line for line in run.text.splitlines() if line.startswith("changing to "))
+    assert all(word in printed for word in to.split(",") if not word.endswith("=fp32"))
     assert run.text.count("resumed from") == 1
     assert run.text.count("engine ready after") == 2
     assert [path.name for path in complete_checkpoints(run.output / "checkpoints")] == [
@@ -337,8 +337,8 @@ def test_a_change_keeps_every_bit(start: str, to: str, drive: Path, tmp_path: Pa
     ]
     assert not list((place / "offload-trainer").iterdir())
     known = json.loads((run.output / "plan.json").read_text())
-    assert told in known["notes"]
-    assert told in (run.output / "report.html").read_text().replace("&#x27;", "'")
+    assert printed in known["notes"]
+    assert printed in (run.output / "report.html").read_text().replace("&#x27;", "'")
     section = yaml.safe_load((run.output / "config.yaml").read_text())["tiered"]
     assert all(
         section[key.removeprefix("tiered.")] == value for key, value in (one.split("=") for one in to.split(","))

@@ -257,8 +257,8 @@ def submit(*words: object, folder: Path, **extra: str) -> str:
 def facts(job: str) -> dict[str, str]:
     """Return what Slurm says about a job."""
     words = ["scontrol", "--oneliner", "show", "job", job]
-    told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return dict(word.partition("=")[::2] for word in told.split())
+    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return dict(word.partition("=")[::2] for word in printed.split())
 
 
 @pytest.mark.slow

@@ -349,20 +349,20 @@ def test_a_kill_within_the_truncation_leaves_the_old_file(tmp_path, monkeypatch)
 
 
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
-    said = []
-    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=said.append, live=False))
+    messages = []
+    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append, live=False))
     for step in (1, 2, 3):
         first.step(a_step(step))
     first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=perplexity(2.0), bits_per_byte=None))
     first.close()
-    assert said[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
+    assert messages[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
 
-    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=said.append, live=False))
+    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append, live=False))
     for step in (3, 4):
         again.step(a_step(step, loss=1.0))
     again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=perplexity(1.0), bits_per_byte=0.5))
     again.close()
-    assert said[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
+    assert messages[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
     assert [(r.step, r.loss) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
         (1, 3.99),
         (2, 3.98),
@@ -376,15 +376,15 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
 
 
 def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
-    said = []
+    messages = []
     now = iter([100.5, 102.0, 104.0, 105.0])  # the first step took half a second
     monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
-    shown = Screen(45, initial=40, say=said.append, bounds={"backward": "compute"}, live=False)
+    shown = Screen(45, initial=40, say=messages.append, bounds={"backward": "compute"}, live=False)
     for step in range(41, 46):  # a line for every two steps
         last = {"skipped": True, "loss": None, "grad_norm": None, "phases": {}}
         shown.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
     shown.close()
-    assert said == [
+    assert messages == [
         "step 42/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  3 s left  norm 1.5  rate 0.0003",
         "step 44/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  1 s left  norm 1.5  rate 0.0003",
         "step 45/45  loss -  1.02 k tokens/s  backward 32% (compute)  0 s left  norm -  rate 0.0003  skipped",
@@ -392,16 +392,16 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
 
 
 def test_short_runs_print_every_step():
-    said = []
-    shown = Screen(3, initial=0, say=said.append, live=False)
+    messages = []
+    shown = Screen(3, initial=0, say=messages.append, live=False)
     for step in (1, 2, 3):
         shown.step(a_step(step))
-    assert len(said) == 3
+    assert len(messages) == 3
 
 
 def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
-    said = []
-    shown = Screen(10, initial=5, say=said.append, live=True)
+    messages = []
+    shown = Screen(10, initial=5, say=messages.append, live=True)
     shown.step(a_step(6))
     shown.step(a_step(7))
     shown.say("between")
@@ -411,7 +411,7 @@ def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
     assert "5/10" in captured.err
     assert "7/10" in captured.err
     assert "loss 3.9300  1.02 k tokens/s  backward 40%" in captured.err
-    assert said == ["between"]
+    assert messages == ["between"]
 
 
 def test_what_a_step_waits_for_is_its_longest_phase():
@@ -449,12 +449,12 @@ def test_no_drive_is_mentioned_if_none_is_used():
 
 
 def test_a_drive_is_mentioned_if_it_stores_more_than_logs():
-    shown = Screen(1, initial=0, say=(said := []).append, live=False)
+    shown = Screen(1, initial=0, say=(messages := []).append, live=False)
     shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
-    assert "  drive 3 GB/s  " in said[0]  # 1.5 GB in half a second
+    assert "  drive 3 GB/s  " in messages[0]  # 1.5 GB in half a second
     assert drive_speed([a_step(nvme_read_bytes=None, nvme_written_bytes=None)]) == 0
-    Screen(1, initial=0, say=said.append, live=False).step(a_step())  # 8 kB a second
-    assert "drive" not in said[1]
+    Screen(1, initial=0, say=messages.append, live=False).step(a_step())  # 8 kB a second
+    assert "drive" not in messages[1]
 
 
 @pytest.mark.parametrize(

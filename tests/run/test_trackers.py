@@ -32,13 +32,13 @@ def tracked(directory: Path, *, done: int = 0) -> Tracked:
 
 def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int = 0) -> list[str]:
     """Log steps and an evaluation to these trackers, and close them; return the messages."""
-    said: list[str] = []
-    sink = Trackers(names, tracked(directory, done=done), say=said.append)
+    messages: list[str] = []
+    sink = Trackers(names, tracked(directory, done=done), say=messages.append)
     for step in steps:
         sink.step(a_step(step, grad_norm=None if step == 2 else 1.5))
     sink.evaluation(EVALUATION)
     sink.close()
-    return said
+    return messages
 
 
 # -- each of the four ------------------------------------------------------------------------------------------------
@@ -197,15 +197,15 @@ def test_a_blocked_tracker_delays_no_step(tmp_path: Path, monkeypatch: pytest.Mo
         go.wait(300)
 
     put(monkeypatch, "slow", stuck)
-    said: list[str] = []
-    sink = Trackers(["slow"], tracked(tmp_path), say=said.append)
+    messages: list[str] = []
+    sink = Trackers(["slow"], tracked(tmp_path), say=messages.append)
     sink.step(a_step(1))
     assert entered.wait(300)
     for step in (2, 3, 4, 5):  # two are queued, and two are dropped
         sink.step(a_step(step))
     sink.close()
     go.set()
-    assert said == [
+    assert messages == [
         "note: slow: 2 steps behind, so some are left out there",
         "note: slow: not all was taken within 0 s; metrics.jsonl has it",
     ]

@@ -222,11 +222,11 @@ def test_directories_that_no_lease_created_stay(case: str, tmp_path: Path) -> No
     before = sorted(path for path in kept.rglob("*"))
     assert before
     assert dead_runs(tmp_path) == []
-    said: list[str] = []
-    with DriveLease(tmp_path, say=said.append) as lease:
+    messages: list[str] = []
+    with DriveLease(tmp_path, say=messages.append) as lease:
         assert lease.removed == []
     assert sorted(path for path in kept.rglob("*")) == before
-    assert said == []
+    assert messages == []
 
 
 def test_a_bench_reports_what_it_removes(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_bench_reports_what_it_removes(tmp_path: Path) -> None:
     (tmp_path / "offload-trainer").mkdir()
     left = dead_lease(tmp_path / "offload-trainer")
     machine = probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path))
-    said: list[str] = []
+    messages: list[str] = []
     budget = Budget(drive_bytes=1 << 20, drive_seconds=0.01, try_seconds=0.01, update_elements=1000)
     bench_machine(
         machine,
@@ -245,10 +245,10 @@ def test_a_bench_reports_what_it_removes(tmp_path: Path) -> None:
         updates=[],
         dtypes=[],
         budget=budget,
-        say=said.append,
+        say=messages.append,
     )
     assert not left.exists()
-    assert f"{left.parent}: removed what 1 run(s) left that died" in said
+    assert f"{left.parent}: removed what 1 run(s) left that died" in messages
 
 
 # -- the one function --------------------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ def test_no_link_is_followed_and_nothing_outside_touched(tmp_path: Path) -> None
 
 @ROOT
 def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
-    said: list[str] = []
-    place = ScratchDirectory(tmp_path / "place", what="a test in", say=said.append)
+    messages: list[str] = []
+    place = ScratchDirectory(tmp_path / "place", what="a test in", say=messages.append)
     (place.path / "mounted").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place.path / "mounted")]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -279,7 +279,7 @@ def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
         (place.path / "mounted/work").write_text("precious")
         place.close()
         assert (place.path / "mounted/work").read_text() == "precious"
-        assert "another filesystem is mounted there" in said[0]
+        assert "another filesystem is mounted there" in messages[0]
     finally:
         subprocess.run(["umount", "-l", place.path / "mounted"], check=True)
     remove_dead(place.path, what="a test in")

@@ -79,9 +79,9 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
     works = filesystem in ("local", "nfs")
     root_of(tmp_path).mkdir()
     left = dead_lease(root_of(tmp_path))
-    said: list[str] = []
+    messages: list[str] = []
     assert dead_runs(tmp_path) == ([left] if works else [])
-    with DriveLease(tmp_path, say=said.append) as one, DriveLease(tmp_path, say=said.append) as two:
+    with DriveLease(tmp_path, say=messages.append) as one, DriveLease(tmp_path, say=messages.append) as two:
         assert one.removed == ([left] if works else [])
         assert two.removed == []
         assert left.exists() != works
@@ -93,23 +93,23 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
                 is_alive(one.path)
     assert not one.path.exists()  # its own process recognises it
     assert not two.path.exists()
-    notes = [line for line in said if "locks do not work on" in line]
+    notes = [line for line in messages if "locks do not work on" in line]
     assert len(notes) == (0 if works else 2)  # one for each lease
 
 
 def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
     works = filesystem in ("local", "nfs")
-    said: list[str] = []
+    messages: list[str] = []
     for step in (1, 2, 3):
-        save(tmp_path, step, keep=2, say=said.append)
+        save(tmp_path, step, keep=2, say=messages.append)
     root = tmp_path / "checkpoints"
     assert [path.name[-1] for path in complete_checkpoints(root)] == (["2", "3"] if works else ["1", "2", "3"])
-    assert any("older checkpoints are not pruned: locks do not work there" in line for line in said) != works
+    assert any("older checkpoints are not pruned: locks do not work there" in line for line in messages) != works
     oldest = complete_checkpoints(root)[0]
     with reading(oldest):
-        save(tmp_path, 4, keep=1, say=said.append)
+        save(tmp_path, 4, keep=1, say=messages.append)
         assert oldest.exists()
-    save(tmp_path, 5, keep=1, say=said.append)
+    save(tmp_path, 5, keep=1, say=messages.append)
     assert len(complete_checkpoints(root)) == (1 if works else 5)
 
 
@@ -141,25 +141,25 @@ def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_waiting_for_a_lock_is_reported_and_limited(filesystem: str, tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     if filesystem not in ("local", "nfs"):
-        with pytest.raises(locks.NoLocks), locks.exclusive_lock(tmp_path / "turn", say=said.append):
+        with pytest.raises(locks.NoLocks), locks.exclusive_lock(tmp_path / "turn", say=messages.append):
             pass
         return
-    with locks.exclusive_lock(tmp_path / "turn", say=said.append):
-        second = locks.exclusive_lock(tmp_path / "turn", say=said.append, patience=0)
+    with locks.exclusive_lock(tmp_path / "turn", say=messages.append):
+        second = locks.exclusive_lock(tmp_path / "turn", say=messages.append, patience=0)
         with pytest.raises(TrainerError, match="turn: another process has held this lock for 0 s"):
             second.__enter__()
-        assert said == []
+        assert messages == []
     descriptor = locks.open_lock(tmp_path / "turn")
     locks.try_lock(descriptor)
 
     def hear(line: str) -> None:
-        said.append(line)
+        messages.append(line)
         os.close(descriptor)
 
     with locks.exclusive_lock(tmp_path / "turn", say=hear):
-        assert "turn, which another process holds; for at most 60 s" in said[0]
+        assert "turn, which another process holds; for at most 60 s" in messages[0]
 
 
 # -- owners and links on a drive ---------------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pyte
     def refused(name: object, **words: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), name)
 
-    said: list[str] = []
+    messages: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", refused)
-        lease = DriveLease(tmp_path, say=said.append)
+        lease = DriveLease(tmp_path, say=messages.append)
     assert lease.removed == []
-    assert said == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
+    assert messages == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
     lease.close()
 
 
@@ -336,17 +336,17 @@ def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
 @ROOT
 def test_another_users_checkpoints_are_not_counted_as_free(tmp_path: Path) -> None:
     """The plan counts only checkpoints that this user can remove."""
-    said: list[str] = []
+    messages: list[str] = []
     for step in (1, 2, 3):
-        save(tmp_path, step, keep=9, say=said.append)
+        save(tmp_path, step, keep=9, say=messages.append)
     root = tmp_path / "checkpoints"
     whole = bytes_that_go(root)
     for path in (root / "step-00000001", *(root / "step-00000001").rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     assert 0 < bytes_that_go(root) < whole
-    save(tmp_path, 4, keep=1, say=said.append)
+    save(tmp_path, 4, keep=1, say=messages.append)
     assert [path.name for path in complete_checkpoints(root)] == ["step-00000001", "step-00000004"]
-    assert any("step-00000001 is not pruned" in line for line in said)
+    assert any("step-00000001 is not pruned" in line for line in messages)
 
 
 # -- power cuts --------------------------------------------------------------------------------------------------------

@@ -149,14 +149,14 @@ def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive:
 
 
 def test_futures_complete_in_any_order() -> None:
-    told: list[object] = []
+    messages: list[object] = []
     future = Future(parts=2)
-    future.then(told.append)
+    future.then(messages.append)
     future.finish_part()
-    assert told == []
+    assert messages == []
     error = TrainerError("broken")
     future.finish_part(error)
-    future.then(told.append)
-    assert told == [error, error]
+    future.then(messages.append)
+    assert messages == [error, error]
     with pytest.raises(TrainerError, match="broken"):
         future.wait()

@@ -79,7 +79,7 @@ class Job:
     revised: RunRecord | None = None  # the last result of `revise`
 
 
-def train(job: Job, request: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
+def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
     """Train until the last step or a stop signal; return the final state, saved to a checkpoint if possible.
 
     `resume`: (checkpoint, state) to start from; the checkpoint must be verified already, and None means that the
@@ -104,7 +104,7 @@ def train(job: Job, request: StopRequest, *, resume: tuple[Path | None, TrainSta
     with job.checkpoints:
         if resume is not None and resume[0] is None and state.step >= job.train.steps:
             # The run is already complete, but only the page files hold its state: write the checkpoint now.
-            _save_if_due(job, state, stopping=True, requested=False, ended=False)
+            _save_if_due(job, state, stopping=True, wished=False, ended=False)
         while state.step < job.train.steps:
             last = state.step + 1 == job.train.steps
             validates = _due(state.step + 1, job.train.eval_every) or last
@@ -116,12 +116,12 @@ def train(job: Job, request: StopRequest, *, resume: tuple[Path | None, TrainSta
             job.to_save.begin_save()
             if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
-            stop, requested, ended = _agree(job, request)
+            stop, wished, ended = _agree(job, asked)
             if job.revised is not None and not stop and _saved_for_change(job, state):
                 break
-            _save_if_due(job, state, stopping=bool(stop), requested=requested, ended=ended)
+            _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:
-                request.stop = stop  # the signal may have reached another rank only
+                asked.stop = stop  # the signal may have reached another rank only
                 break
             if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
@@ -147,15 +147,15 @@ def too_late(job: Job) -> str | None:
     )
 
 
-def _save_if_due(job: Job, state: TrainState, *, stopping: bool, requested: bool, ended: bool) -> None:
+def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:
     """Save a checkpoint if one is due or requested, or if the run is stopping.
 
     When stopping, wait until it is complete. `ended`: a background save has finished on all ranks, so collect it.
     """
     last = state.step == job.train.steps
-    if requested and job.cannot_save:
+    if wished and job.cannot_save:
         job.say(f"no checkpoint was made: {job.cannot_save}")
-    due = requested or (stopping and not last) or (job.save_every and (_due(state.step, job.save_every) or last))
+    due = wished or (stopping and not last) or (job.save_every and (_due(state.step, job.save_every) or last))
     if due and not job.cannot_save:
         try:
             job.checkpoints.save(job.engine, state)
@@ -187,25 +187,25 @@ def _saved_for_change(job: Job, state: TrainState) -> bool:
     return True
 
 
-def _agree(job: Job, request: StopRequest) -> tuple[int, bool, bool]:
+def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished).
 
     Collective: every rank gets the same values after the same step.
     """
-    requested = False
-    if request.save:
-        request.save, requested = False, True
+    wished = False
+    if asked.save:
+        asked.save, wished = False, True
     if job.telemetry and os.path.lexists(job.save_request_file):
         try:
             job.save_request_file.unlink()
-            requested = True
+            wished = True
         except OSError as error:  # a directory, or one in a directory that is not writable; it would ask at every step
             job.checkpoints.note(
                 f"{job.save_request_file} is ignored as a request for a checkpoint, because it cannot be removed: "
                 f"{error.strerror}"
             )
-    stops, requests, ended = zip(*all_gather_json((request.stop, requested, job.checkpoints.ended)), strict=True)
-    return max(stops), any(requests), all(ended)
+    stops, wishes, ended = zip(*all_gather_json((asked.stop, wished, job.checkpoints.ended)), strict=True)
+    return max(stops), any(wishes), all(ended)
 
 
 def _due(step: int, every: int) -> bool:

@@ -56,7 +56,7 @@ class OmittedText:
             self.fields[name] = self.fields.get(name, 0) + 1
             self.first.setdefault(name, where)
 
-    def describe(self) -> list[str]:
+    def told(self) -> list[str]:
         """Return one sentence for each finding, for a summary."""
         named = sorted(self.fields, key=lambda name: -self.fields[name])[:_NAMED]
         found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]

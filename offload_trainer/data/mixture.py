@@ -226,7 +226,7 @@ class Shares:
         drawn = -1 - (around * len(self.rows) + text)
         return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn, shuffle=True)
 
-    def describe(self, names: Sequence[str]) -> str:
+    def told(self, names: Sequence[str]) -> str:
         """Describe each text's share of an epoch and how often its rows repeat."""
         total = self._ends[-1]
         parts = [

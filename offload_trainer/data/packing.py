@@ -67,7 +67,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], Non
 def write_rows(
     writer: TokenWriter,
     records: Iterator[tuple[str, dict[str, Any]]],
-    options: RowOptions,
+    wish: RowOptions,
     *,
     tokenizer: PreTrainedTokenizerBase,
     end_of_text: int | None,
@@ -78,30 +78,30 @@ def write_rows(
     Raises UserError, with file and line, for a record that is not a conversation, and if no conversation has a learned
     token.
     """
-    encoder = options.images or AnswerEncoder(tokenizer, everything=options.everything, end_of_text=end_of_text)
+    encoder = wish.images or AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
     pad = padding_id(tokenizer)
-    maker, packer = RowMaker(options.length, pad=pad), Packer(options.length, pad=pad)
+    maker, packer = RowMaker(wish.length, pad=pad), Packer(wish.length, pad=pad)
     reported = time.monotonic()
-    examples = (example_of(record, form=options.form, where=where) for where, record in records)
+    examples = (example_of(record, form=wish.form, where=where) for where, record in records)
     while batch := list(islice(examples, _BATCH)):
         for encoded in encoder.encode(batch):
-            row = maker.cut(encoded) if options.packed else maker.row_of(encoded)
-            if row is not None and options.packed:
+            row = maker.cut(encoded) if wish.packed else maker.row_of(encoded)
+            if row is not None and wish.packed:
                 row = packer.add(row)
             if row is not None:
                 writer.write(row)
-                if options.images:
-                    writer.write_line(options.images.line)
+                if wish.images:
+                    writer.write_line(wish.images.line)
         if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             say(f"{maker.counts.conversations} conversations, {format_count(maker.counts.tokens)} tokens")
     for row in packer.rest():
         writer.write(row)
     if not writer.tokens:
-        raise UserError(maker.counts.why_none(length=options.length))
-    rows = writer.tokens // options.length
+        raise UserError(maker.counts.why_none(length=wish.length))
+    rows = writer.tokens // wish.length
     writer.write([pad | NOT_LEARNED])  # the last row needs one token after it as its last target
-    writer.summary = "; ".join([maker.counts.describe(rows=rows, length=options.length), *encoder.unsaid.describe()])
+    writer.summary = "; ".join([maker.counts.told(rows=rows, length=wish.length), *encoder.unsaid.told()])
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Counts:
     left_out: int = 0  # conversations whose answers are all cut off
     unanswered: int = 0  # conversations that have no answer to learn
 
-    def describe(self, *, rows: int, length: int) -> str:
+    def told(self, *, rows: int, length: int) -> str:
         """Return a one-line summary for a file of `rows` rows of `length` tokens."""
         kept = self.tokens - self.cut_off
         parts = [

@@ -190,11 +190,11 @@ class RowReader:
         vocabulary: int,
         seed: int = 0,
         shuffle: bool = False,
-        separator: int | None = None,
+        apart: int | None = None,
     ) -> None:
         """Set up the reader.
 
-        Reading an id that is not below `vocabulary` raises TrainerError. `separator` is the id that ends a document of
+        Reading an id that is not below `vocabulary` raises TrainerError. `apart` is the id that ends a document of
         text, if documents are to be kept apart; rows of conversations are marked already. If `shuffle` is set, the rows
         of a mixture come by its shares instead of each once an epoch.
         """
@@ -205,7 +205,7 @@ class RowReader:
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
-        self._separator = separator
+        self._apart = apart
         self._shares = tokens.shares if shuffle and isinstance(tokens, MixedTokens) else None
 
     def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
@@ -252,9 +252,9 @@ class RowReader:
         begins = None
         if self._tokens.packed and marks is not None:
             begins = marks[:, :-1] & BEGINS != 0
-        elif self._separator is not None and marks is None:
+        elif self._apart is not None and marks is None:
             begins = np.zeros_like(targets, dtype=bool)
-            begins[:, 1:] = block[:, :-2] == self._separator
+            begins[:, 1:] = block[:, :-2] == self._apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
         inputs = block[:, :-1].copy()
         images = self._tokens.inputs(indices, inputs) if isinstance(self._tokens, ImageTokens) else None

@@ -34,7 +34,7 @@ class RunData:
     split: Any
     end_of_text: int | None
     vocabulary: int  # size of the model's vocabulary
-    separator: int | None = None  # token that ends a document, if packed documents must not attend to each other
+    apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
     mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
     shuffle: bool = True  # training rows are read in a random order
     streamed: bool = False  # tokenized while the run reads it, so that its length is not known
@@ -57,8 +57,8 @@ class RunData:
             }
         if self.mixture:
             known["mixture"] = list(self.mixture)
-        if self.separator is not None:
-            known["documents apart"] = self.separator
+        if self.apart is not None:
+            known["documents apart"] = self.apart
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
 
 
@@ -144,8 +144,8 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     else:
         tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
     if section.validation_path:
-        of_validation = section.model_copy(update={"path": section.validation_path, "mixture": ()})
-        held_out = rank_zero_first(lambda: prepared(of_validation))
+        wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
+        held_out = rank_zero_first(lambda: prepared(wish))
         if held_out.sums == tokens.sums:
             say("note: --validation-data is the text of --data: its loss says nothing about other text")
     if processor:
@@ -167,7 +167,7 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         split,
         end,
         source.shape.vocabulary,
-        separator=end if section.packing == "on" else None,
+        apart=end if section.packing == "on" else None,
         mixture=section.mixture,
         shuffle=section.shuffle and not section.streamed,
         streamed=section.streamed,
@@ -190,7 +190,7 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
     rest = f"; the last {left} tokens do not fill a row" if left else ""
     yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
-        yield tokens.shares.describe(section.path)
+        yield tokens.shares.told(section.path)
 
 
 def _opened_stream(section: DataSection, tokenizer: Any, *, vocabulary: int) -> Any:

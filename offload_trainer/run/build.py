@@ -262,7 +262,7 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
 def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
     plan, data, train, output = setup.plan, setup.data, setup.train, setup.output
     shape, every = setup.source.shape, setup.save.every
-    rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, separator=data.separator)
+    rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     if data.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.planned.machine.rates.matmul.get(setup.model.dtype)

@@ -139,7 +139,7 @@ def test_a_umask_that_lets_the_group_write_is_not_followed(
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache").glob("*.[bj]*")} == {0o644}
 
 
-def test_documents_become_their_tokens_each_followed_by_end_of_text(
+def test_documents_become_their_tokens_with_end_of_text_behind_each(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer
 ) -> None:
     lines = tmp_path / "b.jsonl"

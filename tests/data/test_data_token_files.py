@@ -68,7 +68,7 @@ def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path)
     assert "read as uint32" in str(tokens.assumed)
 
 
-def test_an_ambiguous_width_needs_the_key(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_may_be_either_needs_the_key(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "t.bin"
     for ids in ([70, 0, 80, 0], [0] * 400):
         np.array(ids, dtype="<u2").tofile(path)
@@ -201,7 +201,7 @@ def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8,
     return prepare_data(wish, source, seq_len=seq_len, say=(said if said is not None else []).append)
 
 
-def test_separate_validation_data_takes_no_rows_from_training(tmp_path: Path) -> None:
+def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
     (tmp_path / "val.txt").write_text("Creeps in this petty pace from day to day. " * 20)
     alone = run_data(tmp_path, path=(str(tmp_path / "train.txt"),))

@@ -148,7 +148,7 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
         again.read(0, 1)
         again.remember(tmp_path / "points.jsonl", writes=False)
         for number in range(1500, 1600, 5):
-            again._dataset = None  # a new process begins to read at the nearest point
+            again._dataset = None  # as in a new process, reading begins at the nearest point
             rows(again, number)
 
     with pytest.raises(TrainerError, match=r"the documents behind its first \d+ tokens are not those"):

@@ -116,9 +116,9 @@ _TOKENS = "data/test_data_token_files.py"
 ELSEWHERE = {
     "deepspeed.zero_stage": ("engine/test_deepspeed_engine.py::test_the_mean_is_over_all_targets_that_all_ranks_count"),
     "model.random_init": "model/test_model.py::test_a_directory_without_weights_asks_for_scratch",
-    "data.validation_path": f"{_TOKENS}::test_separate_validation_data_takes_no_rows_from_training",
-    "data.token_dtype": "data/test_data_token_files.py::test_an_ambiguous_width_needs_the_key",
-    "data.text_field": "data/test_data_prepare.py::test_documents_become_their_tokens_each_followed_by_end_of_text",
+    "data.validation_path": f"{_TOKENS}::test_validation_from_a_file_of_its_own_takes_nothing_from_the_training",
+    "data.token_dtype": "data/test_data_token_files.py::test_what_may_be_either_needs_the_key",
+    "data.text_field": "data/test_data_prepare.py::test_documents_become_their_tokens_with_end_of_text_behind_each",
     "data.format": "data/test_conversations.py::test_forms_are_known_by_their_keys",
     "data.train_on": "data/test_conversations.py::test_data_train_on_makes_another_file",
     "data.chat_template": "run/test_chat_run.py::test_a_template_of_the_users",

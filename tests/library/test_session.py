@@ -18,8 +18,7 @@ import pytest
 import torch
 from commands import run_script
 from engine_bench import VOCABULARY, batches, model_directory
-from late_engines import use_late_transfers
-from late_transfers import LateDevice
+from late_transfers import LateDevice, LateTransfers
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -249,7 +248,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
     kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-    use_late_transfers(monkeypatch)
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:
@@ -404,7 +403,7 @@ def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path)
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_every_read_of_a_weight_gets_its_values(home: str, tmp_path: Path, drive: Path) -> None:
+def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive: Path) -> None:
     model = Tower()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with ot.offload(model, nvme=drive, **HOMES[home]) as session:

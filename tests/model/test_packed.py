@@ -152,7 +152,7 @@ def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=99) as writer:
         writer.write(ids)
     tokens = TokenFile.open(tmp_path / "t.bin")
-    reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, separator=END)
+    reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, apart=END)
     first = next(reader.validation_batches(micro_batch=2, limit=2))
     assert first.inputs.tolist() == [ids[:6], ids[6:12]]
     assert first.targets.tolist() == [ids[1:7], ids[7:13]]

@@ -62,12 +62,12 @@ def test_a_file_stops_a_run(tmp_path: Path) -> None:
     assert checkpoints(output)[-1] == "step-00000003"
 
 
-def test_time_to_save_counts_the_rest_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time_to_save.time, "monotonic", lambda: now[0])
     left = TimeToSave(step=None, save=4.0)
     left.begin_step(validates=True)
-    assert left.seconds is None  # the seconds of a first step are unknown
+    assert left.seconds is None  # nobody knows the seconds of a first step
     now[0] = 10.0
     left.begin_validation()
     now[0] = 13.0
@@ -170,32 +170,32 @@ def until(condition: object, *, seconds: float = 20.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "expected_text"), [("aws", '"action": "terminate"'), ("gcp", "this instance is being preempted")]
+    ("source", "told"), [("aws", '"action": "terminate"'), ("gcp", "this instance is being preempted")]
 )
 def test_a_metadata_service_stops_a_run(
-    source: str, expected_text: str, service: str, stops: list[int], monkeypatch: pytest.MonkeyPatch
+    source: str, told: str, service: str, stops: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{service}/")
     monkeypatch.setenv("GCE_METADATA_HOST", service)
-    messages: list[str] = []
-    with preemption.stopping_on_warnings([source], say=messages.append):
+    said: list[str] = []
+    with preemption.stopping_on_warnings([source], say=said.append):
         until(lambda: len(Metadata.asked) > 2)
         assert not stops
-        assert not messages
+        assert not said
         monkeypatch.setattr(Metadata, "warns", True)
         until(lambda: stops)
     assert stops == [signal.SIGTERM]
-    (line,) = messages
+    (line,) = said
     assert line.startswith(f"warning of {source}: ")
-    assert expected_text in line
+    assert told in line
 
 
-def test_a_service_that_does_not_answer_is_reported_once(stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_does_not_answer_is_told_once(stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
-    messages: list[str] = []
-    with preemption.stopping_on_warnings(["gcp"], say=messages.append):
-        until(lambda: messages)
+    said: list[str] = []
+    with preemption.stopping_on_warnings(["gcp"], say=said.append):
+        until(lambda: said)
         time.sleep(0.1)
-    (line,) = messages
+    (line,) = said
     assert line.startswith("note: train.stop_on: gcp does not answer (")
     assert not stops

@@ -327,8 +327,8 @@ def test_a_change_keeps_every_bit(start: str, to: str, drive: Path, tmp_path: Pa
     place.mkdir()
     run = changed(to, "--nvme", place, *WORDS, start, output=tmp_path / "run")
     assert_equal(left(run.output), alone)
-    printed = next(line for line in run.text.splitlines() if line.startswith("changing to "))
-    assert all(word in printed for word in to.split(",") if not word.endswith("=fp32"))
+    told = next(line for line in run.text.splitlines() if line.startswith("changing to "))
+    assert all(word in told for word in to.split(",") if not word.endswith("=fp32"))
     assert run.text.count("resumed from") == 1
     assert run.text.count("engine ready after") == 2
     assert [path.name for path in complete_checkpoints(run.output / "checkpoints")] == [
@@ -337,8 +337,8 @@ def test_a_change_keeps_every_bit(start: str, to: str, drive: Path, tmp_path: Pa
     ]
     assert not list((place / "offload-trainer").iterdir())
     known = json.loads((run.output / "plan.json").read_text())
-    assert printed in known["notes"]
-    assert printed in (run.output / "report.html").read_text().replace("&#x27;", "'")
+    assert told in known["notes"]
+    assert told in (run.output / "report.html").read_text().replace("&#x27;", "'")
     section = yaml.safe_load((run.output / "config.yaml").read_text())["tiered"]
     assert all(
         section[key.removeprefix("tiered.")] == value for key, value in (one.split("=") for one in to.split(","))
@@ -392,7 +392,7 @@ def test_a_kill_at_any_moment_of_a_change_changes_no_bit(
     assert not list((place / "offload-trainer").iterdir())
 
 
-def test_a_run_continues_without_the_change_if_its_checkpoint_cannot_be_written(
+def test_a_run_goes_on_without_the_change_where_its_checkpoint_cannot_be_written(
     drive: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     """The disk is full when the change is due."""
@@ -404,7 +404,7 @@ def test_a_run_continues_without_the_change_if_its_checkpoint_cannot_be_written(
     assert_equal(left(run.output), alone)
 
 
-def test_a_resumed_run_may_be_given_another_schedule(drive: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_may_be_told_another_schedule(drive: Path, tmp_path: Path) -> None:
     """The changed schedule is kept only where the command leaves it open and the run allows it."""
     words = ["--nvme", str(drive), *map(str, WORDS), "--output", str(tmp_path / "run")]
     changed(BACKWARD, *words[:-2], output=tmp_path / "run")

@@ -46,7 +46,7 @@ from offload_trainer.telemetry.time_to_save import TimeToSave
 from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
-_MARGIN, _SECONDS_TO_END = 1.1, 1.0  # factor on an estimate that must hold; seconds for closing everything
+_MARGIN, _SECONDS_TO_END = 1.1, 1.0  # of an estimate that must be kept, and for closing everything
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Job:
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
     # Called with each step's record; returns the run's metadata with another plan if it should change to that now.
     revise: Callable[[StepRecord], RunRecord | None] | None = None
-    revised: RunRecord | None = None  # the last result of `revise`
+    revised: RunRecord | None = None  # what `revise` has returned
 
 
 def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
@@ -137,7 +137,7 @@ def too_late(job: Job) -> str | None:
     if within == "auto" or seconds is None:
         return None
     if job.checkpoints.saving:
-        seconds += job.to_save.save  # the save in progress is completed first
+        seconds += job.to_save.save  # that checkpoint is completed first
     seconds = seconds * _MARGIN + _SECONDS_TO_END
     if seconds <= within:
         return None

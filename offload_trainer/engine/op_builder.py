@@ -2,7 +2,7 @@
 
 torch guards a build with a file named `lock`. If the building process is killed, the file stays, and every later run
 waits forever without a message. Here builds take turns with a lock that the kernel releases when a process ends, and a
-`lock` file without a running build is removed.
+`lock` file without a running build is removed. `importing` turns a missing or broken package into advice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Provide each engine's AdamW update for benchmarks, from a 16-bit gradient to a 16-bit weight.
+"""Provide what `machine/bench.py` times of the update: each engine's AdamW, and the kernels that add gradients.
 
-Each factory takes a number of parameters, allocates the buffers and returns a function that runs one step on them.
+An update goes from a 16-bit gradient to a 16-bit weight. Each factory takes a number of parameters, allocates the
+buffers and returns a function that runs one step on them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
 number. `cuda_device.py` implements the interface for a GPU.
+
+Also here: the cores that work on the host may use meanwhile, and the return of freed memory between blocks on a CPU.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
                     rounds.barrier()
                     continue
                 buffer = host_buffer(2 * sizes[what]).view(torch.bfloat16)
-                reads.want(what)(buffer).wait()
+                reads.request(what)(buffer).wait()
                 found.append(torch.equal(buffer, values.split(sizes)[what]))
             return found
         except Exception as error:
@@ -126,8 +126,8 @@ def test_closing_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
         FetchMatching(never),
     )
     reads = SharedReads(store, node=node, rounds=rounds, barrier=lambda: None)
-    filled = reads.want(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
-    reads.want(1)  # its buffer never comes, as after a failed update
+    filled = reads.request(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
+    reads.request(1)  # its buffer never comes, as after a failed update
     filled.then(closed.finish_part)
     assert not closed.done
     reads.cancel()

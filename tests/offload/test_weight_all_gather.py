@@ -62,7 +62,7 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
                     rounds.barrier()
                     continue
                 into = host_buffer(2 * SIZES[what]).view(torch.bfloat16)
-                wanted = gathers.want(what, units[what])
+                wanted = gathers.request(what, units[what])
                 fill = wanted.fill
                 wanted.fill = lambda into, _, fill=fill: fill(into, copy)  # type: ignore[method-assign,misc]
                 wanted(into).wait()
@@ -109,8 +109,8 @@ def test_closing_does_not_wait_for_other_ranks() -> None:
 
     node, rounds = Node(), FetchMatching(never)
     gathers = WeightAllGather(node, rounds=rounds, join=lambda values, number: None)
-    filled = gathers.want(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
-    never_given = gathers.want(1, torch.zeros(ALIGN))  # its destination never comes, as after a failed update
+    filled = gathers.request(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
+    never_given = gathers.request(1, torch.zeros(ALIGN))  # its destination never comes, as after a failed update
     assert not filled.done
     gathers.cancel()
     with pytest.raises(RuntimeError, match="closed before"):

@@ -570,7 +570,7 @@ def report(path, **changes) -> str:
         "evaluations": [],
         "plan": PLAN,
         "measured": MEASURED,
-        "said": [],
+        "advice": [],
     }
     write_report(path / "report.html", **{**content, **changes})
     assert os.listdir(path) == ["report.html"]

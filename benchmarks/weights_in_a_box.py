@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.storage.owned_dirs import anew
+from offload_trainer.storage.owned_dirs import fresh_directory
 
 HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 1536, 4096, 24, 8, 32000
 TOKENS = list(range(100, 148))
@@ -48,7 +48,7 @@ def compare(wishes: argparse.Namespace) -> None:
     if not model.exists():
         count = write_model(model, parameters=wishes.parameters)
         print(f"wrote {count} parameters to {model}", flush=True)
-    anew(trial, what="a trial in")
+    fresh_directory(trial, what="a trial in")
     ourselves = [sys.executable, __file__, str(wishes.directory), "--dtype", wishes.dtype, "--child"]
     timed("import, logits, checkpoint", [*box, *ourselves, "live"])
     words = ["export", str(run), str(exported), "--dtype", wishes.dtype, "--max-shard-size", "1GB", "--check"]

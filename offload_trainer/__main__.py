@@ -16,9 +16,9 @@ def main() -> int:
     except ImportError as error:
         from offload_trainer.errors import explain
 
-        if (told := explain(error)) is None:
+        if (message := explain(error)) is None:
             raise
-        print(f"offload-train: {told}", file=sys.stderr)
+        print(f"offload-train: {message}", file=sys.stderr)
         return 1
     return command()
 

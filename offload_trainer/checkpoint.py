@@ -49,7 +49,7 @@ from offload_trainer.storage.atomic_io import (
     sync_file,
     write_text,
 )
-from offload_trainer.storage.locks import NoLocks, take
+from offload_trainer.storage.locks import NoLocks, try_lock
 from offload_trainer.storage.owned_dirs import name_in_workplace, replacing
 from offload_trainer.storage.transfer import Future, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
@@ -121,10 +121,10 @@ class Checkpoints:
         complete.
         """
         self.saved: int | None = None  # newest step whose checkpoint is complete
-        self.seconds: float | None = None  # that the latest checkpoint took, from the call of `save`
+        self.seconds: float | None = None  # duration of the latest save, from the call of `save` on
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
-        self._place = _place_of(root.parent)
+        self._place = _device_and_inode(root.parent)
         self._beside = growing
         self._told: set[str] = set()  # notes already printed
         self._under_way: tuple[Future, Snapshot, int] | None = None
@@ -213,7 +213,7 @@ class Checkpoints:
 
     def _make_room(self) -> None:
         """Check that the run directory is still the same one and has room for a checkpoint; remove leftovers."""
-        if _place_of(self._root.parent) != self._place:
+        if _device_and_inode(self._root.parent) != self._place:
             raise TrainerError(
                 f"{self._root.parent} is not the directory that this run began in: is its drive no longer mounted? "
                 "Nothing was saved. Mount it, and the same command resumes from the newest checkpoint in it"
@@ -262,11 +262,11 @@ class Checkpoints:
                 "space there, and the same command resumes from the newest of them"
             ) from error
         if group.rank == 0:
-            self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.concurrent)
+            self._report_save(final, files, seconds=time.perf_counter() - start, in_background=snapshot.concurrent)
 
-    def _tell(self, final: Path, files: dict[str, Any], *, seconds: float, behind: bool) -> None:
+    def _report_save(self, final: Path, files: dict[str, Any], *, seconds: float, in_background: bool) -> None:
         size = sum(about["bytes"] for about in files.values())
-        while_ = ", while training went on" if behind else ""
+        while_ = ", while training went on" if in_background else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
         for line in prune(self._root, keep=self._keep):
@@ -303,7 +303,7 @@ def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState,
     write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
 
 
-def _place_of(directory: Path) -> tuple[int, int] | None:
+def _device_and_inode(directory: Path) -> tuple[int, int] | None:
     """Return (device, inode), which differ if another filesystem is mounted at the path; None if there is nothing."""
     try:
         found = directory.stat()
@@ -330,7 +330,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         raise UserError(f"{checkpoint / MANIFEST} cannot be read: {error}. {_fix(checkpoint)}") from error
     try:
         try:
-            take(manifest, shared=True)
+            try_lock(manifest, shared=True)
         except NoLocks:
             pass  # without file locks a run never prunes
         except BlockingIOError:
@@ -342,21 +342,21 @@ def reading(checkpoint: Path) -> Iterator[None]:
         os.close(manifest)
 
 
-def find_resume(wish: str, *, output: Path) -> Path | None:
+def find_resume(setting: str, *, output: Path) -> Path | None:
     """Return the checkpoint that `--resume` selects, or None to start from step 0.
 
     Raises UserError if the named path holds no checkpoint. A dangling link on the path to the run's checkpoints is
     also a UserError: there may be checkpoints on a drive that is not mounted.
     """
     _refuse_dangling(output / "checkpoints")
-    if wish == "never":
+    if setting == "never":
         return None
-    if wish == "auto":
+    if setting == "auto":
         found = complete_checkpoints(output / "checkpoints")
         if not found and (left := sorted(steps_in(output / "checkpoints"), key=step_of)):
             raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start from step 0, move it away")
         return found[-1] if found else None
-    return find_checkpoint(Path(wish))
+    return find_checkpoint(Path(setting))
 
 
 def _refuse_dangling(path: Path) -> None:

@@ -49,28 +49,28 @@ def main(words: list[str] | None = None) -> int:
             with stop_at_once():
                 _carry_out(list(words))
         except BaseException as error:
-            told = _told(error, words)
-            if told is None:
+            message = _error_message(error, words)
+            if message is None:
                 raise
             # The launcher sends a stop signal to every rank, and reports it itself.
             if not isinstance(error, PeerFailed) and not (isinstance(error, Stopped) and has_launcher()):
-                _say(f"offload-train: {told}")
+                _say(f"offload-train: {message}")
             if os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, Stopped):
-                from offload_trainer.ranks import tell_not_coming
+                from offload_trainer.ranks import announce_failed_join
 
-                tell_not_coming(told)
+                announce_failed_join(message)
             return exit_code(error)
     return 0
 
 
-def _told(error: BaseException, words: list[str]) -> str | None:
+def _error_message(error: BaseException, words: list[str]) -> str | None:
     """Return the error message for the user, completed with the step that a rerun resumes from; None for a bug."""
-    told = explain(error)
-    if told is None or RERUN_HINT not in told:
-        return told
+    message = explain(error)
+    if message is None or RERUN_HINT not in message:
+        return message
     from offload_trainer.run.resume_point import with_resume_hint
 
-    return with_resume_hint(told, words)
+    return with_resume_hint(message, words)
 
 
 def _carry_out(words: list[str]) -> None:
@@ -262,30 +262,30 @@ def _prepare(words: list[str]) -> None:
 
 
 def _export(words: list[str]) -> None:
-    wish = parse_export_arguments(words)
+    arguments = parse_export_arguments(words)
     repository = None
-    if pushed := wish.pop("push_to_hub"):
+    if pushed := arguments.pop("push_to_hub"):
         from offload_trainer.export.hub import HubRepository
 
         repository = HubRepository(pushed)
     else:
         go_offline()
-    if wish.pop("trainer"):
+    if arguments.pop("trainer"):
         from offload_trainer.run.commands.export_trainer import export_trainer
 
-        kept = {key: wish[key] for key in ("shard_bytes", "check")}
-        done = export_trainer(wish["source"], wish["destination"], **kept)
+        kept = {key: arguments[key] for key in ("shard_bytes", "check")}
+        done = export_trainer(arguments["source"], arguments["destination"], **kept)
     else:
         from offload_trainer.export.export_command import export
 
-        done = export(**wish)
-    compared = f"; read back: every header, {done.compared} tensors equal" if wish["check"] else ""
+        done = export(**arguments)
+    compared = f"; read back: every header, {done.compared} tensors equal" if arguments["check"] else ""
     for note in done.notes:
         _say(f"note: {note}")
-    told = f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}"
-    print(shown(told))
+    where = f"exported {done.source} in {arguments['dtype']} to {arguments['destination']}"
+    print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
     if repository is not None:
-        print(shown(f"pushed to {repository.push(wish['destination'], message=f'Export of {done.source}')}"))
+        print(shown(f"pushed to {repository.push(arguments['destination'], message=f'Export of {done.source}')}"))
 
 
 def _import(words: list[str]) -> None:
@@ -327,12 +327,12 @@ def _chat(words: list[str]) -> None:
 
 def _eval(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
-    source, write, wish = parse_eval_arguments(words)
+    source, write, evaluation = parse_eval_arguments(words)
     quieten()
     from offload_trainer.run.commands.evaluate import Evaluation, evaluate
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        done = evaluate(source, Evaluation(**wish), write=write, say=_say)
+        done = evaluate(source, Evaluation(**evaluation), write=write, say=_say)
     print(done.json if as_json else shown(done.table))
     if done.written is not None:
         _say(f"{done.written}: written")

@@ -75,8 +75,8 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, ImportError):
         return explain_import(error)
     if isinstance(error, OSError) and error.errno in _DISKS | _DOORS:
-        told = f"{error.filename or 'a file'}: {reason(error)}"
-        return told if error.errno in _DOORS else f"{told}. {_MEND}"
+        text = f"{error.filename or 'a file'}: {reason(error)}"
+        return text if error.errno in _DOORS else f"{text}. {_MEND}"
     return None
 
 

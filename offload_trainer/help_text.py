@@ -213,15 +213,15 @@ def help_text(command: str | None = None) -> str:
     """Return the help of one command, or of the program if `command` is None."""
     if command is None:
         lines = [f"offload-train {_CONFIG}", ""]
-        lines += [f"offload-train {name:<12}{told}" for name, (told, *_) in _COMMANDS.items()]
+        lines += [f"offload-train {name:<12}{summary}" for name, (summary, *_) in _COMMANDS.items()]
         lines += [
             "",
             _START,
             "`offload-train COMMAND --help` shows the flags of a command, `offload-train --version` the version.",
         ]
         return "\n".join([*lines, "", *_flags(tuple(FLAGS)), "", _REST])
-    told, words, switches, more = _COMMANDS[command]
-    lines = [f"offload-train {command} {words}".rstrip(), "", f"{told[0].upper()}{told[1:]}."]
+    summary, words, switches, more = _COMMANDS[command]
+    lines = [f"offload-train {command} {words}".rstrip(), "", f"{summary[0].upper()}{summary[1:]}."]
     lines += ["", *(_entry(name, what) for name, what in switches)] if switches else []
     lines += ["", more] if more else []
     if not takes_keys(command):
@@ -260,7 +260,7 @@ def command_names() -> list[str]:
 
 def switches_of(command: str) -> dict[str, bool]:
     """Return a command's own flags, each with True if it takes a value."""
-    return {name: bool(value) for name, _, value in (told.partition(" ") for told, _ in _COMMANDS[command][2])}
+    return {name: bool(value) for name, _, value in (entry.partition(" ") for entry, _ in _COMMANDS[command][2])}
 
 
 def takes_keys(command: str) -> bool:
@@ -390,8 +390,8 @@ def parse_eval_arguments(words: list[str]) -> tuple[Path, Path | None, dict[str,
     if unknown := [word for word in words if word.startswith("-")]:
         raise UserError(f"eval: {unknown[0]}: unknown flag; known: {', '.join(switches_of('eval'))}")
     if len(words) != 1:
-        told = ", ".join(map(shown, words)) or "nothing"
-        raise UserError(f"eval needs one SOURCE; got {told}. `offload-train eval --help` says more")
+        listing = ", ".join(map(shown, words)) or "nothing"
+        raise UserError(f"eval needs one SOURCE; got {listing}. `offload-train eval --help` says more")
     names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
     if not names:
         raise UserError("eval needs --tasks NAMES, such as --tasks hellaswag,arc_easy; `lm-eval ls tasks` lists them")
@@ -417,8 +417,8 @@ def parse_sampling_arguments(words: list[str], command: str) -> dict[str, Any]:
     tokens, temperature = take_value(words, "--tokens"), take_value(words, "--temperature")
     seed = take_value(words, "--seed")
     if len(words) != 1 or words[0].startswith("-"):
-        told = ", ".join(map(shown, words)) or "nothing"
-        raise UserError(f"{command} needs one SOURCE; got {told}. `offload-train {command} --help` says more")
+        listing = ", ".join(map(shown, words)) or "nothing"
+        raise UserError(f"{command} needs one SOURCE; got {listing}. `offload-train {command} --help` says more")
     found: dict[str, Any] = {}
     for name, text, least in (("tokens", tokens, 1), ("seed", seed, 0)):
         if text is not None and (not text.isdecimal() or int(text) < least):

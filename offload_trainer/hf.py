@@ -124,16 +124,16 @@ class Offloaded(_Trainer):
 
         classes = type(self).__mro__
         here = classes.index(Offloaded)
-        own = any("create_optimizer" in vars(one) for one in classes[:here])
+        overrides = any("create_optimizer" in vars(one) for one in classes[:here])
         for name in _MAKES:
-            behind = next((one for one in classes[here + 1 :] if name in vars(one)), None)
+            following = next((one for one in classes[here + 1 :] if name in vars(one)), None)
             front = next((one for one in classes[:here] if name in vars(one)), None)
-            if (behind not in (None, Trainer) and not own) or (front and name != "create_optimizer"):
+            if (following not in (None, Trainer) and not overrides) or (front and name != "create_optimizer"):
                 raise UserError(
-                    f"{name} of {(front or behind).__name__} would not be called: override create_optimizer in a class "  # type: ignore[union-attr]
-                    "in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"
+                    f"{name} of {(front or following).__name__} would not be called: override create_optimizer in a "  # type: ignore[union-attr]
+                    "class in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"
                 )
-        if own:
+        if overrides:
             made = self.create_optimizer() or self.optimizer
             if not isinstance(made, OffloadedOptimizer):
                 raise UserError(
@@ -173,7 +173,7 @@ class Offloaded(_Trainer):
         return self.optimizer
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Create the session's optimizer and its scheduler, whatever a class behind this one would make."""
+        """Create the session's optimizer and its scheduler in place of those of later classes in the MRO."""
         if not self._session.trained:
             return super().create_optimizer_and_scheduler(num_training_steps)
         self.create_optimizer()
@@ -464,7 +464,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
         session.export(place.path / "model", dtype=dtype, merge=merge)
         new = {path.name: path for path in (place.path / "model").iterdir()}
         if session.base == "model" or (folder / _CARD).exists():
-            new.pop(_CARD, None)  # the Trainer writes a card of its own; one that says how a base was rounded is kept
+            new.pop(_CARD, None)  # the Trainer writes another card; the one that says how a base was rounded is kept
         for name, path in new.items():
             path.replace(folder / name)
         for path in folder.glob("model*.safetensors*"):

@@ -65,11 +65,11 @@ def checked_manifest(checkpoint: Path, *, moments: bool, fix: str) -> Manifest:
     Without `moments`, the files of moments are skipped. Raises UserError that names the file, the mismatch and `fix`,
     a sentence that says what to do.
     """
-    told = read_back(checkpoint / MANIFEST, dict[str, Any], fix=fix)
-    if told.get("format") != FORMAT and isinstance(told.get("format"), int):
-        raise UserError(f"{checkpoint}: written in format {told['format']}, this version reads {FORMAT}")
+    content = read_back(checkpoint / MANIFEST, dict[str, Any], fix=fix)
+    if content.get("format") != FORMAT and isinstance(content.get("format"), int):
+        raise UserError(f"{checkpoint}: written in format {content['format']}, this version reads {FORMAT}")
     try:
-        manifest = as_kind(told, Manifest)
+        manifest = as_kind(content, Manifest)
         if unnamed := _NEEDED - manifest.files.keys():
             raise ValueError(f"{', '.join(sorted(unnamed))} is not named")
     except ValueError as error:
@@ -116,10 +116,10 @@ def refuse_other_run(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[st
 
     A value of None on either side means not known and is not compared.
     """
-    told = differences(saved, now)
-    if told:
-        lines = "\n".join(f"  {line}" for line in told[:_MOST])
-        more = f"\n  and {len(told) - _MOST} more" if len(told) > _MOST else ""
+    found = differences(saved, now)
+    if found:
+        lines = "\n".join(f"  {line}" for line in found[:_MOST])
+        more = f"\n  and {len(found) - _MOST} more" if len(found) > _MOST else ""
         raise UserError(
             f"{checkpoint} belongs to another run:\n{lines}{more}\nTo go on, give what it was made with; to begin "
             f"anew, name another --output, or move {checkpoint.parent} away"
@@ -130,7 +130,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference. A changed text gives a single line, although several values change with it."""
     unknown = {key for side in (saved, now) for key, value in side.items() if value is None}
     keys = [key for key in {**saved, **now} if key not in unknown and saved.get(key) != now.get(key)]
-    told = []
+    lines = []
     if "tokenizer" in keys:
         keys = [key for key in keys if key not in _TEXT]  # another tokenizer changes all token ids
     elif "text" in keys:
@@ -138,15 +138,15 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         before, after = saved.get("tokens"), now.get("tokens")
         same = f"as many tokens ({after}), but not the same"
         sizes = same if before == after else f"{shown(before)} tokens, now {after}"
-        told.append(f"the text of --data is another, or has changed since: {sizes}")
+        lines.append(f"the text of --data is another, or has changed since: {sizes}")
     if (text := "validation text") in keys:
         keys.remove(text)
         if text in saved and text in now:
-            told.append("the text of --validation-data is another, or has changed since")
+            lines.append("the text of --validation-data is another, or has changed since")
         else:
             before, after = ("with", "none") if text in saved else ("without", "one")
-            told.append(f"it was made {before} --validation-data, and this run has {after}")
+            lines.append(f"it was made {before} --validation-data, and this run has {after}")
     for key in keys:
         its, ours = (shown(side[key]) if key in side else "none" for side in (saved, now))
-        told.append(f"{shown(key)}: it has {its}, this run {ours}")
-    return told
+        lines.append(f"{shown(key)}: it has {its}, this run {ours}")
+    return lines

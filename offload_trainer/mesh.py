@@ -306,21 +306,21 @@ class Listener:
         *,
         patience: float,
         within: float,
-        look: Callable[[], None] = lambda: None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> Mesh:
         """Connect `members`, which include this rank, to a mesh. All ranks must create meshes in the same order.
 
-        Raises PeerTimeout if they are not connected within `within` seconds. `look` is called while waiting and may
-        raise to give up. `patience`: timeout in seconds of the mesh's operations.
+        Raises PeerTimeout if they are not connected within `within` seconds. Meanwhile `while_waiting` is called, and
+        may raise to give up. `patience`: timeout in seconds of the mesh's operations.
         """
         number, self._made = self._made, self._made + 1
         until, peers = time.monotonic() + within, dict[int, socket.socket]()
         for peer in sorted(members):
             if peer < self._rank:
-                peers[peer] = self._dial(peer, number, until=until, look=look)
+                peers[peer] = self._dial(peer, number, until=until, while_waiting=while_waiting)
         for peer in members:
             if peer > self._rank:
-                peers[peer] = self._take(peer, number, until=until, look=look)
+                peers[peer] = self._take(peer, number, until=until, while_waiting=while_waiting)
         return Mesh(self._rank, peers, patience=patience)
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ class Listener:
         for thread in self._accepting:
             thread.join()  # the kernel keeps the name while a thread is still inside accept
 
-    def _dial(self, peer: int, number: int, *, until: float, look: Callable[[], None]) -> socket.socket:
+    def _dial(self, peer: int, number: int, *, until: float, while_waiting: Callable[[], None]) -> socket.socket:
         near = peer in self._here
         while True:
             connection = socket.socket(socket.AF_UNIX if near else _family(self.addresses[peer][0]))
@@ -340,27 +340,29 @@ class Listener:
                 break
             except OSError as error:
                 connection.close()
-                look()
+                while_waiting()
                 if time.monotonic() > until:
                     raise PeerTimeout([peer]) from error
                 time.sleep(_AGAIN)
         hello = _HELLO.pack(number, self._rank)
         if not near:
-            _convince(connection, hello, self._secret, f"rank {peer} at {':'.join(map(str, self.addresses[peer]))}")
+            _begin_handshake(
+                connection, hello, self._secret, f"rank {peer} at {':'.join(map(str, self.addresses[peer]))}"
+            )
         elif (user := _user_of(connection)) != os.geteuid():
             raise TrainerError(f"user {user} listens in the place of rank {peer} of this run: nothing is sent there")
         else:
             connection.sendall(hello)
         return connection
 
-    def _take(self, peer: int, number: int, *, until: float, look: Callable[[], None]) -> socket.socket:
+    def _take(self, peer: int, number: int, *, until: float, while_waiting: Callable[[], None]) -> socket.socket:
         while True:
             with self._news:
                 if (number, peer) in self._arrived or self._news.wait_for(
                     lambda: (number, peer) in self._arrived, timeout=2 * _AGAIN
                 ):
                     return self._arrived.pop((number, peer))
-            look()
+            while_waiting()
             if time.monotonic() > until:
                 raise PeerTimeout([peer])
 
@@ -386,7 +388,7 @@ class Listener:
         try:
             connection.settimeout(_PATIENCE)
             near = connection.family == socket.AF_UNIX
-            hello = _received(connection, _HELLO.size) if near else _convinced(connection, self._secret)
+            hello = _received(connection, _HELLO.size) if near else _accept_handshake(connection, self._secret)
         except (OSError, ValueError):
             connection.close()
             return
@@ -431,7 +433,7 @@ def _place(name: tuple[object, ...]) -> bytes:
     return f" {name[0]} {name[1]}".encode()
 
 
-def _convinced(connection: socket.socket, secret: bytes) -> bytes:
+def _accept_handshake(connection: socket.socket, secret: bytes) -> bytes:
     """Accept side of the handshake: verify the dialler's proof, send this end's proof, return the hello.
 
     Raises ValueError if the dialler does not know the secret.
@@ -448,7 +450,7 @@ def _convinced(connection: socket.socket, secret: bytes) -> bytes:
     return hello
 
 
-def _convince(connection: socket.socket, hello: bytes, secret: bytes, who: str) -> None:
+def _begin_handshake(connection: socket.socket, hello: bytes, secret: bytes, who: str) -> None:
     """Dial side of the handshake: send this end's proof and verify the other end's.
 
     Raises HandshakeRefused if the other end rejects the proof or does not know the secret.

@@ -70,10 +70,10 @@ def to_install(*packages: str) -> str:
     return "pip install " + " ".join(f"'{name}>={bounds[name]}'" if name in bounds else name for name in packages)
 
 
-def lacks(wish: str, package: str) -> str:
+def lacks(feature: str, package: str) -> str:
     """Return the error message for a feature that needs a package which is not installed."""
     also = {"deepspeed": ("ninja",), "lm_eval": ("accelerate", "peft")}.get(package, ())
-    return f"{wish} needs {package}, which is not installed: {to_install(package, *also)}"
+    return f"{feature} needs {package}, which is not installed: {to_install(package, *also)}"
 
 
 def explain_import(error: ImportError) -> str | None:

@@ -74,7 +74,7 @@ def join() -> None:
     each = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     first = 0 if each == world else rank - int(os.environ["LOCAL_RANK"])
     here = range(first, first + each)
-    barrier = _meet_on_one_node if each == world else _meet_on_several
+    barrier = _connect_on_one_node if each == world else _connect_on_several
     _joined = _Joined(rank, world, here, *barrier(rank, world, here))
     signal.signal(signal.SIGTERM, handler)
 
@@ -105,7 +105,7 @@ def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None 
         raise
 
 
-def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh, None]:
+def _connect_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh, None]:
     """Connect the ranks of this machine over Unix sockets, which open no network port.
 
     Raises TrainerError if not all of them connect in time.
@@ -120,7 +120,7 @@ def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mes
             ) from error
 
 
-def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh, dist.Store]:
+def _connect_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh, dist.Store]:
     """Connect the ranks of all nodes, which exchange their addresses through the launcher's store.
 
     The store accepts writes from any process, so its content is not trusted: the peer at each address must prove that
@@ -138,21 +138,21 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
     except RuntimeError as error:
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
 
-    def look() -> None:
-        _look_for_notes(store, secret)
+    def poll() -> None:
+        _raise_failed_joins(store, secret)
 
     with _listening(rank, here, secret=secret, host=_address()) as listener:
         try:
             store.set(_key(rank), " ".join(map(str, listener.address)))
-            while (come := sum(store.check([_key(other)]) for other in range(world))) < world:
-                look()
+            while (arrived := sum(store.check([_key(other)]) for other in range(world))) < world:
+                poll()
                 if time.monotonic() > until:
-                    raise TrainerError(f"{why}: {come} of {world} are here")
+                    raise TrainerError(f"{why}: {arrived} of {world} are here")
                 time.sleep(_AGAIN)
             for other in set(range(world)) - set(here):
                 listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
             left = max(1.0, until - time.monotonic())
-            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, look=look), store
+            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, while_waiting=poll), store
         except PeerTimeout as error:
             at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
             raise TrainerError(f"{why}: {error}; {at}") from error
@@ -215,7 +215,7 @@ def _parsed_address(address: bytes, *, of: int) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def _look_for_notes(store: dist.Store, secret: bytes) -> None:
+def _raise_failed_joins(store: dist.Store, secret: bytes) -> None:
     """Raise the error that a rank has left in the store because it cannot join, if any."""
     if not store.check([_NOT_COMING]):
         return
@@ -234,7 +234,7 @@ def _sign(note: bytes, secret: bytes) -> bytes:
     return digest(secret, b"note " + note, "sha256").hex().encode()
 
 
-def tell_not_coming(why: str) -> None:
+def announce_failed_join(why: str) -> None:
     """Leave a signed note in the launcher's store that this rank cannot `join`, so that other nodes stop waiting.
 
     Does nothing after `join`, on a single node, or without a launcher's store.
@@ -291,7 +291,7 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
     every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
     ours = next(ranks for ranks in every if _joined.rank in ranks)
     with _as_peer_failure():
-        return _joined.listener.mesh(ours, patience=patience, within=_SETTING_UP, look=_joined.everybody.check)
+        return _joined.listener.mesh(ours, patience=patience, within=_SETTING_UP, while_waiting=_joined.everybody.check)
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------
@@ -430,19 +430,19 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
 
     `parts` must be contiguous. On a GPU the operation is queued on the current stream.
     """
-    come = torch.empty_like(parts)
+    received = torch.empty_like(parts)
     with _as_peer_failure():
         if not isinstance(group, Mesh):
-            dist.all_to_all_single(come.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
-            return come
+            dist.all_to_all_single(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
+            return received
         out = {member: parts[number].view(-1) for number, member in enumerate(group.members)}
-        into = {member: come[number].view(-1) for number, member in enumerate(group.members)}
+        into = {member: received[number].view(-1) for number, member in enumerate(group.members)}
         into[group.rank].copy_(out[group.rank])
         group.exchange(
             [(peer, _bytes_of(out[peer])) for peer in group.others],
             [(peer, _bytes_of(into[peer])) for peer in group.others],
         )
-    return come
+    return received
 
 
 def send_recv(

@@ -18,7 +18,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.manifest import MANIFEST, Manifest
 from offload_trainer.safe_files import file_bytes, is_there, parsed, shown
 from offload_trainer.storage.atomic_io import bytes_below
-from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.owned_dirs import (
     NotOwned,
     OwnershipMark,
@@ -104,7 +104,7 @@ def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
     except OSError as error:
         return reason(error)
     try:
-        take(lock)
+        try_lock(lock)
         if not is_removable(directory, _manifest_of(step)):
             return "it is a link, another user's, or its manifest is of another step"
         if hidden is not None:

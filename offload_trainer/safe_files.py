@@ -146,8 +146,8 @@ def open_given(path: Path) -> BinaryIO:
     try:
         return open(open_file(path, links=True), "rb", buffering=0)
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown(str(path))} cannot be read: {told}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{shown(str(path))} cannot be read: {reason}") from error
 
 
 def refuse_pipes(directory: Path) -> None:
@@ -165,9 +165,9 @@ def refuse_pipes(directory: Path) -> None:
 def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
     """Parse JSON as a `kind`. Raises ValueError, a one-line message, if it is invalid, too large or of another type."""
     try:
-        told = text.decode("utf-8") if isinstance(text, bytes) else text
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
-            told,
+            decoded,
             parse_int=_integer,
             parse_float=_finite if finite else float,
             parse_constant=_refused_constant if finite else None,
@@ -216,8 +216,8 @@ class LimitedYaml(yaml.SafeLoader):
             raise self._refused(f"a number of {len(node.value)} characters", node)
         return node
 
-    def _refused(self, told: str, at: Any) -> yaml.YAMLError:
-        return yaml.composer.ComposerError(None, None, told, at.start_mark)
+    def _refused(self, problem: str, at: Any) -> yaml.YAMLError:
+        return yaml.composer.ComposerError(None, None, problem, at.start_mark)
 
 
 def read_yaml(path: Path, loader: type[LimitedYaml] = LimitedYaml) -> Any:

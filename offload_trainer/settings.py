@@ -269,16 +269,16 @@ def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
     parts = word.split(".")
     for start in range(len(parts)):
         end = ".".join(parts[start:])
-        if told := _other_name(end, text, as_flag=as_flag):
-            return f"; {told}"
+        if equivalent := _other_name(end, text, as_flag=as_flag):
+            return f"; {equivalent}"
         if same := [key for key in all_keys() if key.rpartition(".")[2] == end]:
             if as_flag and len(same) == 1:
                 return f"; use {_written(same[0], text, as_flag=True)}"
             closest = sorted(same, key=lambda key: -_ratio(key, word))[: None if len(parts) == 1 else 1]
             return f"; did you mean {' or '.join(_written(key, None, as_flag=as_flag, bare=True) for key in closest)}?"
     for part in reversed(parts[:-1]):
-        if part not in TrainConfig.model_fields and (told := _other_name(part, None, as_flag=as_flag)):
-            return f"; {told}"
+        if part not in TrainConfig.model_fields and (equivalent := _other_name(part, None, as_flag=as_flag)):
+            return f"; {equivalent}"
     return _misspelt(word, text, as_flag=as_flag)
 
 
@@ -292,8 +292,8 @@ def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
     if near in leaves:
         key = max((key for key in all_keys() if key.endswith(f".{near}")), key=lambda key: _ratio(key, word))
         near = _written(key, None, as_flag=as_flag, bare=True)
-    told = _other_name(near, text, as_flag=as_flag) if term_of(near) else ""
-    return f"; did you mean {near}?" + (f" {told[0].upper()}{told[1:]}" if told else "")
+    equivalent = _other_name(near, text, as_flag=as_flag) if term_of(near) else ""
+    return f"; did you mean {near}?" + (f" {equivalent[0].upper()}{equivalent[1:]}" if equivalent else "")
 
 
 def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
@@ -475,12 +475,12 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             given = queue.pop(0) if follows else text if equals else None
             key = plain(name)
             if name in FLAGS_OF_COMMANDS:
-                told = f"only `offload-train {FLAGS_OF_COMMANDS[name]}` takes this flag"
+                problem = f"only `offload-train {FLAGS_OF_COMMANDS[name]}` takes this flag"
             elif key in all_keys():
-                told = f"a key is written without dashes: {_written(key, given, as_flag=False)}"
+                problem = f"a key is written without dashes: {_written(key, given, as_flag=False)}"
             else:
-                told = f"unknown flag{_hint(key, given, as_flag=True)}"
-            draft.mistakes.append(f"{name}: {told}")
+                problem = f"unknown flag{_hint(key, given, as_flag=True)}"
+            draft.mistakes.append(f"{name}: {problem}")
         elif not flag.metavar:
             draft.put(flag.key, text if equals else "true", spelled=word)
         elif not equals and (not queue or queue[0].startswith("--")):

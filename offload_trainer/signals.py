@@ -47,7 +47,7 @@ def stop_at_once() -> Iterator[None]:
 
     def stop(number: int, _frame: object) -> None:
         _restore_defaults()
-        _raise_until_heard(number)
+        _raise_until_caught(number)
 
     with _handled(dict.fromkeys(_STOPPING, stop)), _quiet_where_lost():
         yield
@@ -80,11 +80,11 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
             return
         if asked.insisted and not hangup:
             _restore_defaults()
-            _raise_until_heard(number, unsaved="the second signal; stopped at once, unsaved")
+            _raise_until_caught(number, unsaved="the second signal; stopped at once, unsaved")
         first = not asked.stop
         if first and (why := asked.too_late()):
             _restore_defaults()
-            _raise_until_heard(number, unsaved=f"{why}; stopped at once, unsaved")
+            _raise_until_caught(number, unsaved=f"{why}; stopped at once, unsaved")
         asked.stop = asked.stop or number
         if not hangup and not asked.insisted:
             asked.insisted, since = True, time.monotonic()
@@ -98,7 +98,7 @@ def waiting(*, say: Callable[[str], None] | None, same_within: float = 0.0) -> I
         yield asked
 
 
-def _raise_until_heard(number: int, *, unsaved: str = "") -> None:
+def _raise_until_caught(number: int, *, unsaved: str = "") -> None:
     """Raise Stopped, and raise it again on a timer until it propagates.
 
     An exception raised in a destructor or in a callback from C is swallowed, so a single raise may be lost.
@@ -122,11 +122,11 @@ def _quiet_where_lost() -> Iterator[None]:
 
     If a library has converted Stopped to another exception on the way out, raise the Stopped instead.
     """
-    told, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
 
     def tell(lost: Any) -> None:
         if not isinstance(lost.exc_value, Stopped):
-            told(lost)
+            hook(lost)
 
     sys.unraisablehook = tell
     try:
@@ -139,7 +139,7 @@ def _quiet_where_lost() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
-        sys.unraisablehook = told
+        sys.unraisablehook = hook
 
 
 def _turned_into(error: BaseException | None) -> Stopped | None:

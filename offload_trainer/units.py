@@ -1,4 +1,4 @@
-"""Format and parse bytes, seconds and counts for messages. Everywhere else they are plain numbers.
+"""Format and parse bytes, seconds and counts for messages, and escape text. Everywhere else they are plain numbers.
 
 Sizes are decimal (1 GB = 10**9 bytes), as for drives and bandwidths.
 """

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from offload_trainer.storage.owned_dirs import anew
+from offload_trainer.storage.owned_dirs import fresh_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-run"
@@ -25,7 +25,7 @@ def offload_train(*words: str) -> None:
 
 
 def main() -> int:
-    anew(OUT, what="the demo in")
+    fresh_directory(OUT, what="the demo in")
     (OUT / "drive").mkdir()
     run = OUT / "run"
     half_on_the_drive = ("--nvme", str(OUT / "drive"), "--ram-fraction", "0.5")

@@ -49,7 +49,7 @@ from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
-STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # with a large eps, rounding decides no update of a gradient near 0
+STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps keeps rounding from deciding tiny updates
 FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # tolerances of losses, norms (relative) and weights
 SECONDS = 600  # time limit of one architecture
 WORDS = (
@@ -356,6 +356,8 @@ def table(results: Sequence[Result]) -> str:
     """Return the Markdown page: a description of the columns, a row for each architecture, and reasons of failures."""
     lines = [
         "# Every causal language model of transformers",
+        "",
+        "Look up your architecture: whether it trains here as in plain torch, and how closely.",
         "",
         f"Written by `scripts/every_architecture.py --table docs/architectures.md`: transformers "
         f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",

@@ -1,4 +1,4 @@
-"""Train a tiny model of every image-text architecture in transformers with images, beside plain torch.
+"""Train a tiny model of every image-text architecture in transformers with images, and compare it with plain torch.
 
     every_image_model.py [--only NAME ...] [--table FILE] [--json FILE]
 
@@ -48,11 +48,11 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.loader import checkpoint_blocks, resolve_model
 
-STEPS, LR, EPS = 3, 1e-3, 1e-3  # with a large eps, rounding decides no update of a gradient near 0
+STEPS, LR, EPS = 3, 1e-3, 1e-3  # a large eps keeps rounding from deciding the update of a gradient near 0
 ADAM: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": EPS, "weight_decay": 0.0}
 RAM: dict[str, Any] = {"params": "cpu", "ram_fraction": 1.0}
 DRIVE: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "page_size": 8192}
-_TOWER = r"vision|visual|image_|vit|encoder"  # in the names of towers and their projectors
+_TOWER = r"vision|visual|image_|vit|encoder"  # occurs in the names of towers and their projectors
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Result:
     norm: float = 0.0  # largest relative difference of a gradient norm
     weights: float = 0.0  # largest difference of a weight after the steps
     form: str = ""  # the names of the image inputs
-    counted: str = ""  # patches of a row's images that a plan counts by itself
+    counted: str = ""  # patches of a row's images that a plan counts without `image_patches`
     frozen: str = ""  # number of weights of the frozen tower, or why none was frozen
     seconds: float = 0.0
 
@@ -112,7 +112,7 @@ def reference(folder: Path, data: Sequence[Batch], *, freeze: Sequence[str] = ()
 
 
 def ours(folder: Path, drive: Path, data: Sequence[Batch], *, export: Path | None = None, **keys: Any) -> Trained:
-    """Train with `offload_trainer.load`, and export the model to `export` if it is given.
+    """Train with `offload_trainer.load`, and export the model to `export` if that is not None.
 
     No weight is small enough to stay in memory.
     """
@@ -153,7 +153,7 @@ def examine(name: str, folder: Path) -> Result:
         expected = reference(folder / "model", data)
     except NoInputs as error:
         return Result(name, "transformers", f"no image inputs: {error}")
-    except Exception as error:  # of transformers' code
+    except Exception as error:  # any error of transformers' code
         return Result(name, "transformers", one_line(error))
     place = folder / "model", folder / "drive", data
     try:
@@ -229,6 +229,8 @@ def table(results: Sequence[Result]) -> str:
     """Return the Markdown page: a description of the columns, a row for each architecture, and what was not tried."""
     lines = [
         "# Every image-text model of transformers",
+        "",
+        "Look up your image-text architecture: whether it trains here as in plain torch, and how closely.",
         "",
         f"Written by `scripts/every_image_model.py --table docs/benchmarks/image_models.md`: transformers "
         f"{transformers.__version__}, torch {torch.__version__}. {counts(results, not_run=_NOT_TRIED)}.",

@@ -20,9 +20,9 @@ from offload_trainer.model.probes.rows import refuse_crossing
 _PAGE = """\
 # Several documents in a row
 
-With `data.packing=on` a start tests if the model keeps packed documents apart
-(`offload_trainer/model/probes/rows.py`). This page lists the results for a tiny model of every causal
-language model of transformers {version}, each with its defaults shrunk by `scripts/tiny_models.py`.
+Look up whether `data.packing=on` works with your architecture. A start tests if the model keeps packed documents apart
+(`offload_trainer/model/probes/rows.py`); this page lists the results for a tiny model of every causal language model
+of transformers {version}, each with its defaults shrunk by `scripts/tiny_models.py`.
 `scripts/packing_of_all.py --page docs/packing.md` writes it. A run always tests its own model, since layers of another
 kind than the class has by default may change the result.
 

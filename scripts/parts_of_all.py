@@ -200,7 +200,7 @@ def saved_config(folder: Path) -> Any:
 def _trial(config: Any) -> str:
     """Run the trial that divides blocks; return its result, or why it could not run."""
     model = meta_model(config, trust_remote_code=False)
-    names, needs = submodules.apart(model, trust_remote_code=False)
+    names, needs = submodules.divisible_modules(model, trust_remote_code=False)
     if names:
         return f"{len(names)} modules, {len(needs)} orders"
     if not block_names(model):

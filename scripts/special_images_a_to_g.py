@@ -112,7 +112,7 @@ def _two_resolutions(model: PreTrainedModel, random: torch.Generator) -> Batch:
 
 # -- images as rows of patches ----------------------------------------------------------------------------------------
 
-_WIDTH = 3 * 4**2  # of a patch
+_WIDTH = 3 * 4**2  # values of a patch
 
 
 def _patches(model: PreTrainedModel, random: torch.Generator) -> Batch:

@@ -53,7 +53,7 @@ _GRANITE4_VISION = {
     "deepstack_layer_map": [[-2, 0]],
     "spatial_target_layers": [1, 2, 3, 4],
 }
-_INKLING = {  # with fewer layers than this patch has factors, transformers would need scipy
+_INKLING = {  # transformers needs scipy if there are fewer layers than factors of the patch
     "vision_config.patch_size": 2,
     "vision_config.num_hidden_layers": 3,
     "audio_config.n_mel_bins": 4,
@@ -116,7 +116,7 @@ def _granite4_vision(model: PreTrainedModel, random: torch.Generator) -> Batch:
 def _granite_docling(model: PreTrainedModel, random: torch.Generator) -> Batch:
     images = {
         "pixel_values": _pixels(model, random, 1),
-        "pixel_attention_mask": torch.ones(ROWS, 1, dtype=torch.bool),  # of whole tiles
+        "pixel_attention_mask": torch.ones(ROWS, 1, dtype=torch.bool),  # all tiles are whole
     }
     return _rows(model, images, random, count=SIDE**2 // 4)
 

@@ -109,7 +109,7 @@ def _udop(model: PreTrainedModel, random: torch.Generator) -> Batch:
     side = model.config.image_size
     images = {
         "pixel_values": torch.randn(ROWS, 3, side, side, generator=random),
-        "bbox": torch.rand(ROWS, TEXT, 4, generator=random).sort(-1).values,  # of each token of text
+        "bbox": torch.rand(ROWS, TEXT, 4, generator=random).sort(-1).values,  # a box for each token of text
     }
     return with_text(model, images, random)
 

@@ -1,7 +1,7 @@
 """Tiny configurations of every image-text model in transformers, and batches with images for them.
 
 `tiny_models.py` shrinks the language model and the tower; this module makes images small, and moves the tokens that
-stand for images into the small vocabulary. Each architecture has image inputs of its own. `image_batches` tries the
+stand for images into the small vocabulary. Image inputs differ between architectures. `image_batches` tries the
 forms that several architectures share until the model's own forward accepts one and its loss depends on the pixels.
 """
 
@@ -23,7 +23,7 @@ from offload_trainer.model.probes.tiny_model import HIDDEN
 
 Batch = dict[str, torch.Tensor]
 ROWS, TEXT, SIDE = 2, 10, 4  # rows of a batch, tokens of text in a row, patches of an image's side
-PATCHES = SIDE**2 + 1  # of an image, with one for its class
+PATCHES = SIDE**2 + 1  # patches of an image, with one for its class
 _SPECIAL = range(VOCABULARY - 16, VOCABULARY)  # tokens that no text has
 _TEXT = range(5, _SPECIAL.start)
 _MARKS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
@@ -191,7 +191,7 @@ def image_batches(model: PreTrainedModel, count: int, special: Special = Special
             if all(_reads_images(model, batch, _pixels_of(batch)) for batch in made):
                 return made
             errors.append(f"{form.__name__}: the loss does not depend on the pixels")
-        except Exception as error:  # of transformers' code, for a form that the architecture does not take
+        except Exception as error:  # any error of transformers' code, for a form that the architecture does not take
             errors.append(f"{form.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
     raise NoInputs("; ".join(errors))
 

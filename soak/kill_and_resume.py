@@ -8,8 +8,8 @@ finishes, its losses, gradient norms, rates, masters, moments and export must ma
 `soak.py` does the same with everything else that can end or disturb a run.
 
 With `--warnings` a training is stopped by SIGTERM instead, with a random `train.stop_within` of `--limits`, and must
-end within it: saved, or at once where saving does not fit. `--slow` is the share of these trainings whose steps take
-6 s more, so that a limit of 5 s is too short for some.
+end within it: saved, or immediately where saving does not fit. `--slow` is the share of these trainings whose steps
+take 6 s more, so that a limit of 5 s is too short for some.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from trials import (
 )
 
 from offload_trainer.mesh import RUN
-from offload_trainer.run.launcher import LAUNCHER, Ended, _told
+from offload_trainer.run.launcher import LAUNCHER, Ended, _report_failure
 
 STEPS, EVERY, KEEP = 10, 2, 2
 MICRO_BATCHES = 6  # per step, over all ranks
@@ -119,7 +119,7 @@ class Launcher:
                 os.kill(pid, number)
 
     def _code(self, ended: dict[int, Ended]) -> int:
-        return _told(ended, list(self.words), stopped=self.stopped)
+        return _report_failure(ended, list(self.words), stopped=self.stopped)
 
 
 class Ranks(Command):

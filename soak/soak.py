@@ -321,9 +321,9 @@ def small_bench() -> None:
     """Shrink the bench to a few megabytes; called in the fork."""
     from offload_trainer.machine import bench
 
-    bench._PIECE, bench._MATRIX_CPU = 1 << 20, (64, 64, 64)
+    bench._PIECE, bench.ON_CPU = 1 << 20, bench.LayerSizes((64, 64, 64), tokens=64, width=64)
     bench._repeat = partial(bench._repeat, least=2)
-    bench._triad = lambda: bench.Rate(1e10, "measured", "not here")
+    bench._triad = lambda _size: bench.Rate(1e10, "measured", "not here")
     limits = {"drive_bytes": 32 << 20, "drive_seconds": 0.2, "try_seconds": 0.1, "update_elements": 1 << 16}
     bench.Budget = partial(bench.Budget, **limits)
 

@@ -15,6 +15,7 @@ from build_wheel import wheel_in
 from commands import LAUNCHED, LIMIT, in_turn, products_of_torch
 
 import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.optim import kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,7 +104,8 @@ def wheel(shared: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Undo what a command that ran in this process set for it: torch's 16-bit products, and its place among ranks."""
+    """Undo what a command that ran in this process set for it: the kernel, torch's 16-bit products, its rank."""
+    kernels._checked_native.cache_clear()
     before = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     yield
     products_of_torch()

@@ -49,9 +49,9 @@ class TextSplitter:
         for block in blocks:
             text, start = text[start:] + block, 0
             while len(text) - start > PIECE:
-                end, behind = self._cut(text, start)
+                end, next_before = self._cut(text, start)
                 yield Piece(text[start:end], ends_document=False, before=before)
-                start, before = end, behind
+                start, before = end, next_before
         if text:
             yield Piece(text[start:], ends_document=True, before=before)
 
@@ -74,8 +74,8 @@ class TextSplitter:
 
     def _exact(self, text: str, place: int, before: str) -> bool:
         left, right = text[max(0, place - _AROUND) : place], text[place : place + _AROUND]
-        behind = self._encode(before + right)[len(self._encode(before)) if before else 0 :]
-        return self._encode(left + right) == self._encode(left) + behind
+        following = self._encode(before + right)[len(self._encode(before)) if before else 0 :]
+        return self._encode(left + right) == self._encode(left) + following
 
 
 def _between_words(text: str, space: str, start: int, end: int) -> list[int]:

@@ -131,8 +131,8 @@ def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str
     for source in sources:
         found.setdefault(_form_of_file(source, form=form, text_field=text_field), source)
     if len(found) > 1:
-        told = ", ".join(f"{kind} in {source}" for kind, source in found.items())
-        raise UserError(f"the files have different formats: {told}; use files of one format, or set data.format")
+        listing = ", ".join(f"{kind} in {source}" for kind, source in found.items())
+        raise UserError(f"the files have different formats: {listing}; use files of one format, or set data.format")
     return next(iter(found))
 
 
@@ -208,9 +208,9 @@ def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None
 
     If the line has the fields of `form`, a "prompt" field alone does not make it a prompt without an answer.
     """
-    for keys, told in _OTHERS:
+    for keys, content in _OTHERS:
         if all(record.get(key) is not None for key in keys) and (form is None or keys != ("prompt",)):
-            raise UserError(f"{where}: {' and '.join(map(repr, keys))} hold {told}")
+            raise UserError(f"{where}: {' and '.join(map(repr, keys))} hold {content}")
     if isinstance(record.get("label"), bool):
         raise UserError(f"{where}: 'label' holds true or false: {_GOOD_AND_BAD}")
     for key in _MEDIA:
@@ -234,8 +234,8 @@ def _alpaca(record: dict[str, Any], *, where: str) -> tuple[Message, ...]:
     assert answer is not None, record
     if answer not in record:
         raise UserError(f"{where}: no answer: {answer!r} is missing")
-    told = string_in(record, answer, where=where)
-    turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", told)]
+    completion = string_in(record, answer, where=where)
+    turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", completion)]
     history = [] if record.get("history") in (None, "") else record["history"]
     if not isinstance(history, list):
         raise UserError(f"{where}: 'history' holds {json_kind(history)}, where a list is needed")
@@ -374,8 +374,8 @@ def _text(content: Any, number: int, *, where: str) -> Any:
             raise UserError(
                 f"{where}: message {number} mixes parts to train on with others: an answer is trained on whole"
             )
-    told = encodable("".join(part["text"] for part in texts), f"message {number}", where=where)
-    return told if len(texts) == len(parts) else parts
+    joined = encodable("".join(part["text"] for part in texts), f"message {number}", where=where)
+    return joined if len(texts) == len(parts) else parts
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -412,9 +412,9 @@ def with_pictures(record: dict[str, Any], *, folder: Path, where: str) -> dict[s
             parts = []
             for part in content:
                 if _is_image(part):
-                    own = next((part[key] for key in ("path", "image", "url") if part.get(key)), None)
-                    bare += own is None
-                    path = next(rest, None) if own is None else own
+                    path_in_part = next((part[key] for key in ("path", "image", "url") if part.get(key)), None)
+                    bare += path_in_part is None
+                    path = next(rest, None) if path_in_part is None else path_in_part
                     part = {"type": "image", "path": _picture(path, folder=folder, where=where) if path else None}
                 parts.append(part)
             message = message | {"content": parts}

@@ -61,8 +61,8 @@ class OmittedText:
         named = sorted(self.fields, key=lambda name: -self.fields[name])[:_NAMED]
         found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]
         more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
-        told = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
-        return told + ([f"{self.empty} of the answers to train on are empty"] if self.empty else [])
+        sentences = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
+        return sentences + ([f"{self.empty} of the answers to train on are empty"] if self.empty else [])
 
 
 class AnswerEncoder:
@@ -108,9 +108,8 @@ class AnswerEncoder:
         if example.pair is not None:
             prompt, completion = example.pair
             start = 0 if self._everything else len(prompt)
-            self.unsaid.add(
-                {name for name, said in example.texts if not _holds(prompt + completion, said)}, where=example.where
-            )
+            omitted = {name for name, field in example.texts if not _contains(prompt + completion, field)}
+            self.unsaid.add(omitted, where=example.where)
             self.unsaid.empty += not completion.strip()
             return prompt + completion, [(start, len(prompt + completion))]
         text = self.render(example, example.messages)
@@ -123,25 +122,25 @@ class AnswerEncoder:
             and example.messages[n].get("weight", 1) != 0
             and example.messages[n].get("train") is not False
         ]
-        self._look_for_losses(example, text)
-        said = (example.messages[number] for number in answers)
-        self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in said)
+        self._count_omitted_text(example, text)
+        learned = (example.messages[number] for number in answers)
+        self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in learned)
         if self._everything:
             return text, [(0, len(text))]
         if self._marks and answers == everyone:
             return text, self._marked(example)
         return text, [self._answer(example, text, number) for number in answers]
 
-    def _look_for_losses(self, example: Example, text: str) -> None:
+    def _count_omitted_text(self, example: Example, text: str) -> None:
         """Count the fields whose text is not all in `text`.
 
         Raises UserError if the whole content of a message or all the tools are missing.
         """
-        lost = {name for name, said in example.texts if not _holds(text, said)}
-        self.unsaid.add(lost, where=example.where)
-        for number, message in enumerate(example.messages, 1) if lost else ():
+        omitted = {name for name, field in example.texts if not _contains(text, field)}
+        self.unsaid.add(omitted, where=example.where)
+        for number, message in enumerate(example.messages, 1) if omitted else ():
             content = _content(message)
-            if content.strip() and not _holds(text, content, any_piece=True):
+            if content.strip() and not _contains(text, content, any_piece=True):
                 raise UserError(
                     f"{example.where}: the chat template leaves out message {number} "
                     f"({message['role'][:60]!r}): {_OWN_TEMPLATE} it, or leave that message out"
@@ -185,8 +184,8 @@ class AnswerEncoder:
                 add_generation_prompt=prompt,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"{example.where}: the chat template refuses this conversation: {told[0][:200]}") from error
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise UserError(f"{example.where}: the chat template refuses this conversation: {reason}") from error
         assert isinstance(text, str)
         return text
 
@@ -207,13 +206,13 @@ class AnswerEncoder:
         """Return the character span in `text` of the answer in message `number`."""
         until = self.render(example, example.messages[: number + 1])
         before = self._before(example, until, number)
-        said = _content(example.messages[number]).strip()
+        content = _content(example.messages[number]).strip()
         if text.startswith(before) and until.startswith(before):
-            end = len(until) if text.startswith(until) else _end_of_said(text, until, said, start=len(before))
+            end = len(until) if text.startswith(until) else _end_of_answer(text, until, content, start=len(before))
             if end is not None:
                 # White space after the end of the turn is no part of the answer, unless it itself ends the turn.
                 stripped = text[len(before) : end].rstrip()
-                return len(before), end if said and stripped.endswith(said) else len(before) + len(stripped)
+                return len(before), end if content and stripped.endswith(content) else len(before) + len(stripped)
         raise UserError(
             f"{example.where}: the chat template renders message {number + 1} differently once others follow it, so "
             "what of the text is that answer cannot be told: give data.chat_template=FILE with {% generation %} around "
@@ -239,19 +238,19 @@ def _content(message: Message) -> str:
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 
 
-def _holds(text: str, said: str, *, any_piece: bool = False) -> bool:
-    """Return whether `text` contains all of `said`, or with `any_piece` at least one piece of it.
+def _contains(text: str, content: str, *, any_piece: bool = False) -> bool:
+    """Return whether `text` contains all of `content`, or with `any_piece` at least one piece of it.
 
     A piece may be in the text verbatim or as JSON escapes it.
     """
-    if (said := said.strip()) in text:
+    if (content := content.strip()) in text:
         return True
-    if said[:1] in ("{", "[") and not any_piece:
+    if content[:1] in ("{", "[") and not any_piece:
         try:
-            return all(_holds(text, one) for _, one in texts_in(json_in(said)))
+            return all(_contains(text, one) for _, one in texts_in(json_in(content)))
         except ValueError:
             pass
-    pieces = (piece.strip() for piece in _PIECES.split(said))
+    pieces = (piece.strip() for piece in _PIECES.split(content))
     found = (
         piece in text or any(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True))
         for piece in pieces
@@ -260,24 +259,24 @@ def _holds(text: str, said: str, *, any_piece: bool = False) -> bool:
     return any(found) if any_piece else all(found)
 
 
-def _end_of_said(text: str, until: str, said: str, *, start: int) -> int | None:
+def _end_of_answer(text: str, until: str, answer: str, *, start: int) -> int | None:
     """Return the end of an answer in `text`, or None.
 
     `text` may lack what precedes the answer's words in `until`, since templates drop the reasoning of earlier turns.
     """
-    place, last = text.find(said, start), until.rfind(said)
-    if not said or place < 0 or last < 0:
+    place, last = text.find(answer, start), until.rfind(answer)
+    if not answer or place < 0 or last < 0:
         return None
-    behind = until[last + len(said) :].rstrip()
-    end = place + len(said)
-    return end + len(behind) if text.startswith(behind, end) else None
+    ending = until[last + len(answer) :].rstrip()
+    end = place + len(answer)
+    return end + len(ending) if text.startswith(ending, end) else None
 
 
 def inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:
     """Return for each token whether it overlaps one of `spans`, which are in order and disjoint."""
-    counted, rest = [], list(spans)
+    counted, remaining = [], list(spans)
     for start, end in offsets:
-        while rest and rest[0][1] <= start:
-            rest.pop(0)
-        counted.append(bool(rest) and end > start and end > rest[0][0])
+        while remaining and remaining[0][1] <= start:
+            remaining.pop(0)
+        counted.append(bool(remaining) and end > start and end > remaining[0][0])
     return counted

@@ -114,10 +114,10 @@ def joined(files: Sequence[TokenFile]) -> Tokens:
     fits any), or if one of several files holds rows of conversations.
     """
     for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
-        said = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
-        if len(said) > 1:
-            told = ", ".join(f"{value} in {path}" for value, path in said.items())
-            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {told}; make them equal")
+        values = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
+        if len(values) > 1:
+            listing = ", ".join(f"{value} in {path}" for value, path in values.items())
+            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {listing}; make them equal")
     if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
         raise UserError(
             f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
@@ -244,9 +244,9 @@ def mixed(
     Raises UserError if they are not of one kind, or a text has too few rows.
     """
     for what in ("dtype", "row_length", "packed"):
-        if len(said := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
-            told = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in said.items())
-            raise UserError(f"data.mixture: {told} differ in kind: use only conversations, or only text")
+        if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
+            listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
+            raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
     train, held_out = [], []
     for file, name in zip(files, names, strict=True):
         rows = (len(file) - 1) // seq_len

@@ -6,7 +6,7 @@
     packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
 
 The top bit of an id (`NOT_LEARNED`) means that the id is not learned, the bit below it (`BEGINS`) that a conversation
-or the padding begins there. Every conversation has a learned token and padding has none, so the two can be told apart.
+or the padding begins there. Every conversation has a learned token, unlike padding, which distinguishes the two.
 A file of rows is an ordinary file of ids.
 """
 

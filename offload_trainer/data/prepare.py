@@ -41,7 +41,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.cache_files import MODE, open_owned
-from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.units import format_bytes
 
 # Increase it when the same text and tokenizer give other ids than before.
@@ -194,7 +194,7 @@ def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(turn(target.with_suffix(".lock"), say=waiting, patience=_LONGEST))
+            stack.enter_context(exclusive_lock(target.with_suffix(".lock"), say=waiting, patience=_LONGEST))
         except (OSError, NoLocks):
             pass  # if the directory cannot be written, the writer reports it
         yield

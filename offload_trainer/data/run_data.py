@@ -85,7 +85,7 @@ def unknown_identity(section: DataSection | None) -> dict[str, Any]:
 def holds_images(section: DataSection) -> bool:
     """Return whether one of the first conversations of `data.path` has an image.
 
-    Data that is missing, or would be downloaded, has none; `check_data` reports it.
+    The answer is no for data that is missing or would be downloaded; `check_data` reports it.
     """
     from offload_trainer.data.conversations import COLUMNS, TEXT, hold_images
     from offload_trainer.data.documents import holds_records, read_records
@@ -165,7 +165,7 @@ def prepare_data(
         tokens = ImageTokens(tokens, processor)
         held_out = ImageTokens(held_out, processor) if separate else tokens
     split = _rows(section, tokens, held_out, seq_len=seq_len)
-    for line in _told(section, tokens, held_out, split, seq_len=seq_len):
+    for line in _describe(section, tokens, held_out, split, seq_len=seq_len):
         say(line)
     end = end_of_text(tokenizer)
     if section.packing == "on" and end is None and (tokens.row_length is None or held_out.row_length is None):
@@ -184,7 +184,7 @@ def prepare_data(
     )
 
 
-def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> Iterator[str]:
+def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_len: int) -> Iterator[str]:
     """Yield lines for the user on the amount of data and its division."""
     separate = held_out is not tokens
     of = f" of {format_count(len(held_out))} tokens" if separate else ""
@@ -204,8 +204,8 @@ def _told(section: DataSection, tokens: Any, held_out: Any, split: Any, *, seq_l
     if tokens.summary:
         yield f"conversations: {tokens.summary}"
     left = len(tokens) - (len(split.train) + (0 if separate else len(split.validation))) * seq_len - 1
-    behind = f"; the last {left} tokens do not fill a row" if left else ""
-    yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{behind}"
+    rest = f"; the last {left} tokens do not fill a row" if left else ""
+    yield f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {validation}{rest}"
     if section.mixture:
         yield tokens.shares.told(section.path)
 
@@ -284,15 +284,15 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
     positions = list(range(seq_len)) if row.positions is None else row.positions[0].tolist()
     text_end = seq_len - row.padding
     begins = [place for place in range(text_end) if positions[place] == 0]
-    told = []
+    printed = []
     for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
-        told += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
+        printed += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
         for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
             text = data.tokenizer.decode([inputs[place] for place in places])
             shown = repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
-            told.append(f"{'learned' if is_learned else 'given':<8} {shown}")
-    hidden = len(told) - _STRETCHES
-    lines = [*told[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
+            printed.append(f"{'learned' if is_learned else 'given':<8} {shown}")
+    hidden = len(printed) - _STRETCHES
+    lines = [*printed[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
     if row.padding:
         lines.append(f"{'padding':<8} {row.padding} x {data.tokenizer.decode(inputs[-1:])!r}")
     return ["the first row:", *(f"  {line}" for line in lines)]
@@ -336,12 +336,12 @@ def _tokenizer(section: DataSection, source: Any, *, processor: Any, say: Callab
 
 def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
     """Raise UserError for token files that do not name their tokenizer, since exports would include a wrong one."""
-    from offload_trainer.data.tokenfile import said_tokenizer
+    from offload_trainer.data.tokenfile import stated_tokenizer
 
     if source.directory is not None:
         return
     for path in map(Path, (*section.path, *section.validation_path)):
-        if path.suffix == ".bin" and said_tokenizer(path.expanduser()) is None:
+        if path.suffix == ".bin" and stated_tokenizer(path.expanduser()) is None:
             raise UserError(
                 f"{path} does not say which tokenizer its ids belong to, and samples and exports need it: name it with "
                 "--tokenizer (a directory, a hub id, or builtin)"
@@ -354,8 +354,8 @@ def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> 
 
     if section.mixture:
         trained = sum(tokens.shares.rows)
-        behind = range(trained, (len(tokens) - 1) // seq_len)
-        return Split(range(trained), behind if held_out is tokens else range((len(held_out) - 1) // seq_len))
+        later = range(trained, (len(tokens) - 1) // seq_len)
+        return Split(range(trained), later if held_out is tokens else range((len(held_out) - 1) // seq_len))
     if held_out is tokens:
         kept = 0.0 if section.streamed else section.validation
         return split_rows(len(tokens), seq_len=seq_len, validation=kept)

@@ -1,6 +1,6 @@
 """Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
 
-Besides files and directories there are data sets of the Hugging Face hub, which `datasets` downloads and whose Arrow
+A path may also name a data set of the Hugging Face hub, which `datasets` downloads and whose Arrow
 files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNER/NAME/CONFIGURATION:SPLIT.
 """
 
@@ -74,11 +74,11 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
             "data.path is empty: name a text file, a jsonl file, a table, a directory, a .bin file, or builtin"
         )
     named: list[Path] = []
-    for wish in paths:
-        if wish.startswith("hub:"):
-            named += hub_files(wish)
+    for entry in paths:
+        if entry.startswith("hub:"):
+            named += hub_files(entry)
         else:
-            named.append(BUILTIN_CORPUS if wish == "builtin" else Path(wish).expanduser())
+            named.append(BUILTIN_CORPUS if entry == "builtin" else Path(entry).expanduser())
     if missing := [str(path) for path in named if not os.path.exists(path)]:
         fix, name = "correct the path", missing[0]
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
@@ -105,14 +105,14 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
 
 
 @cache
-def hub_files(wish: str) -> tuple[Path, ...]:
+def hub_files(entry: str) -> tuple[Path, ...]:
     """Return the files in `datasets`' cache that hold the split (`train` by default), downloading them if needed.
 
     Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
     """
-    name, configuration, split = hub_name(wish)
+    name, configuration, split = hub_name(entry)
     if not is_installed("datasets"):
-        raise UserError(lacks(wish, "datasets"))
+        raise UserError(lacks(entry, "datasets"))
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     import datasets
 
@@ -121,18 +121,18 @@ def hub_files(wish: str) -> tuple[Path, ...]:
     # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
     except Exception as error:
         raise UserError(
-            f"{wish} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
+            f"{entry} could not be loaded: {one_line(error)}. Check the name, configuration, split and network, or "
             f"download it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"
         ) from error
     return tuple(Path(one["filename"]) for one in loaded.cache_files)
 
 
-def hub_name(wish: str, *, prefix: str = "hub:") -> tuple[str, str | None, str | None]:
+def hub_name(entry: str, *, prefix: str = "hub:") -> tuple[str, str | None, str | None]:
     """Return name, configuration and split of a dataset of the hub. Raises UserError if it is written otherwise."""
-    found = _HUB_NAME.fullmatch(wish.removeprefix(prefix))
+    found = _HUB_NAME.fullmatch(entry.removeprefix(prefix))
     if found is None:
         raise UserError(
-            f"{wish}: a dataset of the hub is written {prefix}OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
+            f"{entry}: a dataset of the hub is written {prefix}OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
             "several"
         )
     name, configuration, split = found.groups()
@@ -155,8 +155,8 @@ def _saved_by_datasets(directory: Path) -> list[Path] | None:
 
     if (directory / "dataset_dict.json").is_file():
         splits = read(directory / "dataset_dict.json").get("splits")
-        told = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
-        raise UserError(f"{directory} holds several datasets: choose one, {told}")
+        choices = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
+        raise UserError(f"{directory} holds several datasets: choose one, {choices}")
     state = directory / "state.json"
     if not state.is_file() or not (directory / "dataset_info.json").is_file():
         return None

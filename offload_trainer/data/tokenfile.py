@@ -87,7 +87,7 @@ def refuse_not_owned(path: Path) -> None:
             _opened(one, owned=True).close()
 
 
-def said_tokenizer(path: Path) -> str | None:
+def stated_tokenizer(path: Path) -> str | None:
     """Return the fingerprint of the tokenizer that a token file states it was made with, or None."""
     sidecar = sidecar_path(path)
     return _read_sidecar(sidecar).get("tokenizer") if is_there(sidecar) else None
@@ -138,26 +138,26 @@ class TokenFile:
         sidecar = sidecar_path(path)
         stated = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
         stated.pop("text_bytes", None)
-        told, count, sums = stated.pop("dtype", dtype), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
-        if dtype not in ("auto", told):
+        dtype_name, count, sums = stated.pop("dtype", dtype), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
+        if dtype not in ("auto", dtype_name):
             raise UserError(
-                f"data.token_dtype={dtype}, but {sidecar} says {told}; leave the key out, or correct that file"
+                f"data.token_dtype={dtype}, but {sidecar} says {dtype_name}; leave the key out, or correct that file"
             )
         file = _opened(path, owned=owned)
         size = os.fstat(file.fileno()).st_size
-        width = 4 if told == "uint32" else 2
+        width = 4 if dtype_name == "uint32" else 2
         if size == 0 or size % width:
-            ids = f"{'uint16' if told == 'auto' else told} ids"
+            ids = f"{'uint16' if dtype_name == 'auto' else dtype_name} ids"
             raise UserError(f"{path}: {size} bytes are not a whole number of {ids}; create the file again")
         if count not in (None, size // width):
             raise UserError(
-                f"{path}: {sidecar.name} says {count} {told} ids, and the file holds {size // width} ({size} bytes); "
-                "delete both and create them again"
+                f"{path}: {sidecar.name} says {count} {dtype_name} ids, and the file holds {size // width} "
+                f"({size} bytes); delete both and create them again"
             )
         largest: int | None = None
         assumed: str | None = None
         if not sums:
-            if told == "auto":
+            if dtype_name == "auto":
                 head = file.read(8)
                 if foreign := [what for magic, what in _FOREIGN.items() if head.startswith(magic)]:
                     raise UserError(
@@ -165,18 +165,18 @@ class TokenFile:
                         "uint32 reads it anyway)"
                     )
             found = _scan(path, file, size=size)
-            told = _dtype_of(path, found, size=size) if told == "auto" else told
-            sums, largest = found.sums, found.largest32 if told == "uint32" else max(found.lanes)
+            dtype_name = _dtype_of(path, found, size=size) if dtype_name == "auto" else dtype_name
+            sums, largest = found.sums, found.largest32 if dtype_name == "uint32" else max(found.lanes)
         if count is None:
-            why = ", as nanoGPT writes them" if told == "uint16" else ": the upper half of every id is at most 15"
-            assumed = f"no sidecar: read as {told}" + (
+            why = ", as nanoGPT writes them" if dtype_name == "uint16" else ": the upper half of every id is at most 15"
+            assumed = f"no sidecar: read as {dtype_name}" + (
                 why if dtype == "auto" else f", as data.token_dtype={dtype} says"
             )
         return cls(
             path=path,
             file=file,
-            dtype=np.dtype(told).newbyteorder("<"),
-            tokens=size // np.dtype(told).itemsize,
+            dtype=np.dtype(dtype_name).newbyteorder("<"),
+            tokens=size // np.dtype(dtype_name).itemsize,
             sums=sums,
             largest=largest,
             assumed=assumed,

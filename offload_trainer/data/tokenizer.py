@@ -103,8 +103,8 @@ def read_template(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"data.chat_template: {path} is not UTF-8, so it is not a Jinja template") from error
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"data.chat_template: {path} cannot be read: {told}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"data.chat_template: {path} cannot be read: {reason}") from error
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:

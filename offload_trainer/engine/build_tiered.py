@@ -137,8 +137,7 @@ def _transfers(sizes: TierSizes, node: Node) -> Transfers:
     """Return the transfers for drives, by the configured backend."""
     if sizes.io == "async_io":
         handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
-        return CheckedTransfers(
-            AioTransfers(handle), memory=node.memory
-        )  # async_io reports no errors, so every byte is checked
+        # async_io reports no errors, so every byte is checked.
+        return CheckedTransfers(AioTransfers(handle), memory=node.memory)
     threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
     return CheckedTransfers(threads, memory=node.memory) if sizes.checksums else threads

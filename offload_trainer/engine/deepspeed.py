@@ -49,7 +49,7 @@ def start_processes() -> tuple[int, int]:
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    with importing("deepspeed", wish="--engine deepspeed"):
+    with importing("deepspeed", feature="--engine deepspeed"):
         import deepspeed
         from deepspeed.utils import logger
 
@@ -116,8 +116,8 @@ class DeepSpeedEngine:
         self._parts = parts_of(source.shape, count=tensor)
         self._parts.check({name: _full_shape(parameter) for name, parameter in self._parameters.items()})
         if partition_activations:
-            away = bool(model.offload_activations) and torch.cuda.is_available()
-            keep_inputs(module, self._parts.partitioned(away=away))
+            to_host = bool(model.offload_activations) and torch.cuda.is_available()
+            keep_inputs(module, self._parts.partitioned(to_host=to_host))
         trained = set(self._trained)
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
@@ -130,7 +130,7 @@ class DeepSpeedEngine:
             set_buffer(module.model, name, value.to(_device()))
         self._module = module
         self._betas = optim.betas
-        self._behind: dict[str, int] = {}  # steps that a weight had missed when it was loaded
+        self._missed: dict[str, int] = {}  # steps that a weight had missed when it was loaded
         self._arrived: set[str] = set()  # weights with a gradient in this micro-batch
         for name in self._trained:
             self._parameters[name].register_hook(lambda _, name=name: self._arrived.add(name))
@@ -149,8 +149,8 @@ class DeepSpeedEngine:
         # The weight of each micro-batch in the mean over the step's targets on all ranks, of which this rank's are
         # used. Ranks that share rows have equal counts, so their weights are right as well.
         counts = all_gather_json([batch.counted for batch in batches])
-        own = len(batches) * self._rank
-        weights = weights_in_step([n for each in counts for n in each])[own : own + len(batches)]
+        first = len(batches) * self._rank
+        weights = weights_in_step([n for each in counts for n in each])[first : first + len(batches)]
         for batch, weight in zip(batches, weights, strict=True):
             with clock.phase("forward"):
                 loss = self._engine(*batch.arguments(_device(), training=True)) * weight
@@ -207,7 +207,7 @@ class DeepSpeedEngine:
         steps = self._optimizer_steps()
         state = EngineState(
             optimizer_steps=steps,
-            weight_steps={name: steps - missed for name, missed in self._behind.items()},
+            weight_steps={name: steps - missed for name, missed in self._missed.items()},
             loss_scale=float(self._optimizer.loss_scale) if self._dtype is torch.float16 else None,
             good_steps=getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1,
         )
@@ -225,7 +225,7 @@ class DeepSpeedEngine:
         state = read_engine_state(directory, rule=ADAMW)
         shapes = {name: self._parts.shape(name) for name in self._trained}
         # DeepSpeed uses one step count for all bias corrections; each weight's count is kept for later checkpoints.
-        self._behind = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
+        self._missed = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
         for kind in ADAMW.kinds if state.optimizer_steps else ADAMW.kinds[:1]:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
@@ -320,7 +320,7 @@ def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torc
     """Return the optimizer for state on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit AdamW."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.moment_dtype == "8bit":
-        with importing("bitsandbytes", wish="optim.moment_dtype=8bit with --engine deepspeed"):
+        with importing("bitsandbytes", feature="optim.moment_dtype=8bit with --engine deepspeed"):
             import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(groups, **settings)

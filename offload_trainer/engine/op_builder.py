@@ -2,7 +2,7 @@
 
 torch guards a build with a file named `lock`. If the building process is killed, the file stays, and every later run
 waits forever without a message. Here builds take turns with a lock that the kernel releases when a process ends, and a
-`lock` file without a running build is removed.
+`lock` file without a running build is removed. `importing` turns a missing or broken package into advice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.stdio import write_now
-from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def load_kernels(placement: Placement) -> None:
 
 def load_cpu_adam() -> Any:
     """Build or load DeepSpeedCPUAdam's kernel, and return its module."""
-    with importing("deepspeed", wish="its kernel cpu_adam"):
+    with importing("deepspeed", feature="its kernel cpu_adam"):
         from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
     return _load(CPUAdamBuilder())
@@ -52,15 +52,15 @@ def load_cpu_adam() -> Any:
 
 def load_async_io() -> Any:
     """Build or load DeepSpeed's libaio kernel, and return its module."""
-    with importing("deepspeed", wish="its kernel async_io"):
+    with importing("deepspeed", feature="its kernel async_io"):
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return _load(AsyncIOBuilder())
 
 
 @contextmanager
-def importing(package: str, *, wish: str) -> Iterator[None]:
-    """Turn errors of importing an optional package into TrainerError with advice; `wish` names the feature.
+def importing(package: str, *, feature: str) -> Iterator[None]:
+    """Turn errors of importing an optional package into TrainerError with advice; `feature` is what needs it.
 
     Such packages raise more than ImportError, for example if a CUDA toolkit or a shared library is missing.
     """
@@ -68,10 +68,10 @@ def importing(package: str, *, wish: str) -> Iterator[None]:
         yield
     except Exception as error:
         if not is_installed(package):
-            raise TrainerError(lacks(wish, package)) from error
-        told = " ".join(str(error).split())[:300]
+            raise TrainerError(lacks(feature, package)) from error
+        reason = " ".join(str(error).split())[:300]
         raise TrainerError(
-            f"{wish} needs {package}, which is installed but cannot be imported: {told}; reinstall it: "
+            f"{feature} needs {package}, which is installed but cannot be imported: {reason}; reinstall it: "
             f"{to_install(package)} --force-reinstall --no-deps"
         ) from error
 
@@ -102,7 +102,8 @@ def _load(builder: Any) -> Any:
         ) from error
     with ExitStack() as stack:
         try:  # exclude other builds of this program
-            stack.enter_context(turn(directory.with_name(f"{builder.name}.turn"), say=write_now, patience=_LONGEST))
+            lock = directory.with_name(f"{builder.name}.turn")
+            stack.enter_context(exclusive_lock(lock, say=write_now, patience=_LONGEST))
             for name in _BUILDS[builder.name]:
                 remove_stale_lock(_build_directory(name))
         except NoLocks:

@@ -214,14 +214,14 @@ class TieredEngine:
     def synchronize(self) -> None:
         self.offloaded.synchronize()
 
-    def _of_all(self, mine: list[Any]) -> list[Any]:
+    def _of_all(self, values: list[Any]) -> list[Any]:
         """All-gather one value per micro-batch; return all ranks' values, micro-batch by micro-batch in rank order."""
         if self._node.world == 1:
-            return mine
+            return values
         self._node.barrier()  # its error names a rank that stalls
-        gathered = all_gather_json([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
-        like = [one.dtype if isinstance(one, torch.Tensor) else None for one in mine]
-        every = [(its[number], like[number]) for number in range(len(mine)) for its in gathered]
+        gathered = all_gather_json([float(one) if isinstance(one, torch.Tensor) else one for one in values])
+        like = [one.dtype if isinstance(one, torch.Tensor) else None for one in values]
+        every = [(its[number], like[number]) for number in range(len(values)) for its in gathered]
         return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
@@ -259,7 +259,7 @@ class TieredEngine:
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         self._module.eval()
-        whole_rows = self._attention.apart() if self._attention else nullcontext()
+        whole_rows = self._attention.whole_rows() if self._attention else nullcontext()
         with whole_rows, self.offloaded.forward(then=False):
             return self._module.next_logits(tokens.to(self._place)).float().cpu()
 

@@ -1,6 +1,7 @@
-"""Provide each engine's AdamW update for benchmarks, from a 16-bit gradient to a 16-bit weight.
+"""Provide what `machine/bench.py` times of the update: each engine's AdamW, and the kernels that add gradients.
 
-Each factory takes a number of parameters, allocates the buffers and returns a function that runs one step on them.
+An update goes from a 16-bit gradient to a 16-bit weight. Each factory takes a number of parameters, allocates the
+buffers and returns a function that runs one step on them.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
 
 
 def gradient_kernels(*updates: str) -> list[GradientKernel]:
-    """Return the kernels that add gradients beside these CPU update kernels ("auto", "native" or "torch")."""
+    """Return the kernels that add gradients for these CPU update kernels ("auto", "native" or "torch")."""
     found = {kernel.name: kernel for kernel in (gradient_kernel(choose_kernel(name)[0]) for name in updates)}
     return list(found.values())
 

@@ -46,9 +46,9 @@ class Parts:
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
-    def partitioned(self, *, away: bool) -> PartitionedInputs:
+    def partitioned(self, *, to_host: bool) -> PartitionedInputs:
         """Return the object that divides each checkpointed block input over the group's ranks."""
-        return PartitionedInputs(place=self.place, count=self.count, group=self.group, away=away)
+        return PartitionedInputs(place=self.place, count=self.count, group=self.group, to_host=to_host)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
@@ -92,10 +92,10 @@ class _Piece:
 class PartitionedInputs:
     """A store that keeps one piece of each input on each of `count` ranks; this rank is number `place` in `group`."""
 
-    def __init__(self, *, place: int, count: int, group: Any, away: bool = False) -> None:
-        """Prepare the partition; `away`: move pieces to pinned host memory, on the computing stream."""
+    def __init__(self, *, place: int, count: int, group: Any, to_host: bool = False) -> None:
+        """Prepare the partition; `to_host`: move pieces to pinned host memory, on the computing stream."""
         self._place, self._count, self._group = place, count, group
-        self._host = torch.autograd.graph.save_on_cpu(pin_memory=True) if away else None
+        self._host = torch.autograd.graph.save_on_cpu(pin_memory=True) if to_host else None
 
     def begin(self) -> None:
         """Do nothing, because a block needs no preparation."""

@@ -195,8 +195,10 @@ def check_export(directory: Path, source: Source, *, groups: Sequence[Group], en
     wrong += [f"{name} is missing" for name in expected if name not in held]
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        told = read_back(index, ShardIndex, fix="Export once more").weight_map
-        wrong += [f"the index puts {name} in {told.get(name)}" for name in held if told.get(name) != held[name].name]
+        shards = read_back(index, ShardIndex, fix="Export once more").weight_map
+        wrong += [
+            f"the index puts {name} in {shards.get(name)}" for name in held if shards.get(name) != held[name].name
+        ]
     sample = {id(group): group for group in [*groups[:: max(1, len(groups) // _SAMPLE)], groups[-1]]}
     compared = 0
     for group in () if wrong else sample.values():
@@ -219,7 +221,7 @@ _ASIDE = {
     *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
     *("train.sample_every", "train.sample_prompt", "train.sample_tokens", "train.stop_within", "train.stop_on"),
-    "model.base",  # of sessions only
+    "model.base",  # set in sessions only
 }
 
 
@@ -232,14 +234,14 @@ def write_final(
     refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
-    told = f"the run after step {step}"
+    description = f"the run after step {step}"
     live = Source(
         shapes={weight.name: weight.shape for weight in order},
         weights=lambda: weights,
         read=dict[str, torch.Tensor]().__getitem__,  # a live engine gives each weight once
         model=output / "model",
-        told=told,
-        card=lambda dtype: model_card(output, dtype=dtype, source=told, run=record.run, step=step),
+        description=description,
+        card=lambda dtype: model_card(output, dtype=dtype, source=description, run=record.run, step=step),
     )
     place = output / "export"
     replaces = place.stat().st_ino if place.exists() else None
@@ -252,10 +254,10 @@ def write_final(
     return place
 
 
-def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, exports: bool) -> str | None:
+def done_before(output: Path, record: RunRecord, *, begins_at: int, restarts: bool, exports: bool) -> str | None:
     """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
 
-    `begins_at` is the step that this start would resume from. `anew` is set for `save.resume=never`. `exports` is
+    `begins_at` is the step that this start would resume from. `restarts` is set for `save.resume=never`. `exports` is
     whether this run would write final weights. Raises UserError if it would overwrite the weights of another run.
     """
     found, place = final_export(output), output / "export"
@@ -272,7 +274,7 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, 
     changed = [key for key in changed if key not in _ASIDE]
     changed += _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
     whole = found.step == record.run["config"]["train"]["steps"]
-    if whole and not changed and not anew:
+    if whole and not changed and not restarts:
         return f"done before: {found.step} steps; the weights are in {place}. To train anew name another --output"
     why = f"differs in {', '.join(changed[:5])}" if changed else f"ended after step {found.step}"
     raise UserError(

@@ -45,7 +45,7 @@ def export(
         return _export_gguf(source, destination, dtype=dtype, check=check, mixed=mixed)
     with opened(source, mixed=mixed) as found:
         written = write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
-        return Exported(found.told, written.bytes, written.compared)
+        return Exported(found.description, written.bytes, written.compared)
 
 
 def _export_gguf(source: Path, destination: Path, *, dtype: str, check: bool, mixed: bool) -> Exported:
@@ -64,4 +64,4 @@ def _export_gguf(source: Path, destination: Path, *, dtype: str, check: bool, mi
         )
         notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in written.notes)
         write_text(card, found.card(dtype).replace("library_name: transformers", "library_name: gguf") + notes)
-        return Exported(found.told, written.bytes, written.compared, written.notes)
+        return Exported(found.description, written.bytes, written.compared, written.notes)

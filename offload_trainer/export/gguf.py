@@ -93,10 +93,10 @@ def write_gguf(
                 written = temporary.stat().st_size if temporary.exists() else 0
             compared = 0
             if read:
-                told = {key: held.value for key, held in writer.kv_data[0].items()}
+                written_metadata = {key: held.value for key, held in writer.kv_data[0].items()}
                 places = {tensor.name: (tensor.shape, tensor.kind) for tensor in tensors}
                 sample = _sampled(shapes, read, tensors=tensors, config=config)
-                compared = check_file(temporary, metadata=told, tensors=places, sample=sample)
+                compared = check_file(temporary, metadata=written_metadata, tensors=places, sample=sample)
             put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
@@ -181,8 +181,8 @@ def _sampled(
         next(places)
     taken = {*names[:: max(1, len(names) // _SAMPLE)], names[-1]}
     for name in names:
-        meant = pieces(name, torch.empty(shapes[name], device="meta"), config=config)
-        here = [next(places) for _ in meant]
+        parts = pieces(name, torch.empty(shapes[name], device="meta"), config=config)
+        here = [next(places) for _ in parts]
         if name in taken:
             for place, (_, piece) in zip(here, pieces(name, read(name), config=config), strict=True):
                 yield place.name, encoded(piece, place.kind)
@@ -209,11 +209,11 @@ def check_file(
     except (ValueError, KeyError, IndexError) as error:
         raise TrainerError(f"what was exported cannot be read back: {error}") from error
     held = {tensor.name: tensor for tensor in reader.tensors}
-    told = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    read_metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     wrong = [
-        f"{key} is {str(told.get(key))[:60]}"
-        for key in {**metadata, **told}
-        if key not in told or key not in metadata or not _equal(told[key], metadata[key])
+        f"{key} is {str(read_metadata.get(key))[:60]}"
+        for key in {**metadata, **read_metadata}
+        if key not in read_metadata or key not in metadata or not _equal(read_metadata[key], metadata[key])
     ]
     for name in {**tensors, **held}:
         found = (tuple(map(int, reversed(held[name].shape))), held[name].tensor_type) if name in held else None
@@ -230,11 +230,11 @@ def check_file(
     return compared
 
 
-def _equal(told: Any, meant: Any) -> bool:
+def _equal(found: Any, expected: Any) -> bool:
     """Compare two metadata values; floats are stored in 32 bits."""
     import numpy as np
 
-    values = meant if isinstance(meant, list) else [meant]
+    values = expected if isinstance(expected, list) else [expected]
     if any(isinstance(value, float) for value in values):
-        return bool(np.array_equal(np.float32(told), np.float32(meant)))
-    return bool(told == meant)
+        return bool(np.array_equal(np.float32(found), np.float32(expected)))
+    return bool(found == expected)

@@ -99,8 +99,8 @@ def _other_ends(directory: Path, end: int, *, config: Config) -> dict[str, int]:
     file at most three in total.
     """
     path = directory / "generation_config.json"
-    told = read_back(path, dict[str, Any], links=True, fix="Correct it") if path.exists() else config
-    given = told.get("eos_token_id")
+    generation = read_back(path, dict[str, Any], links=True, fix="Correct it") if path.exists() else config
+    given = generation.get("eos_token_id")
     numbers = [number for number in (given if isinstance(given, list) else [given]) if isinstance(number, int)]
     # The model cannot produce tokens that its vocabulary has no row for.
     others = [number for number in dict.fromkeys(numbers) if number != end and 0 <= number < config["vocab_size"]]

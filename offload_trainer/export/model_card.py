@@ -111,13 +111,13 @@ def model_card(
     out.
     """
     config: Mapping[str, Any] = with_current_names(run.get("config", {}))
-    told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
+    facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if config:
         model, optim = config["model"], config["optim"]
         rule = RULES.get(optim.get("name"), ADAMW).title
         changes = ", ".join(f"{key}={value}" for key, value in model["overrides"].items())
         start = "random weights" if run["random"] else "its weights"
-        told += [
+        facts += [
             ("Model", f"{model['name']}, from {start}" + (f" ({changes})" if changes else "")),
             ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['moment_dtype']}"),
             ("Base", None if model.get("base", "model") == "model" else _ROUNDED.format(model["base"])),
@@ -135,18 +135,18 @@ def model_card(
     rows = [row for row in rows if step is None or row.step <= step]
     if rows:
         last = rows[-1]
-        told += [
+        facts += [
             ("Steps", f"{last.step}" + (f" of {config['train']['steps']}" if config else "")),
             ("Tokens", f"{last.tokens} ({format_count(last.tokens)})"),
             ("Loss of the last step", f"{last.loss:.4f}" if last.loss is not None else None),
             ("Time in steps", format_seconds(sum(row.seconds for row in rows))),
         ]
     elif step is not None:
-        told.append(("Steps", step))
+        facts.append(("Steps", step))
     seen = [e for e in read_evaluations(run_directory / "evaluations.jsonl") if step is None or e.step <= step]
     if seen and seen[-1].validation_loss is not None:
         bits = seen[-1].bits_per_byte
-        told.append(
+        facts.append(
             (
                 f"Validation loss after step {seen[-1].step}",
                 f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else ""),
@@ -154,8 +154,8 @@ def model_card(
         )
     packages = run.get("environment", {}).get("packages", {})
     if packages:
-        told.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
-    lines = [f"| {name} | {_plain(value)} |" for name, value in told if value is not None]
+        facts.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
+    lines = [f"| {name} | {_plain(value)} |" for name, value in facts if value is not None]
     title = Path(config["model"]["name"]).name if config else "Trained weights"
     return f"{_HEAD}\n# {_plain(title)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
 

@@ -35,7 +35,7 @@ from offload_trainer.offloading.pages.manifest import DESCRIPTION, read_descript
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
 from offload_trainer.storage.owned_dirs import MARK
-from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, kept
+from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, protected
 from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -51,7 +51,7 @@ class Source:
     weights: Callable[[], Iterator[NamedTensor]]
     read: Callable[[str], torch.Tensor]  # read one of them again
     model: Path  # directory with config.json and the tokenizer
-    told: str  # description for messages
+    description: str  # for messages
     card: Callable[[str], str]  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
 
@@ -85,8 +85,8 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UserError(
-            f"{source.told}: {len(wrong)} weights cannot be used: {', '.join(wrong[:_NAMED])}{more}. Nothing was "
-            "exported; export a checkpoint from before the training diverged"
+            f"{source.description}: {len(wrong)} weights cannot be used: {', '.join(wrong[:_NAMED])}{more}. Nothing "
+            "was exported; export a checkpoint from before the training diverged"
         )
 
 
@@ -114,8 +114,8 @@ def final_export(run: Path) -> FinalExport | None:
     """
     if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
         return None
-    told = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
-    return None if told.replaces == (run / "export").stat().st_ino else told
+    record = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
+    return None if record.replaces == (run / "export").stat().st_ino else record
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
                 f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
                 "SIGUSR1, and export that"
             )
-        with kept(path):
+        with protected(path):
             yield _page_files(path, mixed=mixed).with_buffers()
         return
     if is_there(path / MARK) and is_there(path / "state"):
@@ -138,13 +138,13 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     left = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
     if left and all(read_state(checkpoint).step < left.step for checkpoint in newest):
-        with _left_by(path, left) as source:
+        with _opened_final(path, left) as source:
             yield source.with_buffers()
         return
     try:
         checkpoint = find_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{error}{_told_of_page_files(path)}") from error
+        raise UserError(f"{error}{_describe_page_files(path)}") from error
     with reading(checkpoint), ExitStack() as stack:
         read_manifest(checkpoint, moments=False)
         if (checkpoint / RESIDENT).exists():
@@ -163,7 +163,7 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             weights=lambda: ((name, file.read(name)) for name, file in places.items()),
             read=lambda name: places[name].read(name),
             model=checkpoint / "model",
-            told=str(checkpoint),
+            description=str(checkpoint),
             card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
         )
         yield source.with_buffers()
@@ -184,7 +184,7 @@ class _Planned:
     tiers: dict[Line, Any]
 
 
-def _told_of_page_files(run: Path) -> str:
+def _describe_page_files(run: Path) -> str:
     """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence.
 
     Returns "" if there are none.
@@ -208,7 +208,7 @@ def _told_of_page_files(run: Path) -> str:
 
 
 @contextmanager
-def _left_by(run: Path, left: FinalExport) -> Iterator[Source]:
+def _opened_final(run: Path, left: FinalExport) -> Iterator[Source]:
     """Open RUN/export, in fp32, in the way that any pretrained model is read."""
     # With a number of patches, the model is of the class that its configuration names.
     source = resolve_model(ModelSection(name=str(run.absolute() / "export")), seed=0, image_patches=1)
@@ -219,7 +219,7 @@ def _left_by(run: Path, left: FinalExport) -> Iterator[Source]:
             weights=source.weights,
             read=found.read,
             model=run / "model",
-            told=f"{run / 'export'}, after step {left.step}",
+            description=f"{run / 'export'}, after step {left.step}",
             card=lambda dtype: final_card(run / FINAL_RECORD, dtype=dtype),
         )
 
@@ -233,12 +233,12 @@ def _page_files(directory: Path, *, mixed: bool) -> Source:
             f"{directory}: its run died within an update: each weight is of step {stored.step} or of step "
             f"{stored.step + 1}. Export the run's newest checkpoint, or add --mixed to take them as they are"
         )
-    told = f"{directory}, after update {stored.step}" + (", partly the next" if stored.updating else "")
+    text = f"{directory}, after update {stored.step}" + (", partly the next" if stored.updating else "")
     return Source(
         shapes=stored.shapes,
         weights=stored.weights,
         read=stored.read,
         model=stored.model,
-        told=told,
-        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=told, run={}, updates=stored.step),
+        description=text,
+        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=text, run={}, updates=stored.step),
     )

@@ -43,7 +43,7 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
     run = secrets.token_hex(16)
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2 * ranks)]
-        told, wrong = files[:ranks], files[ranks:]
+        outputs, wrong = files[:ranks], files[ranks:]
         started: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
@@ -51,15 +51,15 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
                 place = {RUN: run, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
                 place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCH_CPP_LOG_LEVEL": "FATAL"}
                 started.append(
-                    subprocess.Popen(words, env={**os.environ, **place}, stdout=told[rank], stderr=wrong[rank])
+                    subprocess.Popen(words, env={**os.environ, **place}, stdout=outputs[rank], stderr=wrong[rank])
                 )
             _wait_for(started, wrong)
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        told[0].seek(0)
-        found = parsed(told[0].read(), Links)
+        outputs[0].seek(0)
+        found = parsed(outputs[0].read(), Links)
     return replace(found, between_gpus=known.between_gpus, network=known.network, message=known.message)
 
 

@@ -157,10 +157,10 @@ def _facts(path: Path, existing: Path) -> DriveFacts:
         device=number,
         disk=block.name if block else None,
         throttle=_throttle(block),
-        rotational=_says(block, "queue/rotational") == "1",
+        rotational=_attribute(block, "queue/rotational") == "1",
         network=filesystem in _NETWORK,
         direct=direct,
-        sector_bytes=int(_says(block, "queue/logical_block_size") or 512),
+        sector_bytes=int(_attribute(block, "queue/logical_block_size") or 512),
     )
 
 
@@ -173,7 +173,7 @@ def _block_device(number: int) -> Path | None:
     return node.parent if (node / "partition").exists() else node
 
 
-def _says(block: Path | None, name: str) -> str:
+def _attribute(block: Path | None, name: str) -> str:
     try:
         return (block / name).read_text().strip() if block else ""
     except OSError:
@@ -185,11 +185,11 @@ def _throttle(block: Path | None) -> str:
 
     They are part of a drive's cache key, since rates timed without limits do not hold with them.
     """
-    number = _says(block, "dev")
+    number = _attribute(block, "dev")
     found = []
     for root, path in _cgroups("blkio") if number else ():
         v1 = [f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
         for name in ["io.max"] if root == _CGROUPS else v1:
-            text = _says(root / path, name)
+            text = _attribute(root / path, name)
             found += [f"{name} {limit}" for limit in text.splitlines() if limit.split()[:1] == [number]]
     return "; ".join(found)

@@ -24,7 +24,7 @@ from offload_trainer.safe_files import LENIENT, Kind, Line, as_kind, file_bytes,
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_text
 from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
-from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 
 _KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
@@ -94,7 +94,7 @@ def _changed() -> Iterator[dict[str, Any]]:
     make_directories(path.parent)
     with ExitStack() as stack:
         try:
-            stack.enter_context(turn(path.with_name(f"{path.name}.lock"), say=write_now))
+            stack.enter_context(exclusive_lock(path.with_name(f"{path.name}.lock"), say=write_now))
         except NoLocks:
             pass  # without locks another process's numbers may be lost; they are then measured again
         try:

@@ -354,8 +354,8 @@ def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tupl
     """
     alive = {kinds[number] for number in order}
     if sorted(order) == [number for number in ran if kinds[number] in alive]:
-        anew = {kind: place for place, kind in enumerate(sorted(alive))}
-        return [anew[kind] for kind in kinds if kind in alive], [anew[kinds[number]] for number in order]
+        renumbered = {kind: place for place, kind in enumerate(sorted(alive))}
+        return [renumbered[kind] for kind in kinds if kind in alive], [renumbered[kinds[number]] for number in order]
     if len(ran) < len(kinds):
         raise ValueError("blocks are called more than once")
     return list(range(len(order))), list(range(len(order)))

@@ -47,11 +47,11 @@ def _attention(
     `query`, `key` and `value` are [rows, heads, tokens, size]; keys and values may have fewer heads. Returns
     ([rows, tokens, heads, size], None).
     """
-    told: Any = module
+    view: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)
-        key, value, told = repeat_kv(key, groups), repeat_kv(value, groups), GroupedView(module, 1)
-    return sdpa_attention_forward(told, query, key, value, attention_mask, dropout=dropout, **more)
+        key, value, view = repeat_kv(key, groups), repeat_kv(value, groups), GroupedView(module, 1)
+    return sdpa_attention_forward(view, query, key, value, attention_mask, dropout=dropout, **more)
 
 
 class GroupedView:

@@ -20,7 +20,7 @@ Patches = int | Literal["auto"] | None  # patches of a row's images; None: there
 def class_names(config: Any) -> tuple[str | None, str | None]:
     """Return the names of transformers' image-text class and causal language model for a configuration.
 
-    They are None if there is no such class, and for a model with Python code of its own.
+    They are None if there is no such class, and for a model whose repository has Python code.
     """
     if not type(config).__module__.startswith("transformers."):
         return None, None
@@ -50,7 +50,7 @@ def settle_class(config: Any, name: str, *, image_patches: Patches) -> bool:
     """Set the class that `auto_class` returns for `config`; return whether rows with images are expected.
 
     With `image_patches` 0 or None a configuration of both kinds is a causal language model. Raises UserError if it is
-    None, which means that none was wished and the data has no images, and transformers has only an image-text model.
+    None, which means that no image was requested and the data has none, but transformers has only an image-text model.
     """
     image, text = class_names(config)
     if image is None:

@@ -11,7 +11,7 @@ Masks, positions and everything else between the blocks are therefore transforme
 time, and the blocks themselves are computed by the calling thread, because torch would start a team of threads for each
 thread that computes. torch's generators are swapped at each change, so each micro-batch draws what it would draw alone.
 
-The autograd graph is cut behind each block. A backward through one block of one micro-batch ends at the cut, which
+The autograd graph is cut after each block. A backward through one block of one micro-batch ends at the cut, which
 keeps the gradient until it is the previous block's turn. The operations and their order within a micro-batch, and the
 order of micro-batches for each weight, are those of one micro-batch after the other, so every bit is the same.
 """
@@ -108,7 +108,7 @@ class BreadthFirst:
             number += 1
 
     def _resume(self, one: _MicroBatch) -> bool:
-        """Let a micro-batch go on through its next block; return False if its body ended instead."""
+        """Run a micro-batch through its next block; return False if its body ended instead."""
         self._running = one
         try:
             with one.random():
@@ -123,7 +123,7 @@ class BreadthFirst:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def loss(self, number: int) -> torch.Tensor:
-        """Return the mean loss of a micro-batch that has passed through all blocks. Its backward ends behind them."""
+        """Return the mean loss of a micro-batch that has passed through all blocks, where its backward ends."""
         one = self._active[number]
         if not one.ended and self._resume(one):
             raise TrainerError("a micro-batch passes through more blocks than the one before it")
@@ -187,7 +187,7 @@ class _MicroBatch:
 
     body: Callable[[], Any]
     batch: tuple[Any, ...]
-    cuts: list[list[_Cut]] = field(default_factory=list)  # the cuts behind each block, by its number
+    cuts: list[list[_Cut]] = field(default_factory=list)  # the cuts after each block, by its number
     module: nn.Module | None = None  # the block that it has passed through last
     answer: Any = None  # output of `module`, which the thread waits for
     ended: bool = False

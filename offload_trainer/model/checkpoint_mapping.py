@@ -49,8 +49,8 @@ class Group:
         try:
             made = self.convert(lambda name: torch.empty(sources[name], device="meta"))
         except Exception as error:  # transformers' operations validate little, so anything may be raised
-            told = ", ".join(f"{name} {sources[name]}" for name in self.sources)
-            raise UserError(f"these weights cannot be merged as the model wants them: {told} ({error})") from error
+            listing = ", ".join(f"{name} {sources[name]}" for name in self.sources)
+            raise UserError(f"these weights cannot be merged as the model wants them: {listing} ({error})") from error
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
 
@@ -134,13 +134,13 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return values
 
 
-def refuse_endless(values: Mapping[Any, Any], told: str) -> None:
+def refuse_endless(values: Mapping[Any, Any], where: str) -> None:
     """Raise UserError for a number of layers that transformers would never finish to make modules of."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            refuse_endless(value, told)
+            refuse_endless(value, where)
         elif str(key).endswith(("layer", "layers")) and isinstance(value, int) and value > _MOST_LAYERS:
-            raise UserError(f"{told}: {shown(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
+            raise UserError(f"{where}: {shown(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
 
 
 def _kinds(rules: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:

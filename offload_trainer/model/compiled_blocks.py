@@ -8,7 +8,7 @@ in the compiled function depends on where weights are. torch passes a block's pa
 reads whatever memory they have at the call. The class's own forward is compiled, with the block as an argument, so that
 blocks of equal shapes share it.
 
-Evaluation and samples are not compiled: their rows have other lengths, and each would be compiled anew.
+Evaluation and samples are not compiled: their rows have other lengths, and each length would need another compilation.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def _patches_of(config: Any, name: str) -> tuple[int, float, str]:
         )
     each = max(merged, tile / tokens if tokens else 1.0)
     least = tile * max(1, *(getattr(one, "max_num_tiles", None) or 1 for one in configs), 1)
-    told = f"{least} of one image or " if least else ""
-    return least, each, f"{told}{each:.3g} for each token of the row, whichever is more"
+    at_least = f"{least} of one image or " if least else ""
+    return least, each, f"{at_least}{each:.3g} for each token of the row, whichever is more"
 
 
 def _vision_configs(config: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 empty_model ── set_weight for each ─┐
             └─ read_as_called ──────┴─ InferenceModel.generate ──> ids, one by one, with transformers' KV cache
 
-next_logits of an engine ─────────────── sample_text ──> text; simple and slow, to see how training goes
+next_logits of an engine ─────────────── sample_text ──> text; simple and slow, to follow a training
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class InferenceModel:
                 logits_processor=LogitsProcessorList([self._known]),
                 streamer=streamer,
             )
-        told: list[int] = found[0, len(ids) :].tolist()
-        return told
+        continuation: list[int] = found[0, len(ids) :].tolist()
+        return continuation
 
     def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask the ids that the tokenizer does not have. Raises TrainerError for NaN logits."""
@@ -83,17 +83,17 @@ def empty_model(directory: Path) -> Any:
     with no_init_weights(), parameters_without_memory():
         model = auto_class(config).from_config(config, dtype=torch.float32)
     model.tie_weights()
-    away: dict[nn.Parameter, nn.Parameter] = {}
+    placeholders: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[key] = away.setdefault(parameter, _away(parameter.shape))
+                module._parameters[key] = placeholders.setdefault(parameter, _placeholder(parameter.shape))
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.eval()
 
 
-def _away(shape: torch.Size) -> nn.Parameter:
+def _placeholder(shape: torch.Size) -> nn.Parameter:
     return nn.Parameter(torch.full((1,), torch.nan).expand(shape), requires_grad=False)
 
 
@@ -125,7 +125,7 @@ def _watch(module: nn.Module, wanted: dict[str, str], read: Callable[[str], torc
 
     def let_go(*_: Any) -> None:
         for key, shape in shapes.items():
-            module._parameters[key] = _away(shape)
+            module._parameters[key] = _placeholder(shape)
 
     module.register_forward_pre_hook(fetch)
     module.register_forward_hook(let_go, always_call=True)

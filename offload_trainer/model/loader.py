@@ -63,7 +63,8 @@ _BESIDE = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-_OF_PROCESSOR = ("chat_template.jinja", "chat_template.json")  # of image-text models; a run writes its tokenizer's own
+# Templates of an image-text model's processor. A run of another model writes its tokenizer's template.
+_OF_PROCESSOR = ("chat_template.jinja", "chat_template.json")
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 
@@ -300,8 +301,8 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
     unknown = [key for key in overrides if key not in known]
     if unknown:
         hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
-        told = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
-        raise UserError(f"model.overrides: {type(config).__name__} has no {told}")
+        listing = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
+        raise UserError(f"model.overrides: {type(config).__name__} has no {listing}")
     for key, value in overrides.items():
         setattr(config, key, value)
 

@@ -170,9 +170,9 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
         "unexpected": [key for key in unexpected if not _passed_over(key, model)],
         "misshapen": misshapen,
     }
-    told = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
-    if told:
-        raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(told))
+    lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
+    if lines:
+        raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(lines))
     _refuse_other_heads(directory, model, given=set(given), places=places)
     sets = [[names[name] for name in each if name in names] for each in made]
     return _Match(places, [(group, each) for group, each in zip(groups, sets, strict=True) if each], names)

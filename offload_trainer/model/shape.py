@@ -246,8 +246,8 @@ def _share(model: PreTrainedModel, path: str, module: nn.Module, parameter: nn.P
     """
     if parameter.dim() == 3 and not isinstance(module, nn.Conv1d):
         # Experts whose forward does not receive the router's choice compute every expert for every token.
-        told = len(inspect.signature(type(module).forward).parameters) > 2
-        return min(1.0, active / parameter.shape[0]) if told and active else 1.0
+        gets_choice = len(inspect.signature(type(module).forward).parameters) > 2
+        return min(1.0, active / parameter.shape[0]) if gets_choice and active else 1.0
     before, found, _ = path.rpartition(".experts.")
     experts = model.get_submodule(f"{before}.experts") if found else None
     return min(1.0, active / len(experts)) if isinstance(experts, nn.ModuleList) and active else 1.0

@@ -85,7 +85,7 @@ class DividedAttention:
         self._mask: torch.Tensor | None = None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def whole_rows(self) -> Iterator[None]:
         """Compute attention without exchange inside the context: each rank has whole rows."""
         self._apart = True
         try:
@@ -114,9 +114,9 @@ class DividedAttention:
             raise TrainerError(f"{heads} attention heads are not a multiple of {count} ranks that share a row")
         sent = math.lcm(of_keys, count)
         key, value = (repeat_kv(states, sent // of_keys) for states in (key, value))
-        told: Any = module if sent == of_keys else GroupedView(module, heads // sent)
+        view: Any = module if sent == of_keys else GroupedView(module, heads // sent)
         query, key, value = map(self._rows.whole, (query, key, value))
-        result, _ = attend(told, query, key, value, self._seen(query, more), **more)
+        result, _ = attend(view, query, key, value, self._seen(query, more), **more)
         return self._rows.piece(result), None
 
     def _seen(self, query: torch.Tensor, more: dict[str, Any]) -> torch.Tensor | None:

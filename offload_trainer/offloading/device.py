@@ -9,6 +9,8 @@
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
 number. `cuda_device.py` implements the interface for a GPU.
+
+Also here: the cores that work on the host may use meanwhile, and the return of freed memory between blocks on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _BLOCKS_PER_TRIM = 8  # a trim takes 10 ms, and a block of 1024 x 1024 elements 
 
 @runtime_checkable
 class QueuedFill(Protocol):
-    """A `Read` that a GPU may also queue on a stream of its own: an all-gather between the devices of several ranks."""
+    """A `Read` that a GPU may also queue on a separate stream: an all-gather between the devices of several ranks."""
 
     def when(self, then: Callable[[BaseException | None], None]) -> None:
         """Call `then` once, on a thread, when it is this rank's turn to `fill`, or with an error."""

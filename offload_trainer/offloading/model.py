@@ -78,7 +78,7 @@ class OffloadedModel:
         self.steps = dict.fromkeys(self.trained, 0)  # number of updates of each weight
         self._cleared = 0  # how often the gradient sums were dropped
         self.last = True  # the current micro-batch is the step's last
-        self.taken = 0  # total number of collected gradients and of changes to gradient sums
+        self.sum_changes = 0  # collected gradients and other changes to gradient sums
         self.before_sums: Callable[[], None] = lambda: None  # called before a gradient sum is read or changed
         self.closed = False
         self.adds_up = True  # gradients of several micro-batches may be accumulated
@@ -164,7 +164,7 @@ class OffloadedModel:
                     f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums "
                     "in 16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
                 )
-            self.taken += 1
+            self.sum_changes += 1
             self.gradients.add(name, gradient, last=self.last)
 
         return hook
@@ -265,7 +265,7 @@ class OffloadedModel:
         sums = self._unsharded()
         sums.finish()
         sums.scale(factor)
-        self.taken += 1
+        self.sum_changes += 1
 
     def _complete_sums(self) -> Gradients:
         """Return the gradient sums once they are complete and `before_sums` has applied pending changes (clipping)."""
@@ -276,7 +276,7 @@ class OffloadedModel:
 
     def _change(self, change: Callable[[Gradients], None]) -> None:
         change(self._complete_sums())
-        self.taken += 1
+        self.sum_changes += 1
 
     def _unsharded(self) -> Gradients:
         if not isinstance(self.gradients, Gradients):
@@ -349,7 +349,7 @@ class OffloadedModel:
         if self.node.world > 1:
             self.synchronize()  # a rank whose backward reached no weight has not waited for the update yet
             self.gradients.end_of_backward(last=self.last)
-            self.taken += 1  # of any rank
+            self.sum_changes += 1  # other ranks may have added gradients
 
     def turn_to(self, micro_batch: int, *, last: bool) -> None:
         """Announce whose gradients arrive next, in a backward of several micro-batches that take turns."""

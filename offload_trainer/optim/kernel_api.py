@@ -91,10 +91,10 @@ class Kernel(Protocol):
         ...
 
 
-def within(stretches: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:
-    """Clip the ranges of `stretches` to [start, end) and return them relative to `start`."""
+def clip_ranges(ranges: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:
+    """Clip the ranges to [start, end) and return them relative to `start`."""
     return [
         replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start)
-        for part in stretches
+        for part in ranges
         if part.start < end and part.end > start
     ]

@@ -26,7 +26,7 @@ from offload_trainer.safe_files import file_bytes, open_file
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, write_bytes, write_text
 from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
-from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.storage.owned_dirs import is_ours, scratch
 
 _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
@@ -156,8 +156,8 @@ def _sum_of(library: Path) -> Path:
 def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> bool:
     """Return whether `library` exists and matches its .sha256 file. `open_owned` accepts files of this user alone."""
     try:
-        told = file_bytes(_sum_of(library), opener=opener)
-        return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == told
+        expected = file_bytes(_sum_of(library), opener=opener)
+        return hashlib.sha256(file_bytes(library, opener=opener)).hexdigest().encode() == expected
     except (OSError, ValueError):
         return False
 
@@ -166,7 +166,7 @@ def _is_whole(library: Path, *, opener: Callable[[Path], int] = open_owned) -> b
 def _one_at_a_time(lock: Path) -> Iterator[None]:
     """Hold `lock` during a build. Without file locks two builds may overlap; the SHA-256 then detects a mixed pair."""
     try:
-        with turn(lock, say=write_now):
+        with exclusive_lock(lock, say=write_now):
             yield
     except NoLocks:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -39,6 +40,7 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
     return native, f"The update on the CPU: the native kernel, {origin} and checked to give torch's bits."
 
 
+@functools.cache  # a run that measures its machine needs the kernel before the engine does
 def _checked_native() -> tuple[NativeKernel, str]:
     """Return the native kernel after its check, and where it comes from: prebuilt if one fits and passes, or compiled.
 

@@ -52,7 +52,7 @@ class NativeLibrary:
             self.functions = found or _load(built(SOURCE, flags=FLAGS))
         except TrainerError as error:
             raise TrainerError(f"{error}; {self.misfit}" if self.misfit else str(error)) from error
-        self._hired = (0, 0)
+        self._started = (0, 0)
 
     def threads(self) -> int:
         """Return the number of threads, torch's count including the caller, and start them if necessary.
@@ -62,14 +62,14 @@ class NativeLibrary:
         """
         threads = torch.get_num_threads()
         wanted = os.getpid(), threads  # a forked child has no threads yet
-        if self._hired != wanted:
-            self._hired = wanted
+        if self._started != wanted:
+            self._started = wanted
             nodes = numa.nodes()
             if len(nodes) > 1:
-                self._hire(threads, nodes)
+                self._start_threads(threads, nodes)
         return threads
 
-    def _hire(self, threads: int, nodes: Sequence[frozenset[int]]) -> None:
+    def _start_threads(self, threads: int, nodes: Sequence[frozenset[int]]) -> None:
         before = os.sched_getaffinity(0)
         try:
             for helpers, node in enumerate(numa.spread_threads(threads, nodes)[1:], 1):

@@ -197,8 +197,8 @@ class StoredKind:
         held = {name: entry.shape for name, entry in self._file.entries.items()}
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
         if wrong:
-            told = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
-            raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {told}")
+            listing = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
+            raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {listing}")
         scales = directory / f"{scales_of(kind)}.safetensors"
         self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
         if kind != "fixed":
@@ -223,8 +223,8 @@ class StoredKind:
             wide = {entry.dtype for entry in self._scales.entries.values()}
             right = self.dtypes <= {torch.uint8} and wide <= {torch.float32} and held == scaled and len(known) > 1
         if not right:
-            told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
-            raise UserError(f"{self._file.path}: holds {told}, which is no state of these weights. {_FIX}")
+            listing = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
+            raise UserError(f"{self._file.path}: holds {listing}, which is no state of these weights. {_FIX}")
 
     def as_stored(self, name: str, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `count` elements from `start` (a multiple of 256), and their scales if they are 8-bit."""

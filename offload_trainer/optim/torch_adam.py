@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, within
+from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.muon import Muon
 from offload_trainer.optim.split_masters import read_masters, write_masters
@@ -24,7 +24,7 @@ CHUNK = 2**19
 
 
 class TorchKernel:
-    """A kernel of torch operations that matches torch.optim.AdamW(fused=True) but for the padding in `AdamW.update`."""
+    """A kernel of torch operations that matches torch.optim.AdamW(fused=True), except for padding (`AdamW.update`)."""
 
     name = "torch"
 
@@ -49,7 +49,7 @@ class TorchKernel:
             parts = [
                 replace(part, start=start + part.start, end=start + part.end)
                 for start in range(0, grad.numel(), CHUNK)
-                for part in within(parts, start, min(start + CHUNK, grad.numel()))
+                for part in clip_ranges(parts, start, min(start + CHUNK, grad.numel()))
             ]
         for part in parts:
             here = slice(part.start, part.end)

@@ -22,17 +22,19 @@ def checkpointed_blocks(section: ModelSection, shape: ModelShape) -> int:
     Raises:
         UserError: the model has fewer blocks, or cannot checkpoint only some of them.
     """
-    wish, large = section.activation_checkpointing, shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
-    if not isinstance(wish, int):
-        return shape.layers if wish == "on" or (wish == "auto" and large) else 0
-    if wish > shape.layers:
-        raise UserError(f"model.activation_checkpointing={wish}: the model has {shape.layers} blocks; use on for all")
-    if wish < shape.layers and not shape.can_checkpoint_some:
+    setting, large = section.activation_checkpointing, shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
+    if not isinstance(setting, int):
+        return shape.layers if setting == "on" or (setting == "auto" and large) else 0
+    if setting > shape.layers:
         raise UserError(
-            f"model.activation_checkpointing={wish}: this model checkpoints all of its blocks or none in transformers, "
-            "or what a single block keeps could not be counted; use on or off"
+            f"model.activation_checkpointing={setting}: the model has {shape.layers} blocks; use on for all"
         )
-    return wish
+    if setting < shape.layers and not shape.can_checkpoint_some:
+        raise UserError(
+            f"model.activation_checkpointing={setting}: this model checkpoints all of its blocks or none in "
+            "transformers, or what a single block keeps could not be counted; use on or off"
+        )
+    return setting
 
 
 def checkpointing_setting(checkpointed: int, shape: ModelShape) -> int | Literal["on", "off"]:
@@ -40,17 +42,17 @@ def checkpointing_setting(checkpointed: int, shape: ModelShape) -> int | Literal
     return "off" if checkpointed == 0 else "on" if checkpointed == shape.layers else checkpointed
 
 
-def row_length(wish: int | Literal["auto"], shape: ModelShape) -> int:
+def row_length(setting: int | Literal["auto"], shape: ModelShape) -> int:
     """Return the row length in tokens; `auto` means the model's context, but at most 1024.
 
     Raises:
         UserError: the requested length exceeds the model's context.
     """
-    if wish == "auto":
+    if setting == "auto":
         return min(shape.context, LONGEST_ROW)
-    if wish > shape.context:
-        raise UserError(f"--seq-len {wish}: this model's context is {shape.context} tokens")
-    return wish
+    if setting > shape.context:
+        raise UserError(f"--seq-len {setting}: this model's context is {shape.context} tokens")
+    return setting
 
 
 _MOST_ROWS = 64  # rows per micro-batch; larger micro-batches do not make matrix products faster

@@ -199,16 +199,16 @@ def mistakes_of_compilation(config: TrainConfig) -> list[str]:
     """Return settings that cannot be combined with compiled blocks, one sentence each."""
     if config.model.compile == "off":
         return []
-    wishes = {
+    settings = {
         f"model.mlp_chunk={config.model.mlp_chunk}": isinstance(config.model.mlp_chunk, int),
         "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
         f"parallel.sequence={config.parallel.sequence}": config.parallel.sequence > 1,
     }
     mistakes = ["model.kernels=liger with model.compile=on is untested: use one of the two"]
     return (mistakes if config.model.kernels == "liger" else []) + [
-        f"{wish} with model.compile=on: a block is compiled as a whole, and this divides it: use one of the two"
-        for wish, asked in wishes.items()
-        if asked
+        f"{setting} with model.compile=on: a block is compiled as a whole, and this divides it: use one of the two"
+        for setting, is_set in settings.items()
+        if is_set
     ]
 
 

@@ -14,7 +14,8 @@ from offload_trainer.plan.shape import KEPT, Growth, ModelShape, Part, Weight
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-_BESIDE = 0.3  # of what the largest block keeps, at the peak of its backward; as `estimated` counts
+# At the peak of its backward, the largest block needs this share of what it keeps in addition, as in `estimated`.
+_MORE_IN_BACKWARD = 0.3
 
 
 def with_rate(shape: ModelShape, seq_len: int) -> ModelShape:
@@ -27,11 +28,10 @@ def with_rate(shape: ModelShape, seq_len: int) -> ModelShape:
         return shape
     change, inside = rate / images.rate, set(images.units)
     weights = tuple(replace(w, products=w.products * change) if w.unit in inside else w for w in shape.weights)
-    blocks = dict.fromkeys(weight.unit for weight in shape.weights if weight.block)
     attention = tuple(
-        # each patch attends to all patches of the row, and the planner multiplies by the tokens of a row
-        round(width * change**2) if unit in inside else width
-        for unit, width in zip(blocks, shape.attention, strict=False)
+        # Each patch attends to all patches of the row, and the planner multiplies by the tokens of a row.
+        round(width * change**2) if block in inside else width
+        for block, width in zip(shape.blocks, shape.attention, strict=False)
     )
     return replace(shape, weights=weights, attention=attention, images=replace(images, rate=rate))
 
@@ -48,14 +48,12 @@ def image_part(work: Workload) -> Part:
     patches = images.patches(work.seq_len)
     # Some towers pack the images of all rows into one row, with a mask between them (Pixtral).
     mask = e * work.micro_batch * patches**2 if images.masked and images.units else 0
-    held: dict[str, list[Weight]] = {unit: [] for unit in images.units}
-    for weight in shape.weights:
-        if weight.unit in held:
-            held[weight.unit].append(weight)
+    of_unit = shape.by_unit()
     kept, largest, gradient, frozen = 0.0, 0.0, 0, images.frozen(shape.weights)
-    reached = len(frozen) < len(images.units)
+    has_backward = len(frozen) < len(images.units)
     checkpointed = set(images.layers) if work.checkpointing else set()
-    for unit, weights in held.items():
+    for unit in images.units:
+        weights = of_unit[unit]
         whole = KEPT * e * sum(map(_width, weights))
         if any(weight.block for weight in weights):  # scores in the run's dtype, and their softmax in fp32 too
             whole += (2 * e + 4) * images.eager_heads * patches
@@ -64,22 +62,18 @@ def image_part(work: Workload) -> Part:
             kept += e * images.hidden if unit in checkpointed else whole
             gradient = max([gradient, *(e * weight.numel for weight in weights if weight.trainable)])
     # The features and the embeddings that they replace, and a mask over the tokens with a copy in the run's dtype.
-    beside = Growth(token=2 * e * shape.hidden, pair=1 + e)
-    again = (1 + _BESIDE if checkpointed else _BESIDE) * largest
+    features = Growth(token=2 * e * shape.hidden, pair=1 + e)
+    again = (1 + _MORE_IN_BACKWARD if checkpointed else _MORE_IN_BACKWARD) * largest
     return Part(
-        kept=Growth(row=patches * kept + mask * reached) + beside,
-        forward=(Growth(row=patches * (kept + largest) + mask) + beside,),
-        backward=(Growth(fixed=gradient, row=patches * (kept + again) + mask) + beside,) if reached else (),
+        kept=Growth(row=patches * kept + mask * has_backward) + features,
+        forward=(Growth(row=patches * (kept + largest) + mask) + features,),
+        backward=(Growth(fixed=gradient, row=patches * (kept + again) + mask) + features,) if has_backward else (),
     )
 
 
 def without_frozen(shape: ModelShape) -> ModelShape:
     """Return the shape without the parts for images that activation checkpointing does not recompute."""
-    frozen = set(shape.images.frozen(shape.weights)) if shape.images else set()
-    blocks = dict.fromkeys(weight.unit for weight in shape.weights if weight.block)
-    attention = (width for unit, width in zip(blocks, shape.attention, strict=False) if unit not in frozen)
-    weights = tuple(weight for weight in shape.weights if weight.unit not in frozen)
-    return replace(shape, weights=weights, attention=tuple(attention)) if frozen else shape
+    return shape.without(shape.images.frozen(shape.weights)) if shape.images else shape
 
 
 def _width(weight: Weight) -> float:

@@ -110,7 +110,7 @@ class Rates:
     """Rates of computation and of copies on one machine; None if not measured or given."""
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
-    layers: dict[LayerKey, Rate] = field(default_factory=dict)  # what a layer takes besides products, by `layer_key`
+    layers: dict[LayerKey, Rate] = field(default_factory=dict)  # of work other than products, by `layer_key`
     memory: Rate | None = None  # bytes/s of a STREAM triad on all cores
     update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, dtype conversions included
     sums: dict[Line, Rate] = field(default_factory=dict)  # bytes/s of adding gradients in RAM, by `sums_key`
@@ -119,9 +119,8 @@ class Rates:
     pageable_to_device: Rate | None = None
     pageable_from_device: Rate | None = None
     both_ways: Rate | None = None  # bytes/s each way, pinned, in both directions at the same time
-    corrections: dict[Line, Ratio] = field(
-        default_factory=dict
-    )  # "engine.phase.bound" -> measured / predicted seconds of earlier runs
+    # "engine.phase.bound" -> measured / predicted seconds of earlier runs
+    corrections: dict[Line, Ratio] = field(default_factory=dict)
 
 
 def layer_key(dtype: str, part: str, phase: str) -> str:
@@ -297,8 +296,8 @@ _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 
 def refuse_card(machine: MachineProfile, *, dtype: str) -> None:
     """Raise UserError if the GPU cannot train in `dtype`, or not with the installed torch."""
-    for told, fix in card_mistakes(machine, dtype=dtype):
-        raise UserError(f"{told}: {fix}")
+    for wrong, fix in card_mistakes(machine, dtype=dtype):
+        raise UserError(f"{wrong}: {fix}")
 
 
 def card_mistakes(machine: MachineProfile, *, dtype: str) -> list[tuple[str, str]]:

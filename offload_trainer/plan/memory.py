@@ -338,9 +338,9 @@ def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
         square = (one.square + one.pair) * ranks**2
         return replace(one, position=0.0, token=one.token + one.position, square=square, pair=0.0)
 
-    def part(one: Part, beside: Growth) -> Part:
-        forward, backward = (tuple(changed(moment) + beside for moment in each) for each in (one.forward, one.backward))
-        return Part(changed(one.kept) + beside, forward, backward)
+    def part(one: Part, others: Growth) -> Part:
+        forward, backward = (tuple(changed(moment) + others for moment in each) for each in (one.forward, one.backward))
+        return Part(changed(one.kept) + others, forward, backward)
 
     return Activations(
         before=changed(counted.before),

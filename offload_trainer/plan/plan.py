@@ -74,19 +74,19 @@ class Plan:
 
     def shortfalls(self) -> list[str]:
         """Return one sentence for each tier that is too small; directories on the same filesystem share one."""
-        told = {}
+        sentences = {}
         for tier, room in self.tiers.items():
             if room["need"] <= room["have"]:
                 continue
             one = self._shared(tier)
             if one is None:
-                told[tier] = f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
+                sentences[tier] = f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
                 continue
             needs = [f"{format_bytes(self.tiers[each]['need'])} in {each}" for each in one.directories]
-            told[one.directories[0]] = (
+            sentences[one.directories[0]] = (
                 f"one filesystem has {format_bytes(one.free_bytes)} free for {' and '.join(needs)}"
             )
-        return list(told.values())
+        return list(sentences.values())
 
     def _shared(self, tier: str) -> Shared | None:
         """Return the filesystem that a directory shares with other directories in use, or None."""
@@ -209,9 +209,9 @@ class Plan:
         for phase in PHASES:
             lines.append(_entry(f"  {phase}", format_seconds(found.seconds[phase] or 0.0), found.limits(phase)))
         if found.behind:
-            behind, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
+            hidden, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
             where = "the backward and the next forward" if found.ahead else "the next forward"
-            lines.append(f"    {behind} of the {whole} update overlap with {where} (tiered.overlap)")
+            lines.append(f"    {hidden} of the {whole} update overlap with {where} (tiered.overlap)")
         if found.ahead:
             longer = format_seconds(found.if_clipped)
             lines.append(f"    if the gradient turns out to need clipping or the step is skipped: up to {longer} more")
@@ -226,10 +226,9 @@ class Plan:
         hidden = tokens_that_hide_the_update(self.forecast, tokens=self.tokens_per_step)
         if hidden and hidden > self.tokens_per_step:
             of_others = [f"with {way.words} from {format_count(way.tokens)} on" for way in others if way.tokens]
-            told = (
-                f"from {format_count(hidden)} tokens a step on (--accumulate), a step waits for the update at most 10%"
-            )
-            lines.append(f"    {'; '.join([f'{told} of its time', *of_others])}")
+            least = f"from {format_count(hidden)} tokens a step on (--accumulate)"
+            share = "a step waits for the update at most 10% of its time"
+            lines.append(f"    {'; '.join([f'{least}, {share}', *of_others])}")
         return lines
 
 

@@ -111,12 +111,12 @@ def _best_division(
     plans = {count: plan for count, (_, plan) in settled.items()}
     chosen = _choose(list(plans.values()))
     count = next(count for count, plan in plans.items() if plan is chosen)
-    told = [f"parallel.tensor=auto: {count}"]
+    parts = [f"parallel.tensor=auto: {count}"]
     for tried, plan in plans.items():
         step = "not timed" if plan.forecast.step is None else f"{format_seconds(plan.forecast.step)} a step"
-        told.append(f"{tried}: {step if plan.fits else '; '.join(plan.shortfalls())}")
-    told += [f"{tried}: {reason}" for tried, reason in refused.items()]
-    return settled[count][0], replace(chosen, notes=(*chosen.notes, ", ".join(told)))
+        parts.append(f"{tried}: {step if plan.fits else '; '.join(plan.shortfalls())}")
+    parts += [f"{tried}: {reason}" for tried, reason in refused.items()]
+    return settled[count][0], replace(chosen, notes=(*chosen.notes, ", ".join(parts)))
 
 
 def make_plan(
@@ -148,9 +148,9 @@ def make_plan(
         engine = replace(engine, layouts=layouts if layouts is not None else Layouts(work))
     machine = at_once(machine, ranks=work.here)
     refuse_card(machine, dtype=work.dtype)
-    for wish, package in engine.packages():
+    for setting, package in engine.packages():
         if machine.lacks(package):
-            raise UserError(lacks(wish, package))
+            raise UserError(lacks(setting, package))
     if ignored := settings_of_others(engine, config):
         raise UserError("; ".join(ignored))
     engine.refuse(work, machine)
@@ -234,8 +234,9 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
         if machine.gpu is not None or saved < WORTH * before:
             return default
     step = default.forecast.step
-    told = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
-    note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {default.checkpointed} of {layers}: {told}"
+    forecast = "does not fit" if not default.fits else "not timed" if step is None else f"{format_seconds(step)} a step"
+    other = f"{default.checkpointed} of {layers}: {forecast}"
+    note = f"model.activation_checkpointing=auto: {best} of {layers} blocks; {other}"
     return replace(plans[best], notes=(*plans[best].notes, note))
 
 
@@ -545,8 +546,8 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
     """Return the configuration, followed by variants with fewer weight buffers if their number is not set."""
     tiered = config.tiered
-    said = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
-    counts = [tiered.weight_buffers] if said else range(tiered.weight_buffers, 0, -1)
+    is_set = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
+    counts = [tiered.weight_buffers] if is_set else range(tiered.weight_buffers, 0, -1)
     sections = [tiered.model_copy(update={"weight_buffers": count}) for count in counts]
     return [config.model_copy(update={"tiered": section}) for section in sections]
 
@@ -570,10 +571,10 @@ def any_placement_fits(
         work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
-        beside = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
+        other_items = [*reserve_items(machine, here=each.here), *saved_items(each, output=machine.output.directory)]
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
         for one in reversed(candidates):  # the ones with the least on the GPU first
-            room = room_of([*one.items(), *beside], each, machine)
+            room = room_of([*one.items(), *other_items], each, machine)
             if all(tier["need"] <= tier["have"] for tier in room.values()):
                 return True
     return False

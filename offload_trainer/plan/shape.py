@@ -7,7 +7,7 @@ needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import add, sub
 from typing import Literal
@@ -93,16 +93,14 @@ class Weight:
     trainable: bool = True
     unit: str = ""  # name of the block that contains it, or of its module outside the blocks
     block: bool = False  # the unit is one of the repeated blocks
-    part: str = (
-        ""  # the submodule of a block that it is fetched with (`divided` in plan/tiered/layout.py); "": the unit
-    )
+    # The submodule of a block that it is fetched with (`divided` in plan/tiered/layout.py); "": the unit.
+    part: str = ""
     uses: int = 1  # number of modules that use it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
     quantised: str = ""  # the format that a frozen weight is stored in (`plan/tiered/weight_formats.py`); "": its dtype
-    products: float = (
-        1.0  # matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
-    )
+    # Matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts.
+    products: float = 1.0
 
     @property
     def numel(self) -> int:
@@ -167,7 +165,7 @@ class ImageParts:
     units: tuple[str, ...]  # names of their units, in the order of registration; empty: no such part is known
     least: int  # patches of one image
     per_token: float  # patches for each token of a row, if all of them stand for images
-    why: str  # where these numbers come from
+    why: str  # the origin of these numbers, for the plan
     hidden: int = 0  # width of the hidden states between the tower's blocks
     eager_heads: int = 0  # attention heads of a block that stores its attention matrices; 0: fused attention
     masked: bool = True  # a mask separates a row's images
@@ -206,8 +204,8 @@ class ModelShape:
     tiles_again: tuple[str, ...] = ()  # the tiles that the recomputation of a checkpointed block also runs
     tiled_on_gpu: Activations | None = None  # activation memory with tiles in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
-    apart: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
-    needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `apart` names
+    divisible: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
+    needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `divisible` names
     order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/weight_streaming.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
     can_checkpoint_some: bool = False  # the first N blocks can be checkpointed for any N, not only all or none
@@ -226,9 +224,14 @@ class ModelShape:
         return sum(weight.numel for weight in self.weights if weight.trainable)
 
     @property
-    def base(self) -> str:
+    def base_format(self) -> str:
         """Return the format of frozen weights that are stored quantised (`model.base`); "": there are none."""
         return next((weight.quantised for weight in self.weights if weight.quantised), "")
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Return the names of the blocks in the model's order, which is that of `attention`."""
+        return tuple(dict.fromkeys(weight.unit for weight in self.weights if weight.block))
 
     @property
     def largest(self) -> int:
@@ -243,13 +246,22 @@ class ModelShape:
         inside = [w for w in self.weights if w.block] or [w for w in self.weights if self.vocabulary not in w.shape]
         return int(_widths(inside))
 
+    def by_unit(self) -> dict[str, list[Weight]]:
+        """Return the weights of each block, and of each module outside the blocks, in the model's order."""
+        units: dict[str, list[Weight]] = {}
+        for weight in self.weights:
+            units.setdefault(weight.unit, []).append(weight)
+        return units
+
+    def without(self, units: Collection[str]) -> ModelShape:
+        """Return the shape without the weights and the attention of these units; `layers` is unchanged."""
+        weights = tuple(weight for weight in self.weights if weight.unit not in units)
+        attention = (width for block, width in zip(self.blocks, self.attention, strict=False) if block not in units)
+        return replace(self, weights=weights, attention=tuple(attention))
+
     def first_blocks(self, count: int) -> ModelShape:
         """Return the shape without the blocks after the first `count`, to count what checkpointing these repeats."""
-        if count >= self.layers:
-            return self
-        later = set(list(dict.fromkeys(weight.unit for weight in self.weights if weight.block))[count:])
-        weights = tuple(weight for weight in self.weights if weight.unit not in later)
-        return replace(self, weights=weights, layers=count, attention=self.attention[:count])
+        return self if count >= self.layers else replace(self.without(set(self.blocks[count:])), layers=count)
 
     # -- floating-point operations of one token's matrix products. Attention is counted over the whole row, although
     # the mask hides half of it (Chowdhery et al. 2022, PaLM, appendix B).
@@ -290,10 +302,7 @@ class ModelShape:
         """
         total, reached = 0.0, False
         blocks = iter(self.attention)
-        units: dict[str, list[Weight]] = {}
-        for weight in self.weights:
-            units.setdefault(weight.unit, []).append(weight)
-        for held in units.values():
+        for held in self.by_unit().values():
             inside = reached or any(weight.trainable and weight.scales for weight in held)
             for weight in held:
                 before = inside or weight.uses > 1  # a tied head comes last, after all that is trained
@@ -325,8 +334,7 @@ def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     """
     e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
     mask = e if shape.packed else 0  # each block's attention holds the mask in its own dtype
-    away = set(shape.images.units) if shape.images else set()  # counted by plan/images.py
-    text = replace(shape, weights=tuple(weight for weight in shape.weights if weight.unit not in away))
+    text = shape.without(shape.images.units if shape.images else ())  # plan/images.py counts the parts for images
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
     head = e * shape.vocabulary * shape.hidden

@@ -1,6 +1,6 @@
 """Tiers: where weights, gradients, optimizer state and block inputs are placed, and what a machine has there.
 
-TierKind   what a configuration says, and an engine's placement consists of: the GPU, RAM, or the drives
+TierKind   the value of a configuration key and of an engine's placement: the GPU, RAM, or the drives
 Tier       one tier of a machine, with its capacity and rates; plans count bytes by its name
 Tiers      all tiers of a machine, by the numbers that the layout gives them (`plan/tiered/layout.py`)
 """
@@ -78,7 +78,7 @@ class Tier:
 class Tiers:
     """The tiers of one machine."""
 
-    gpu: Tier  # all its GPUs; nothing is placed there if it has none
+    gpu: Tier  # all GPUs of the machine; without a GPU nothing is placed there
     ram: Tier
     drives: tuple[Tier, ...]
     has_gpu: bool

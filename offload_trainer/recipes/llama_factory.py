@@ -22,7 +22,7 @@ PAD_TO = 8  # LLaMA-Factory pads rows for training to a multiple of this
 
 
 class Trainer(Offloaded, CustomSeq2SeqTrainer):
-    def create_optimizer(self, model: Any = None) -> Any:  # in place of the one that LLaMA-Factory would make
+    def create_optimizer(self, model: Any = None) -> Any:  # replaces LLaMA-Factory's own
         return super().create_optimizer(model)
 
 
@@ -37,8 +37,10 @@ def main() -> None:
     parser.add_argument("yaml")
     parser.add_argument("--nvme", required=True)
     parser.add_argument("--params", default="auto", choices=("auto", "gpu", "cpu", "nvme"), help="where weights are")
-    wish = parser.parse_args()
-    model_args, data_args, training_args, method, _ = get_train_args(OmegaConf.to_container(OmegaConf.load(wish.yaml)))
+    arguments = parser.parse_args()
+    model_args, data_args, training_args, method, _ = get_train_args(
+        OmegaConf.to_container(OmegaConf.load(arguments.yaml))
+    )
 
     unused = changed(model_args, ModelArguments(model_args.model_name_or_path), used=MODEL_KEYS)
     unused += changed(method, FinetuningArguments(stage="sft", finetuning_type="full"), used=METHOD_KEYS)
@@ -57,8 +59,8 @@ def main() -> None:
     rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizers)
     model = load(
         model_args.model_name_or_path,
-        nvme=[wish.nvme],
-        params=wish.params,
+        nvme=[arguments.nvme],
+        params=arguments.params,
         dtype="bf16" if method.pure_bf16 else "fp32",
         activation_checkpointing="off" if model_args.disable_gradient_checkpointing else "auto",
         trust_remote_code=model_args.trust_remote_code,

@@ -25,7 +25,7 @@ class Trainer(Offloaded, Seq2SeqTrainer):
             raise UserError(f"optimizer={args.optimizer!r}: leave it out; offloaded weights are trained with AdamW")
         super().__init__(args=args, **words)
 
-    def create_optimizer(self, model: Any = None) -> Any:  # in place of the one that ms-swift would make
+    def create_optimizer(self, model: Any = None) -> Any:  # replaces ms-swift's own
         return super().create_optimizer(model)
 
 
@@ -36,7 +36,7 @@ class OffloadedLoader(ModelLoader):
             parser.add_argument(f"--{name}", type=int, required=True)
         parser.add_argument("--tuner_type", default="lora")
         parser.add_argument("--model_kwargs", type=yaml.safe_load, default={})
-        wish, _ = parser.parse_known_args()
+        arguments, _ = parser.parse_known_args()
         unused = [name for name in ELSEWHERE if getattr(self, name)]
         unused += [name for name in ("quantization_config", "max_memory") if name in model_kwargs]
         if unused or self.model_info.task_type != "causal_lm":
@@ -44,14 +44,14 @@ class OffloadedLoader(ModelLoader):
                 f"{', '.join(unused) or self.model_info.task_type}: the weights are loaded by offload_trainer.hf.load, "
                 "as a causal language model; leave these keys out, and give its keywords in model_kwargs"
             )
-        words: dict[str, Any] = {"freeze": ["."]} if wish.tuner_type != "full" else {}
+        words: dict[str, Any] = {"freeze": ["."]} if arguments.tuner_type != "full" else {}
         words |= {
             "dtype": DTYPES[str(self.model_info.torch_dtype)],
-            "seq_len": wish.max_length,
-            "micro_batch_size": wish.per_device_train_batch_size,
-            "gradient_accumulation_steps": wish.gradient_accumulation_steps,
+            "seq_len": arguments.max_length,
+            "micro_batch_size": arguments.per_device_train_batch_size,
+            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
         }
-        return load(model_dir, **(words | wish.model_kwargs))
+        return load(model_dir, **(words | arguments.model_kwargs))
 
 
 command = Path(sys.argv[0]).stem

@@ -46,43 +46,43 @@ class Node:
         self.launcher.terminate()
 
 
-def launcher_words(wish: argparse.Namespace, *, node: int, host: str, port: int) -> list[str]:
+def launcher_words(arguments: argparse.Namespace, *, node: int, host: str, port: int) -> list[str]:
     """Return the module that starts the ranks of a node, and its words."""
-    if wish.nodes == 1:
-        return ["offload_trainer", "train", *wish.words, "--gpus", str(wish.ranks)]
-    words = ["torch.distributed.run", "--nnodes", str(wish.nodes), "--node-rank", str(node)]
-    words += ["--nproc-per-node", str(wish.ranks), "--master-addr", host, "--master-port", str(port)]
-    return [*words, "-m", "offload_trainer", "train", *wish.words]
+    if arguments.nodes == 1:
+        return ["offload_trainer", "train", *arguments.words, "--gpus", str(arguments.ranks)]
+    words = ["torch.distributed.run", "--nnodes", str(arguments.nodes), "--node-rank", str(node)]
+    words += ["--nproc-per-node", str(arguments.ranks), "--master-addr", host, "--master-port", str(port)]
+    return [*words, "-m", "offload_trainer", "train", *arguments.words]
 
 
-def attempt(wish: argparse.Namespace, *, secret: str, told: list[int]) -> list[int]:
+def attempt(arguments: argparse.Namespace, *, secret: str, signals: list[int]) -> list[int]:
     """Run on all nodes to the end; return the exit code of each, 1 for a lost one.
 
-    `told` receives the signals that ask the job to stop.
+    `signals` receives the signals that ask the job to stop.
     """
-    need = {"CPU": wish.cpus} | ({} if wish.no_gpus else {"GPU": wish.ranks})
-    group = placement_group([need] * wish.nodes, strategy="STRICT_SPREAD")
+    need = {"CPU": arguments.cpus} | ({} if arguments.no_gpus else {"GPU": arguments.ranks})
+    group = placement_group([need] * arguments.nodes, strategy="STRICT_SPREAD")
     try:
         while not group.wait(1):
-            if told:
-                return [128 + told[0]]
+            if signals:
+                return [128 + signals[0]]
         nodes = [
             ray.remote(Node)
             .options(
                 max_concurrency=2,  # `stop` is called while `run` waits
-                num_cpus=wish.cpus,
+                num_cpus=arguments.cpus,
                 num_gpus=need.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             )
             .remote()
-            for number in range(wish.nodes)
+            for number in range(arguments.nodes)
         ]
         host, port = ray.get(nodes[0].address.remote())
-        words = [launcher_words(wish, node=number, host=host, port=port) for number in range(wish.nodes)]
+        words = [launcher_words(arguments, node=number, host=host, port=port) for number in range(arguments.nodes)]
         ends = [node.run.remote(its, secret) for node, its in zip(nodes, words, strict=True)]
         passed_on = False
         while ray.wait(ends, num_returns=len(ends), timeout=1)[1]:
-            if told and not passed_on:
+            if signals and not passed_on:
                 passed_on = True
                 for node in nodes:
                     node.stop.remote()
@@ -109,20 +109,21 @@ def main() -> int:
     parser.add_argument("--max-failures", type=int, default=3, help="times that the run is started again")
     parser.add_argument("--pause", type=float, default=35.0, help="seconds before that, in which lost ranks end")
     parser.add_argument("words", nargs="+", help="words of offload-train, after --")
-    wish = parser.parse_args()
+    arguments = parser.parse_args()
     ray.init()
-    told: list[int] = []
+    signals: list[int] = []
     signal.signal(
-        signal.SIGTERM, lambda number, _: told.append(number)
+        signal.SIGTERM, lambda number, _: signals.append(number)
     )  # `ray job stop`; after ray.init, which sets it
     secret, code = secrets.token_hex(32), 1
-    for left in reversed(range(wish.max_failures + 1)):
-        code = next(filter(None, attempt(wish, secret=secret, told=told)), 0)
-        if told or code in FINAL or not left:
+    for left in reversed(range(arguments.max_failures + 1)):
+        code = next(filter(None, attempt(arguments, secret=secret, signals=signals)), 0)
+        if signals or code in FINAL or not left:
             break
-        print(f"the run ended with code {code}; it is started again in {wish.pause:g} s, {left} more times", flush=True)
-        until = time.monotonic() + wish.pause
-        while not told and time.monotonic() < until:
+        again = f"it is started again in {arguments.pause:g} s, {left} more times"
+        print(f"the run ended with code {code}; {again}", flush=True)
+        until = time.monotonic() + arguments.pause
+        while not signals and time.monotonic() < until:
             time.sleep(0.1)
     return code
 

@@ -330,6 +330,6 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     trackers = None
     if names := save.all_trackers:
         sections = setup.record.run["config"].items()
-        told = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-        trackers = Trackers(names, Tracked(setup.output, save.project, config=told, done=done), say=screen.say)
+        settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+        trackers = Trackers(names, Tracked(setup.output, save.project, config=settings, done=done), say=screen.say)
     return Telemetry(setup.output, done=done, screen=screen, trackers=trackers)

@@ -111,9 +111,9 @@ def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
     else:
         for dtype in (torch.bfloat16, torch.float16):
             facts[f"products of {str(dtype).removeprefix('torch.')} in hardware"] = has_native_16bit(dtype)
-    wishes = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    settings = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     _refuse_different(
-        facts | wishes, fix="Install the same software on every node, and start every rank with the same command"
+        facts | settings, fix="Install the same software on every node, and start every rank with the same command"
     )
 
 
@@ -127,15 +127,15 @@ def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) ->
 
 def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
     first, *others = all_gather_json(dict(mine))
-    told = [
+    lines = [
         f"  {shown(key)}: rank {rank} has {shown(its.get(key))}, rank 0 {shown(first.get(key))}"
         for rank, its in enumerate(others, 1)
         for key in {**first, **its}
         if first.get(key) != its.get(key)
     ]
-    if told:
-        more = [f"  and {len(told) - _MOST} more"] if len(told) > _MOST else []
-        words = "\n".join(["the ranks of this run differ:", *told[:_MOST], *more, fix])
+    if lines:
+        more = [f"  and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+        words = "\n".join(["the ranks of this run differ:", *lines[:_MOST], *more, fix])
         raise UserError(words) if place_here()[0] == 0 else PeerFailed(words, code=UserError.exit_code)
 
 
@@ -176,13 +176,13 @@ def refuse_unseen(output: Path, *, first: int) -> None:
     token = output / broadcast_json(f".seen-{secrets.token_hex(4)}")
     on_rank_zero(partial(token.write_text, ""))
     try:
-        on_some(partial(_look, token), mine=place_here()[0] == first)
+        on_some(partial(_read_token, token), mine=place_here()[0] == first)
     finally:
         if place_here()[0] == 0:
             token.unlink(missing_ok=True)
 
 
-def _look(token: Path) -> None:
+def _read_token(token: Path) -> None:
     until = time.monotonic() + _PATIENCE
     while not token.exists():
         if time.monotonic() > until:

@@ -32,7 +32,7 @@ from offload_trainer.safe_files import is_there
 from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
-from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.units import shown
@@ -159,7 +159,7 @@ def _take_in_the_end(lock: int, output: Path) -> None:
     """Take the lock for the whole run, retrying while a starting run briefly has it (`refuse_second`)."""
     for _ in range(_TRIES):
         try:
-            return take(lock)
+            return try_lock(lock)
         except BlockingIOError:
             time.sleep(_INSTANT)
     _take(lock, output)
@@ -167,7 +167,7 @@ def _take_in_the_end(lock: int, output: Path) -> None:
 
 def _take(lock: int, output: Path, *, shared: bool = False) -> None:
     try:
-        take(lock, shared=shared)
+        try_lock(lock, shared=shared)
     except BlockingIOError:
         raise UserError(f"{output}: another run is using this directory; name another --output") from None
 

@@ -35,7 +35,7 @@ def beating(nodes: Sequence[range], *, rank: int, say: Callable[[str], None]) ->
         return
     store = launchers_store(timeout=_LOST)
     beats = _Heartbeats(store, nodes, number=next(number for number, its in enumerate(nodes) if rank in its))
-    beats.tell()
+    beats.beat()
     threads = [threading.Thread(target=work, args=(beats, say), daemon=True) for work in (_exchange_heartbeats, _guard)]
     for thread in threads:
         thread.start()
@@ -56,20 +56,20 @@ class _Heartbeats:
         self.answered = time.monotonic()  # last time the store answered
         self.over = threading.Event()
 
-    def tell(self) -> None:
+    def beat(self) -> None:
         self._count += 1
         self._store.set(f"beat/{self._number}", str(self._count))
 
-    def tell_the_end(self) -> None:
+    def send_end(self) -> None:
         self._store.set(f"beat/{self._number}", _ENDED.decode())
 
-    def listen(self) -> str | None:
+    def find_lost_node(self) -> str | None:
         """Read the other nodes' counters; return a message if a node is lost, else None."""
         for other, (last, since) in self._heard.items():
-            told = self._store.get(f"beat/{other}")  # untrusted: compared only, never parsed
-            if told not in (last, _ENDED):
-                self._heard[other] = told, time.monotonic()
-            elif told != _ENDED and time.monotonic() - since >= _LOST:
+            counter = self._store.get(f"beat/{other}")  # untrusted: compared only, never parsed
+            if counter not in (last, _ENDED):
+                self._heard[other] = counter, time.monotonic()
+            elif counter != _ENDED and time.monotonic() - since >= _LOST:
                 its = self._nodes[other]
                 return f"node {other} (ranks {its.start} to {its.stop - 1}) has sent no heartbeat for {_LOST:g} s"
         self.answered = time.monotonic()
@@ -79,10 +79,10 @@ class _Heartbeats:
 def _exchange_heartbeats(beats: _Heartbeats, say: Callable[[str], None]) -> None:
     try:
         while not beats.over.wait(_EVERY):
-            beats.tell()
-            if lost := beats.listen():
+            beats.beat()
+            if lost := beats.find_lost_node():
                 _end(lost, say)
-        beats.tell_the_end()
+        beats.send_end()
     except RuntimeError as error:
         if not beats.over.is_set():
             _end(f"the launcher of the first node cannot be reached ({str(error).splitlines()[0]})", say)

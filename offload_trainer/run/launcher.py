@@ -7,7 +7,8 @@ so that the reason is the last message. The exit code is that of the rank that f
 signal that ended the run.
 
 Nothing here looks for ranks that are stopped or hung: within a step the others wait at most 300 s for them
-(`ranks.STALLED`), and the launcher then kills what does not end. Elsewhere a slow rank cannot be told from a hung one.
+(`ranks.STALLED`), and the launcher then kills what does not end. Elsewhere a slow rank cannot be distinguished from a
+hung one.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def run_ranks(words: Sequence[str], *, count: int) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     ranks = _Ranks(waited, before)
     ranks.start([sys.executable, "-m", "offload_trainer", "train", *words], count=count)
-    return _told(ranks.wait(), words, stopped=ranks.stopped)
+    return _report_failure(ranks.wait(), words, stopped=ranks.stopped)
 
 
 @dataclass
@@ -94,11 +95,11 @@ class _Ranks:
         failed: dict[int, Ended] = {}
         until: float | None = None
         while self.living:
-            told = signal.sigtimedwait(self.waited, _LOOK)
-            if told and told.si_signo != signal.SIGCHLD:
-                self._send(told.si_signo)
-            if told and told.si_signo in _STOPPING:
-                self.stopped = self.stopped or told.si_signo
+            signal_info = signal.sigtimedwait(self.waited, _LOOK)
+            if signal_info and signal_info.si_signo != signal.SIGCHLD:
+                self._send(signal_info.si_signo)
+            if signal_info and signal_info.si_signo in _STOPPING:
+                self.stopped = self.stopped or signal_info.si_signo
             for rank, process in list(self.living.items()):
                 code = process.poll()
                 if code is not None:
@@ -132,7 +133,7 @@ def first_failure(failed: dict[int, Ended]) -> tuple[int, int]:
     return rank, codes[rank]
 
 
-def _told(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> int:
+def _report_failure(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> int:
     """Print why the run ended, unless a rank has, and where the command `words` resumes; return the exit code."""
     rank, code = first_failure(failed) if failed else (0, 0)
     if stopped:

@@ -86,11 +86,11 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     models = MemoryFallbacks(lambda: source)
     before = config_to_resume(config.save) if config.placement.engine_name != "deepspeed" else {}
     kept = _with_resumed_choices(config, before, models, world=world, on_gpu=machine.gpu is not None)
-    for wish in (_with_resumed_schedule(kept, before), kept):
+    for candidate in (_with_resumed_schedule(kept, before), kept):
         try:
-            found = planned(wish, models, machine, world=world, nodes=nodes)
+            found = planned(candidate, models, machine, world=world, nodes=nodes)
         except UserError:
-            if wish is kept:
+            if candidate is kept:
                 raise
             continue  # the schedule of the run before does not go with what has changed since
         if found.plan.fits:
@@ -182,9 +182,9 @@ def refuse_with_images(config: TrainConfig, *, world: int) -> None:
         "model.kernels=liger": model.kernels == "liger",
         "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
     }
-    if told := [setting for setting, here in chosen.items() if here]:
+    if named := [setting for setting, here in chosen.items() if here]:
         raise UserError(
-            f"{' and '.join(told)}: not with images in the data: leave it out, or train on text alone with "
+            f"{' and '.join(named)}: not with images in the data: leave it out, or train on text alone with "
             "model.image_patches=0"
         )
 
@@ -227,15 +227,15 @@ def planned(
     If none fits, return the first plan, or the smallest fallback if one unit of weights alone exceeds device memory.
     """
 
-    def plan_of(wish: TrainConfig, of: Any) -> Planned:
-        settled, plan = resolve_and_plan(wish, of.shape, machine, world=world, nodes=nodes)
+    def plan_of(candidate: TrainConfig, of: Any) -> Planned:
+        settled, plan = resolve_and_plan(candidate, of.shape, machine, world=world, nodes=nodes)
         return Planned(settled, plan, machine, of)
 
     first = plan_of(config, models.as_wished(config))
     if not lacks_room(first.plan, machine):
         return first
-    for wish, of in models.that_fit(config, machine, world=world, nodes=nodes):
-        found = plan_of(wish, of)
+    for candidate, of in models.that_fit(config, machine, world=world, nodes=nodes):
+        found = plan_of(candidate, of)
         if found.plan.fits:
             return found
     return plan_of(*models.least(config)) if first.plan.too_large else first
@@ -243,15 +243,16 @@ def planned(
 
 def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallbacks) -> Planned:
     """Return `found` with the longest row that fits in its plan, also with chunked MLPs if `config` allows them."""
-    wished = {key: getattr(config.model, key) for key in ("mlp_chunk", "activation_checkpointing")}
-    plan, wish = found.plan, found.config.model_copy(update={"model": found.config.model.model_copy(update=wished)})
+    requested = {key: getattr(config.model, key) for key in ("mlp_chunk", "activation_checkpointing")}
+    model = found.config.model.model_copy(update=requested)
+    plan, candidate = found.plan, found.config.model_copy(update={"model": model})
 
     def longest(source: Any) -> int:
-        return longest_row(wish, source.shape, found.machine, world=plan.world, nodes=plan.nodes)
+        return longest_row(candidate, source.shape, found.machine, world=plan.world, nodes=plan.nodes)
 
     tokens = longest(found.source)
     if tokens < found.source.shape.context and may_tile(config) and not found.source.shape.images:
-        tokens = longest(models.as_wished(wish, pieces=True))
+        tokens = longest(models.as_wished(candidate, pieces=True))
     return replace(found, plan=replace(plan, longest_row=tokens))
 
 
@@ -273,7 +274,7 @@ class MemoryFallbacks:
     def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
         """Take `source`, which creates the ModelSource, and `preset`, its shape if that is known without torch."""
         self._make = source
-        self._preset = preset and SimpleNamespace(shape=preset)  # stands in for the ModelSource
+        self._preset = preset and SimpleNamespace(shape=preset)  # has the attribute of a ModelSource that plans read
         self._in_parts = dict[bool, Any]()  # key: with chunked MLPs
 
     @cached_property
@@ -302,9 +303,9 @@ class MemoryFallbacks:
         self, config: TrainConfig, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
     ) -> Iterator[tuple[TrainConfig, Any]]:
         """Yield (configuration, model) that fit with some placement, largest device footprint first."""
-        for wish, of in self._ways(config):
-            layouts = Layouts(workload(wish, of.shape, world=world, nodes=nodes))
-            fewer = with_fewer_buffers(wish)
+        for candidate, of in self._ways(config):
+            layouts = Layouts(workload(candidate, of.shape, world=world, nodes=nodes))
+            fewer = with_fewer_buffers(candidate)
 
             def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
                 return any_placement_fits(one, layouts, machine, world=world, nodes=nodes, saves=saves)
@@ -314,8 +315,8 @@ class MemoryFallbacks:
 
     def least(self, config: TrainConfig) -> tuple[TrainConfig, Any]:
         """Return the configuration with the smallest device footprint, with its model."""
-        *_, (wish, of) = self._ways(config)
-        return with_fewer_buffers(wish)[-1], of
+        *_, (smallest, of) = self._ways(config)
+        return with_fewer_buffers(smallest)[-1], of
 
     def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
         """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
@@ -324,19 +325,19 @@ class MemoryFallbacks:
         left_open = left_open and config.model.compile == "off" and not images
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) and not images else (False,):
-                wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
-                of = self.as_wished(wish, pieces=pieces)
+                candidate = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
+                of = self.as_wished(candidate, pieces=pieces)
                 if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):
-                    yield wish, of
+                    yield candidate, of
 
 
 def as_wished(source: Any, config: TrainConfig) -> Any:
     """Return the ModelSource with chunked MLPs and per-module fetching as the configuration requests them."""
     source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
     if config.tiered.fetch_granularity == "module":
-        from offload_trainer.model.probes.submodules import in_parts
+        from offload_trainer.model.probes.submodules import with_divided_blocks
 
-        return source if is_divided(source.shape) else in_parts(source)
+        return source if is_divided(source.shape) else with_divided_blocks(source)
     return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
 
 
@@ -370,12 +371,12 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
         return config
     try:
         folders = folders_in(Path(config.save.output) / PAGES)
-        told = read_description(folders[0]) if folders else None
+        manifest = read_description(folders[0]) if folders else None
     except (OSError, ValueError, UserError):  # the later check of the page files reports this
         return config
-    if told is None or told.places == 1:
+    if manifest is None or manifest.places == 1:
         return config
-    return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": told.places})})
+    return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": manifest.places})})
 
 
 def _with_resumed_schedule(config: TrainConfig, before: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
@@ -383,10 +384,12 @@ def _with_resumed_schedule(config: TrainConfig, before: Mapping[str, Mapping[str
 
     It was set if that run changed its schedule after its first steps. Page files of that run have its layout.
     """
-    told, section = before.get("tiered", {}), config.tiered
+    recorded, section = before.get("tiered", {}), config.tiered
     choices = {"overlap": ("off", "forward", "backward"), "master_format": ("fp32", "split")}
     wanted = {
-        key: told[key] for key, values in choices.items() if getattr(section, key) == "auto" and told.get(key) in values
+        key: recorded[key]
+        for key, values in choices.items()
+        if getattr(section, key) == "auto" and recorded.get(key) in values
     }
     if not wanted or config.placement.engine_name != "tiered":
         return config

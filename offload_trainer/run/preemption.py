@@ -22,7 +22,7 @@ from pathlib import Path
 
 from offload_trainer.run.launcher import stop_target
 
-_EVERY = 2.0  # seconds between looks; AWS recommends 5 and warns 120 s ahead, GCP warns 30 s ahead
+_EVERY = 2.0  # seconds between polls; AWS recommends 5 and warns 120 s ahead, GCP warns 30 s ahead
 _TIMEOUT = 1.0  # seconds for an answer of a service on the same host
 _MOST = 4096  # bytes of an answer that are read
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # metadata never goes through a proxy

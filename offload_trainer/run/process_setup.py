@@ -1,4 +1,4 @@
-"""Prepare the process before torch is imported: CPU threads, NUMA binding, environment variables and ranks.
+"""Prepare the process before torch is imported: ranks, CPU threads, NUMA binding, network access, library messages.
 
 `--gpus N` starts N ranks of the same command (`run/launcher.py`). A process started by that launcher or by
 torchrun finds its rank in the environment; any other process is rank 0 of 1.

@@ -51,7 +51,7 @@ def report(setup: Setup, *, swaps: list[Path]) -> None:
         evaluations=read_evaluations(output / "evaluations.jsonl"),
         plan=planned,
         measured={"tiers": measured, "seconds": seconds},
-        said=[*advice(setup.planned), *wear(rows), ("Notes", plan.notes)],
+        advice=[*advice(setup.planned), *wear(rows), ("Notes", plan.notes)],
     )
     _keep_ratios(setup, steady(of_plan), seconds=seconds)
 
@@ -62,12 +62,12 @@ def wear(rows: Sequence[StepRecord]) -> list[tuple[str, list[str]]]:
     each = median(written)
     if each < _LOGS:
         return []
-    told = (
+    text = (
         f"{format_bytes(sum(written))} were written in these {len(rows)} steps, {format_bytes(each)} a step, by "
         "the kernel's counters. Each TB of a drive's rated endurance (TBW) lasts "
         f"{format_count(1e12 / each)} such steps"
     )
-    return [("Wear of the drives", [told])]
+    return [("Wear of the drives", [text])]
 
 
 def _bytes(
@@ -124,7 +124,7 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
 class Advice:
     """One change of the configuration, and the plan with it."""
 
-    told: str  # description of the change
+    description: str  # of the change
     words: str  # flags and keys that make it
     plan: Plan
 
@@ -162,7 +162,7 @@ def advice(planned: Planned) -> list[tuple[str, list[str]]]:
     for one in smaller[:_MOST]:
         step, before = one.plan.forecast.step, now.forecast.step
         cost = f"; {_seconds(step)} a step instead of {_seconds(before)}" if step and before else ""
-        saves.append(f"{one.told} ({one.words}): {_rooms(one, now)}{cost}")
+        saves.append(f"{one.description} ({one.words}): {_rooms(one, now)}{cost}")
     parts = [(FASTER, lines), (SMALLER, saves)]
     return [(heading, lines) for heading, lines in parts if lines]
 
@@ -185,15 +185,16 @@ def _tried(planned: Planned) -> Iterator[Advice]:
     The run's other choices stay, such as the number of blocks that it checkpoints.
     """
     now, shape, machine = planned.plan, planned.source.shape, planned.machine
-    for told, words, (section, update) in _changes(planned):
+    for description, words, (section, update) in _changes(planned):
         changed = getattr(planned.config, section).model_copy(update=update)
         config = planned.config.model_copy(update={section: changed})
         if combination_mistakes(config):
             continue
         try:
-            yield Advice(told, words, resolve_and_plan(config, shape, machine, world=now.world, nodes=now.nodes)[1])
+            _, plan = resolve_and_plan(config, shape, machine, world=now.world, nodes=now.nodes)
         except UserError:
             continue
+        yield Advice(description, words, plan)
 
 
 def _changes(planned: Planned) -> Iterator[tuple[str, str, tuple[str, dict[str, Any]]]]:
@@ -202,18 +203,18 @@ def _changes(planned: Planned) -> Iterator[tuple[str, str, tuple[str, dict[str, 
     if isinstance(sizes, TierSizes) and config.placement.nvme:
         for share in _SHARES:
             if share != sizes.ram_fraction and share <= round(1 - sizes.gpu_fraction, 9):
-                told = f"{share:.0%} of the optimizer state in RAM"
-                yield told, f"--ram-fraction {share:g}", ("placement", {"ram_fraction": share})
+                description = f"{share:.0%} of the optimizer state in RAM"
+                yield description, f"--ram-fraction {share:g}", ("placement", {"ram_fraction": share})
     yield from _changes_of_rows(planned)
     for other, does in (("off", "stores all activations"), ("on", "recomputes activations")):
         if other != config.model.activation_checkpointing:
-            told = f"gradient checkpointing {other}, which {does}"
-            yield told, f"model.activation_checkpointing={other}", ("model", {"activation_checkpointing": other})
+            description = f"gradient checkpointing {other}, which {does}"
+            yield description, f"model.activation_checkpointing={other}", ("model", {"activation_checkpointing": other})
     if not isinstance(sizes, TierSizes):
         return
     for states in ("bf16", "8bit") if config.optim.moment_dtype == "fp32" else ():
-        told = f"moments in {states}, which changes the results"
-        yield told, f"optim.moment_dtype={states}", ("optim", {"moment_dtype": states})
+        description = f"moments in {states}, which changes the results"
+        yield description, f"optim.moment_dtype={states}", ("optim", {"moment_dtype": states})
     for home in ("nvme",) if planned.machine.gpu is None else ("cpu", "nvme"):  # without a GPU, device memory is RAM
         if home != plan.placement.params and (home == "cpu" or config.placement.nvme):
             yield f"weights on {home}", f"--params {home}", ("placement", {"params": home})
@@ -222,15 +223,15 @@ def _changes(planned: Planned) -> Iterator[tuple[str, str, tuple[str, dict[str, 
 def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, tuple[str, dict[str, Any]]]]:
     """Yield changes of the batch: four times the tokens per step, and other micro-batch sizes for the same tokens."""
     train, tokens = planned.config.train, 4 * planned.plan.tokens_per_step
-    told, rows, times = (
+    description, rows, times = (
         f"4 x the tokens a step, {format_count(tokens)}",
         train.micro_batch_size,
         train.gradient_accumulation_steps,
     )
     hidden = tokens_that_hide_the_update(planned.plan.forecast, tokens=planned.plan.tokens_per_step)
     if hidden and hidden > tokens:
-        told += f" (from {format_count(hidden)} on, a step waits for the update at most 10% of its time)"
-    ways = [(told, rows, 4 * times)]
+        description += f" (from {format_count(hidden)} on, a step waits for the update at most 10% of its time)"
+    ways = [(description, rows, 4 * times)]
     ways += [(f"micro-batches of {2 * rows} rows", 2 * rows, times // 2)] if times % 2 == 0 else []
     ways += [(f"micro-batches of {rows // 2} rows", rows // 2, 2 * times)] if rows % 2 == 0 else []
     for what, micro_batch, accumulate in ways:
@@ -248,7 +249,7 @@ def _faster(one: Advice, now: Plan) -> str:
         speeds = one.plan.tokens_per_step / step, now.tokens_per_step / before
         gain = f"{format_count(speeds[0])} tokens/s instead of {format_count(speeds[1])}"
         gain += f", since the update is {_update(one.plan):.0%} of such a step instead of {_update(now):.0%}"
-    return f"{one.told} ({one.words}): {gain}; {_rooms(one, now)}"
+    return f"{one.description} ({one.words}): {gain}; {_rooms(one, now)}"
 
 
 def _rooms(one: Advice, now: Plan) -> str:

@@ -64,13 +64,13 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import (
     clear,
+    empty_list,
     has_locks,
-    keep_listed,
-    keep_none,
     kept_for,
     named_in,
     root_of,
     wait_for_ranks,
+    write_list,
 )
 from offload_trainer.storage.scratch_dir import take_over as taken_over
 from offload_trainer.trainer import Job
@@ -153,13 +153,13 @@ def done_already(setup: Setup, begins: TrainState | None) -> bool:
 
     Raises UserError if it would overwrite the results of another run.
     """
-    at, anew, exports = begins.step if begins else 0, setup.save.resume == "never", setup.save.every == 0
-    told = from_rank_zero(
-        lambda: done_before(setup.output, setup.record, begins_at=at, anew=anew, exports=exports), str | None
+    at, restarts, exports = begins.step if begins else 0, setup.save.resume == "never", setup.save.every == 0
+    message = from_rank_zero(
+        lambda: done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports), str | None
     )
-    if told:
-        setup.log.say(told)
-    return told is not None
+    if message:
+        setup.log.say(message)
+    return message is not None
 
 
 # -- while a run lives -------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def keep(setup: Setup, job: Job) -> None:
     engine.offloaded.manifest.commits = True
     made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.plan.world)
     write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
-    keep_listed(setup.listed, job.swaps)
+    write_list(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
 
 
@@ -194,7 +194,7 @@ def drop(setup: Setup) -> None:
     """Unregister the page files after the run has ended in order, so that no later run resumes from them."""
     if setup.log.loud:
         with suppress(OSError):  # the directories are removed too, and the next start finds none
-            keep_none(setup.listed)
+            empty_list(setup.listed)
 
 
 def clear_drives(setup: Setup) -> None:
@@ -259,8 +259,8 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
 
     on_rank_zero(search)
     fields = [(files.train, files.newest, files.pages, files.torn, files.instead) for files in found]
-    told = broadcast_json(fields, list[tuple[TrainState, Newest, int, bool, str]])
-    return next(iter(found or [PageFiles(*one) for one in told]), None)
+    shared = broadcast_json(fields, list[tuple[TrainState, Newest, int, bool, str]])
+    return next(iter(found or [PageFiles(*one) for one in shared]), None)
 
 
 def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
@@ -280,24 +280,24 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
                     f"{folder} is in use: its run is still running, or it is being exported; wait for that to end"
                 ) from None
             locks.callback(places[-1].leave)
-        told = read_description(folders[0], fix=_RESTORE)
+        manifest = read_description(folders[0], fix=_RESTORE)
         for folder in folders:
-            refuse_outside(folder, told)
-        if told.places == 1:
+            refuse_outside(folder, manifest)
+        if manifest.places == 1:
             raise ValueError(
                 f"{folders[0] / DESCRIPTION} says that pages have only one copy; a run cannot resume from such files"
             )
-        newest = read_newest(told, fix=_RESTORE)
+        newest = read_newest(manifest, fix=_RESTORE)
         if newest is None or newest.train is None or newest.engine is None:
             return None  # the run was killed before it completed a step
         train = as_kind(newest.train, TrainState)
         if begins and train.step <= begins.step:
             return None
         step = train.step
-        _refuse_otherwise(setup, folders, told)
+        _refuse_otherwise(setup, folders, manifest)
         for folder in folders:
             wait_for_ranks(folder, say=setup.log.say)
-        return PageFiles(train, newest, len(told.pages), torn_record(told), instead, places)
+        return PageFiles(train, newest, len(manifest.pages), torn_record(manifest), instead, places)
     except (OSError, ValueError, TrainerError) as error:
         raise _refused(_sentence(error), step=step, instead=instead) from error
 
@@ -326,15 +326,15 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
     named = named_in(setup.listed)
     gone = [folder for folder in named if not folder.is_dir()]
     if gone and len(gone) == len(named) and begins and not kept:
-        told = ", ".join(map(str, gone))
-        setup.log.say(f"note: page files were in {told}, which no longer exists; resuming from the checkpoint")
+        listing = ", ".join(map(str, gone))
+        setup.log.say(f"note: page files were in {listing}, which no longer exists; resuming from the checkpoint")
         return []
     if gone:
         raise ValueError(f"{gone[0]} does not exist; is its drive mounted?")
     return named
 
 
-def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest) -> None:
+def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreManifest) -> None:
     """Raise ValueError if this run cannot use the page files: another run's, incomplete, or of another layout.
 
     Print a note for each other setting that differs.
@@ -346,13 +346,13 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
     identity, layout = _in_json(setup.record.identity), _in_json(setup.record.layout)
     units, pages, sizes = Layouts(setup.work).units, _pages(setup), setup.plan.sizes
     assert isinstance(sizes, TierSizes)
-    files_of(told)  # checks sizes: opening a truncated file later would extend it with zeros
+    files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
         raise ValueError(f"they belong to another run: {'; '.join(others[:5])}")
-    wished = [root_of(drive).resolve() for drive in setup.drives]
-    if [folder.parent.resolve() for folder in folders] != wished:
-        raise ValueError(f"they are in {shown(', '.join(told.drives))}, and --nvme names other directories")
+    expected = [root_of(drive).resolve() for drive in setup.drives]
+    if [folder.parent.resolve() for folder in folders] != expected:
+        raise ValueError(f"they are in {shown(', '.join(manifest.drives))}, and --nvme names other directories")
     ours = manifest_of(
         folders,
         units,
@@ -360,10 +360,10 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
         format=sizes.format,
         model=setup.output / "model",
         copies=sizes.places,
-        run=told.run,
+        run=manifest.run,
     )
     theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
-    differ = [key for key, told in _in_json(asdict(ours)).items() if told != theirs.get(key)]
+    differ = [key for key, value in _in_json(asdict(ours)).items() if value != theirs.get(key)]
     if "pages" in differ and made.ranks != setup.plan.world:
         raise ValueError(
             f"they were written by {made.ranks} rank(s), and this run has {setup.plan.world}: use --gpus {made.ranks}"
@@ -374,9 +374,9 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest
         setup.log.say(f"note: {line}")
 
 
-def _in_json(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `told` as it is after a round trip through JSON."""
-    return parsed(json.dumps(dict(told)), dict)
+def _in_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `value` as it is after a round trip through JSON."""
+    return parsed(json.dumps(dict(value)), dict)
 
 
 _RESTORE = "Only a copy of that file can fix this"

@@ -21,16 +21,16 @@ from offload_trainer.storage.scratch_dir import PAGES, folders_in
 STARTS_OVER = "nothing was saved yet: the same command starts from step 0"
 
 
-def with_resume_hint(told: str, words: Sequence[str]) -> str:
+def with_resume_hint(message: str, words: Sequence[str]) -> str:
     """Complete the phrase `errors.RERUN_HINT` in a message with the point that the command `words` resumes from."""
-    return re.sub(f"{RERUN_HINT}(?! from)", lambda _: resume_hint(words), told)
+    return re.sub(f"{RERUN_HINT}(?! from)", lambda _: resume_hint(words), message)
 
 
 def resume_hint(words: Sequence[str]) -> str:
     """Return a sentence on where the command `words` would resume from, without the step if it cannot be read."""
     try:
         save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
-        saved, kept = _left(save)
+        saved, kept = _newest_state(save)
     except (OSError, ValueError, UserError):
         return RERUN_HINT
     if kept:
@@ -46,24 +46,24 @@ def config_to_resume(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
     It is also empty if it cannot be read; the later check of the checkpoint or page files reports that error.
     """
     try:
-        saved, kept = _left(save)
+        saved, kept = _newest_state(save)
         left = folders_in(Path(save.output) / PAGES)[0] if kept else saved
         return configuration_of(left) if left else {}
     except (OSError, ValueError, UserError):
         return {}
 
 
-def _left(save: SaveSection) -> tuple[Path | None, int]:
+def _newest_state(save: SaveSection) -> tuple[Path | None, int]:
     """Return (checkpoint or None, step of the page files); the step is 0 unless it is newer than the checkpoint.
 
     Raises ValueError or UserError if a run could not start from the page files.
     """
     saved = find_resume(save.resume, output=Path(save.output))
     folders = folders_in(Path(save.output) / PAGES) if save.resume == "auto" else []
-    told = read_description(folders[0]) if folders else None
-    if told is None or told.places == 1:
+    manifest = read_description(folders[0]) if folders else None
+    if manifest is None or manifest.places == 1:
         return saved, 0
-    files_of(told)
-    newest = read_newest(told)
+    files_of(manifest)
+    newest = read_newest(manifest)
     kept = 0 if newest is None or newest.train is None or newest.engine is None else newest.train["step"]
     return saved, kept if kept > (step_of(saved) if saved else 0) else 0

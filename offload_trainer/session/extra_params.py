@@ -163,9 +163,9 @@ def counted_in(plan: Plan, parameters: Iterable[nn.Parameter], rule: UpdateRule)
     tiers = {tier: room | {"need": room["need"] + added.get(tier, 0)} for tier, room in plan.tiers.items()}
     counted = replace(plan, items=items, tiers=tiers)
     if plan.fits and not counted.fits:
-        told = "; ".join(counted.shortfalls())
+        shortfalls = "; ".join(counted.shortfalls())
         size = format_bytes(sum(added.values()))
-        raise UserError(f"with {size} for the other trained parameters this does not fit: {told}")
+        raise UserError(f"with {size} for the other trained parameters this does not fit: {shortfalls}")
     return counted
 
 

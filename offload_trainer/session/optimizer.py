@@ -106,8 +106,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def names(self) -> list[list[str]]:
         """Return the parameters' names, one list per group."""
-        beside = {parameter: name for name, parameter in self.residents.items()}
-        return [[beside.get(p) or p.weight for p in group["params"]] for group in self.param_groups]
+        residents = {parameter: name for name, parameter in self.residents.items()}
+        return [[residents.get(p) or p.weight for p in group["params"]] for group in self.param_groups]
 
     def rules(self, weights: Mapping[str, Weight]) -> dict[str, Hyper]:
         """Return the current hyperparameters of each offloaded weight, from its group; `weights` are those by name."""

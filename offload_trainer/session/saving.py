@@ -86,8 +86,8 @@ class Saves:
         Raises UserError if `final` holds something other than a save, and TrainerError if writing fails.
         """
         final, group = final.absolute(), everybody()
-        told = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
-        held = _SessionState(_groups(optimizer), told, base=_base(offloaded))
+        states = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
+        held = _SessionState(_groups(optimizer), states, base=_base(offloaded))
         residents, step = optimizer.residents, steps_done(offloaded, optimizer)
         record = replace(self.record, layout={**self.record.layout, **layout_of(residents)})
         snapshot = offloaded.snapshot()
@@ -142,7 +142,7 @@ class Saves:
             else offloaded.masters,
             read=offloaded.master,
             model=self.record.model,
-            told=f"a session after step {step}",
+            description=f"a session after step {step}",
             card=lambda dtype: _CARD.format(dtype=dtype, steps=step) + _rounded(offloaded.units),
         )
         if self.from_config:
@@ -170,9 +170,9 @@ class Saves:
         if len(held.stateful) != len(stateful):
             raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
         if [group.get("params") for group in held.groups] != optimizer.names():
-            told = ", ".join(str(len(group.get("params", ()))) for group in held.groups)
+            sizes = ", ".join(str(len(group.get("params", ()))) for group in held.groups)
             raise UserError(
-                f"{save} was made with other groups of parameters (of {told} parameters): use the same groups"
+                f"{save} was made with other groups of parameters (of {sizes} parameters): use the same groups"
             )
         if held.base != _base(offloaded):
             raise UserError(

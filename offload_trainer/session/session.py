@@ -109,7 +109,7 @@ class Session:
         if not self._residents_broadcast:
             broadcast_residents(self._parameters(), self._offloaded.node)
             self._residents_broadcast = True
-        # Without trained weights another optimizer may have the adapters, and the session is not told of its steps.
+        # Without trained weights another optimizer may have the adapters, and the session does not see its steps.
         self._counted = last or (self._counted and bool(self._offloaded.trained))
         self._offloaded.last = self._counted
         with self._offloaded.micro_batch(last=last):
@@ -299,7 +299,7 @@ class Session:
 
     def _gradients_now(self) -> tuple[int, Changes]:
         """Return a value that stays equal only as long as no gradient arrives or is modified."""
-        return self._offloaded.taken, changes_of(with_gradient(self._parameters()))
+        return self._offloaded.sum_changes, changes_of(with_gradient(self._parameters()))
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters, then all parameters of the optimizer's groups; some appear twice."""
@@ -446,7 +446,7 @@ class Session:
         model.safetensors under the names of its parameters and persistent buffers. `merge`: merge LoRA adapters into
         the weights, bit for bit as PEFT's merge_and_unload; raises UserError for other parameters that cannot be
         merged. Quantised weights are exported with the values that the model computes with, and the model card says
-        so. Ranks other than 0 return at once.
+        so. Ranks other than 0 return immediately.
         """
         self._refuse_closed()
         if self.rank:

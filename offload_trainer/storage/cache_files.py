@@ -1,4 +1,4 @@
-"""Location of the cache, which holds tokenized data, measured rates and kernels across runs, and which files it trusts.
+"""The cache directory for tokenized data, measured rates and kernels, and the check that its files are this user's.
 
 The cache (OFFLOAD_TRAINER_CACHE, data.cache) may be a directory where others can write. Their files must not become
 training data, measured speeds or code that runs. The check uses the open descriptor, so that the file cannot be

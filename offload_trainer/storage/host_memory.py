@@ -110,5 +110,5 @@ def pin(buffer: torch.Tensor) -> None:
             f"CUDA cannot pin {format_bytes(size)} of host memory (error {code}): too little is free, or the driver "
             "allows no more, as under WSL2; keep less in RAM (--ram-fraction, --params nvme)"
         )
-    # The mapping lives as long as the tensor's storage, and CUDA must unregister it before it goes.
+    # The mapping lives as long as the tensor's storage, and CUDA must unregister it before it is unmapped.
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)

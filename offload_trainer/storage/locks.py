@@ -46,7 +46,7 @@ def open_lock(path: Path, *, create: bool = False, directory: int | None = None)
     return descriptor
 
 
-def take(descriptor: int, *, shared: bool = False) -> None:
+def try_lock(descriptor: int, *, shared: bool = False) -> None:
     """Lock an open file without waiting.
 
     Raises BlockingIOError if another process holds the lock, NoLocks if the filesystem does not support locks.
@@ -60,26 +60,26 @@ def take(descriptor: int, *, shared: bool = False) -> None:
 
 
 @contextmanager
-def turn(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE) -> Iterator[None]:
+def exclusive_lock(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`, created if missing, for the duration of the context.
 
     Waits at most `patience` seconds, reporting the wait through `say`, and then raises TrainerError. Raises NoLocks as
-    `take` does.
+    `try_lock` does.
     """
     descriptor = open_lock(path, create=True)
-    start, told = time.monotonic(), False
+    start, reported = time.monotonic(), False
     try:
         while True:
             try:
-                take(descriptor)
+                try_lock(descriptor)
                 break
             except BlockingIOError:
                 waited = time.monotonic() - start
             if waited > patience:
                 raise TrainerError(f"{path}: another process has held this lock for {patience:.0f} s; fuser names it")
-            if waited > _SILENCE and not told:
+            if waited > _SILENCE and not reported:
                 say(f"waiting for {path}, which another process holds; for at most {patience:.0f} s")
-                told = True
+                reported = True
             time.sleep(0.05)
         yield
     finally:

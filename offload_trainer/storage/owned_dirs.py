@@ -24,7 +24,7 @@ from pathlib import Path
 from offload_trainer import errors
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage.atomic_io import REPLACED, sync_directory
-from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 
 MARK = ".lock"  # the mark of a scratch directory, locked as long as its process lives
 _LARGEST = 1 << 28  # limit on the bytes of a mark that are read
@@ -80,7 +80,7 @@ class ScratchDirectory:
         try:
             self._lock = open_lock(path / MARK, create=True)
             try:  # lock before marking: otherwise another process could take the directory for an abandoned one
-                take(self._lock)
+                try_lock(self._lock)
             except NoLocks:
                 self.locked, self._what = False, f"{self._what} (no locks here)"
             if os.fstat(self._lock).st_nlink == 0:
@@ -125,7 +125,7 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
         yield place
 
 
-def anew(path: Path, *, what: str) -> Path:
+def fresh_directory(path: Path, *, what: str) -> Path:
     """Create a scratch directory that stays, replacing the one an earlier process created at this path.
 
     Raises NotOwned if the existing directory is not this program's.
@@ -220,7 +220,7 @@ def _lock_dead(directory: Path, *, what: str) -> int:
     os.close(_opened(directory, made_as(what, directory.name)))
     lock = open_lock(directory / MARK)
     try:
-        take(lock)
+        try_lock(lock)
         if os.fstat(lock).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(directory))
     except BaseException:
@@ -255,7 +255,7 @@ def remove_unfinished(directory: Path) -> bool:
     with suppress(FileNotFoundError):
         lock = open_lock(directory / MARK)
         try:
-            take(lock)
+            try_lock(lock)
             if os.fstat(lock).st_size:
                 raise BlockingIOError(errno.EWOULDBLOCK, "marked meanwhile", str(directory))
             (directory / MARK).unlink()

@@ -28,7 +28,7 @@ from types import TracebackType
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.storage.atomic_io import remove_abandoned, write_text
-from offload_trainer.storage.locks import NoLocks, open_lock, take, turn
+from offload_trainer.storage.locks import NoLocks, exclusive_lock, open_lock, try_lock
 from offload_trainer.storage.owned_dirs import (
     MARK,
     NotOwned,
@@ -144,7 +144,7 @@ def hold(folder: Path) -> int:
     """Mark the directory as in use by another rank than its owner. The rank keeps the returned descriptor open."""
     descriptor = open_lock(folder / _RANKS, create=True)
     with suppress(NoLocks):  # without locks no other process takes the directory over
-        take(descriptor, shared=True)
+        try_lock(descriptor, shared=True)
     return descriptor
 
 
@@ -153,14 +153,14 @@ def wait_for_ranks(folder: Path, *, say: Say, patience: float = 60.0) -> None:
 
     Raises TrainerError if a rank has not ended after `patience` seconds.
     """
-    with turn(folder / _RANKS, say=say, patience=patience):
+    with exclusive_lock(folder / _RANKS, say=say, patience=patience):
         pass
 
 
 # -- lists of directories that a run can resume from -------------------------------------------------------------------
 
 
-def keep_listed(listed: Path, folders: Sequence[Path]) -> None:
+def write_list(listed: Path, folders: Sequence[Path]) -> None:
     """Write the run's list, so that these directories survive a kill or an error and this run can resume from them.
 
     The list comes last, so it never names a directory that another run would remove for lack of a `.for`. A list must
@@ -173,7 +173,7 @@ def keep_listed(listed: Path, folders: Sequence[Path]) -> None:
     write_text(listed, "".join(f"{folder.resolve()}\n" for folder in folders))
 
 
-def keep_none(listed: Path) -> None:
+def empty_list(listed: Path) -> None:
     """Empty the run's list, so that its directories may be removed. Raises OSError."""
     if listed.exists():
         write_text(listed, "")
@@ -198,7 +198,7 @@ def _stated_list(folder: Path) -> Path:
 
 
 def _list_of(folder: Path) -> Path | None:
-    """Return the path of the list for which a directory is kept; None if there is none or it cannot be read."""
+    """Return the path of the list for which a directory is kept; None if that is unknown."""
     try:
         return _stated_list(folder)
     except (OSError, ValueError):
@@ -244,7 +244,7 @@ def _dead_in(drive: Path) -> list[Path]:
         if not is_unfinished(folder) and not has_locks(folder):
             return False
         try:
-            with kept(folder):
+            with protected(folder):
                 return True
         except (OSError, NoLocks):
             return False
@@ -291,7 +291,7 @@ def is_alive(folder: Path) -> bool:
     Raises UserError if that cannot be found out.
     """
     try:
-        with kept(folder):
+        with protected(folder):
             return False
     except BlockingIOError:
         return True
@@ -302,7 +302,7 @@ def is_alive(folder: Path) -> bool:
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
+def protected(folder: Path) -> Iterator[None]:
     """Prevent other runs from removing these page files for the duration of the context.
 
     Raises BlockingIOError if their run lives, NoLocks, and OSError.
@@ -313,7 +313,7 @@ def kept(folder: Path) -> Iterator[None]:
         yield  # a directory without a mark is never removed
         return
     try:
-        take(lock, shared=True)
+        try_lock(lock, shared=True)
         yield
     finally:
         os.close(lock)

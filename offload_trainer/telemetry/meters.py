@@ -24,7 +24,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class Timer(Protocol):
-    """Marks moments, and later tells the seconds between them."""
+    """A timer that marks moments, and returns the seconds between two of them."""
 
     def mark(self) -> Any:
         """Return a mark of this moment; on a device, of the moment when it has done all that is queued so far."""

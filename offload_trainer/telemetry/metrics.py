@@ -82,8 +82,8 @@ def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) 
             return {key: finite(inner) for key, inner in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    told = {key: finite(value) for key, value in asdict(record).items() if key not in leave_out}
-    return json.dumps(told, allow_nan=False)
+    values = {key: finite(value) for key, value in asdict(record).items() if key not in leave_out}
+    return json.dumps(values, allow_nan=False)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

@@ -61,13 +61,13 @@ def write_report(
     evaluations: list[EvalRecord],
     plan: dict[str, Any],
     measured: dict[str, Any],
-    said: Sequence[tuple[str, Sequence[str]]],
+    advice: Sequence[tuple[str, Sequence[str]]],
 ) -> None:
     """Write the report of one run, atomically, so that a reader never sees half of it.
 
     `plan`: ``{"tiers": {name: {"need": bytes, "have": bytes}}, "seconds": {phase: seconds or None}}``. `measured`:
     ``{"tiers": {name: bytes or None}, "seconds": {phase: median seconds}}``. `seconds` contains phases only; the page
-    computes the total. `said`: headings with lines of text.
+    computes the total. `advice`: headings with lines of text.
     """
     predicted = {name: seconds for name, seconds in plan["seconds"].items() if seconds is not None}
     train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
@@ -80,8 +80,8 @@ def write_report(
         ("Where a step's time goes", phases or "<p>No step was timed.</p>"),
         ("Predicted and measured", _comparison(plan, measured)),
         *(
-            (heading, "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in told) + "</ul>" if told else "")
-            for heading, told in said
+            (heading, "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in points) + "</ul>" if points else "")
+            for heading, points in advice
         ),
         ("Memory", _memory(rows)),
         ("Validation" if len(evaluations) <= 20 else "Validation, the last 20", _evaluations(evaluations)),
@@ -116,10 +116,10 @@ def refuse_foreign(path: Path) -> None:
 
 def _write(path: Path, *, title: str, facts: Mapping[str, str], sections: Sequence[tuple[str, str]]) -> None:
     """Write the page from the template. Sections without content are left out."""
-    told = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
+    entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
     body = "\n".join(f"<h2>{escape(heading)}</h2>\n{content}" for heading, content in sections if content)
     frame = Template((files(__package__) / "report.html").read_text(encoding="utf-8"))
-    write_text(path, frame.substitute(title=escape(title), facts=f"<dl>{told}</dl>" if told else "", body=body))
+    write_text(path, frame.substitute(title=escape(title), facts=f"<dl>{entries}</dl>" if entries else "", body=body))
 
 
 # -- parts of a page --------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dic
 
 def _memory(rows: Sequence[StepRecord]) -> str:
     """Return a chart per tier in use: bytes at the end of each step, and the peak so far where it is recorded."""
-    told = []
+    charts = []
     for tier, name in _TIERS.items():
         ends = [(float(row.step), float(row.memory[tier])) for row in rows if row.memory.get(tier)]
         if not ends:
@@ -160,12 +160,12 @@ def _memory(rows: Sequence[StepRecord]) -> str:
         series = [Series(f"{name} at the end of a step", ends)]
         if peak := _PEAKS.get(tier):
             series.append(Series(f"{name}, peak so far", [(float(row.step), float(peak(row))) for row in rows]))
-        told.append(lines(series, label=f"{name} over steps", text=format_bytes, from_zero=True))
-    return "\n".join(told)
+        charts.append(lines(series, label=f"{name} over steps", text=format_bytes, from_zero=True))
+    return "\n".join(charts)
 
 
 def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    told: list[tuple[str, ...]] = []
+    table: list[tuple[str, ...]] = []
 
     def compare(
         name: str, predicted: float | None, measured: float | None, text: Callable[[float], str], available: Any = None
@@ -174,7 +174,7 @@ def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
         shown = [text(number) if number else "-" for number in (available, predicted, measured)]
         ratio = f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
         if any(cell != "-" for cell in (*shown[1:], ratio)):
-            told.append((name, *shown, ratio))
+            table.append((name, *shown, ratio))
 
     for tier in dict.fromkeys([*plan["tiers"], *measured["tiers"]]):
         planned = plan["tiers"].get(tier, {})
@@ -186,18 +186,18 @@ def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     # only if complete, otherwise the ratio would mislead
     if phases and all(guessed.get(phase) is not None and phase in taken for phase in phases):
         compare("all phases", sum(guessed.values()), sum(taken.values()), format_seconds)
-    return _table(("", "available", "predicted", "measured", "measured / predicted"), told) if told else ""
+    return _table(("", "available", "predicted", "measured", "measured / predicted"), table) if table else ""
 
 
 def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
     if not evaluations:
         return ""
     head = ("after step", "loss", "perplexity", "bits a byte")
-    told = [
+    cells = [
         (str(e.step), _number(e.validation_loss), _number(e.perplexity), _number(e.bits_per_byte))
         for e in evaluations[-20:]
     ]
-    columns = [column for column in zip(head, *told, strict=True) if any(cell != "-" for cell in column[1:])]
+    columns = [column for column in zip(head, *cells, strict=True) if any(cell != "-" for cell in column[1:])]
     table = list(zip(*columns, strict=True))
     return _table(table[0], table[1:])
 
@@ -264,9 +264,9 @@ def lines(
         parts.append(f'<polyline class="line" style="stroke: {colour}" points="{corners}"/>')
         if one.dots or len(placed) == 1:  # a single point draws no line
             for (step, value), (x, y) in zip(one.points, placed, strict=True):
-                told = escape(f"step {step:.0f}: {text(value)}")
+                title = escape(f"step {step:.0f}: {text(value)}")
                 at = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
-                parts.append(f"<circle {at}><title>{told}</title></circle>")
+                parts.append(f"<circle {at}><title>{title}</title></circle>")
     key = _key((one.name, f"--c{number % _COLOURS}") for number, one in enumerate(series))
     return key + _svg(parts, height=_HEIGHT, label=label)
 

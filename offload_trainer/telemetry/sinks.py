@@ -185,11 +185,11 @@ class Screen:
         """Format a step's numbers, the most important first, since a narrow terminal cuts the end."""
         norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3g}"
         speed = f"{format_count(tokens_speed(self._recent))} tokens/s"
-        told = [f"loss {four_digits(record.loss)}", speed, longest_phase(self._recent, self._bounds)]
+        fields = [f"loss {four_digits(record.loss)}", speed, longest_phase(self._recent, self._bounds)]
         moved = drive_speed(self._recent) if self._drives else 0.0
-        told += [f"drive {format_bytes(moved)}/s"] if moved >= _LEAST_MOVED else []
-        told += [f"{left} left", f"norm {norm}", f"rate {record.lr:.3g}", "skipped" if record.skipped else ""]
-        return "  ".join(filter(None, told))
+        fields += [f"drive {format_bytes(moved)}/s"] if moved >= _LEAST_MOVED else []
+        fields += [f"{left} left", f"norm {norm}", f"rate {record.lr:.3g}", "skipped" if record.skipped else ""]
+        return "  ".join(filter(None, fields))
 
 
 def is_live() -> bool:

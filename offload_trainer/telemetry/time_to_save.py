@@ -1,7 +1,7 @@
-"""Estimate of the seconds that a run needs until its current step is complete and saved.
+"""Estimate of the seconds until the current step is complete and saved, which `train.stop_within` is compared with.
 
-The training loop says what begins, a step, a validation or the save after them; the estimate takes their durations from
-earlier ones, and before there are any from the plan. A signal handler may ask at any moment.
+The training loop reports the beginning of each step, validation and save. Their durations are taken from earlier ones,
+and at first from the plan. A signal handler may read the estimate at any moment.
 """
 
 from __future__ import annotations

@@ -251,9 +251,9 @@ def _mlflow(run: Tracked, identity: str | None) -> _Tracker:
         experiment = client.get_experiment_by_name(run.project)
         number = experiment.experiment_id if experiment else client.create_experiment(run.project)
         identity = str(client.create_run(number, run_name=run.name).info.run_id)
-        told = [Param(key, str(value)[:500]) for key, value in run.config.items()]
-        for first in range(0, len(told), _MOST_PARAMETERS):
-            client.log_batch(identity, params=told[first : first + _MOST_PARAMETERS])
+        parameters = [Param(key, str(value)[:500]) for key, value in run.config.items()]
+        for first in range(0, len(parameters), _MOST_PARAMETERS):
+            client.log_batch(identity, params=parameters[first : first + _MOST_PARAMETERS])
     else:
         client.update_run(identity, status="RUNNING")
 

@@ -133,7 +133,7 @@ class Worker:
         self._open = ExitStack()
         self.folder = self._open.enter_context(scratch("worker-", directory=stage.drive))
         self._log, self._runs = self.folder / "log", 0
-        self.runs_one = False  # whether the process has an open run
+        self.runs_one = False  # a run is open in the process
         command = [sys.executable, str(Path(__file__).with_name("worker.py")), json.dumps(settings)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # for bench_step and bench_save
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the package gpu_stages
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has bench_step and bench_save
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # has the package gpu_stages
 
 from offload_trainer.errors import explain
 

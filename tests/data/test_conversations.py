@@ -87,7 +87,7 @@ def test_answers_are_those_that_transformers_counts(messages: list[dict[str, Any
     assert encoded({"messages": messages}, form="chat", template=template) == expected
 
 
-def test_what_ends_a_turn_is_learned_and_no_space_behind_it() -> None:
+def test_the_end_of_a_turn_is_learned_without_the_space_after_it() -> None:
     found = encoded({"messages": TALK}, form="chat", template=LINES)
     assert learned(found) == ["Uno é.\n\nSì.<end>", " due <end>"]
 
@@ -113,7 +113,7 @@ def test_a_line_end_that_ends_the_turn_is_learned() -> None:
     assert learned(found) == [" Uno é.\n\nSì.\n"]
 
 
-def test_every_form_says_the_same() -> None:
+def test_every_form_gives_the_same_rows() -> None:
     plain = [message("user", "Add.\n\n1 2"), message("assistant", "3")]
     expected = by_transformers(plain)
     sharegpt = {"conversations": [{"from": "human", "value": "Add.\n\n1 2"}, {"from": "gpt", "value": "3"}]}
@@ -198,7 +198,7 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     assert padding_of(before).tolist() == [0, 0, 0]
 
 
-def test_where_nothing_is_learned_is_left_out() -> None:
+def test_conversations_without_learned_tokens_are_left_out() -> None:
     maker = RowMaker(4, pad=9)
     given = [Encoded([1, 2, 3], [False] * 3), conversation(6, first=0, answer=2), Encoded([5], [True])]
     assert rows_of(maker, given) == []
@@ -279,7 +279,7 @@ def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
     assert tokens.summary.startswith("3 conversations, ")
 
 
-def test_the_wish_makes_another_file(tmp_path: Path) -> None:
+def test_data_train_on_makes_another_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n")
     first = prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
@@ -308,7 +308,7 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "expected_text"),
     [
         ({"messages": []}, "'messages' holds an empty list"),
         ({"messages": "hello"}, "'messages' holds a string"),
@@ -324,12 +324,12 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
         ({"text": "x", "other": 1}, "no field 'messages', which chat has; there are: text, other"),
     ],
 )
-def test_what_is_no_conversation_is_refused_with_its_line(record: dict[str, Any], told: str) -> None:
+def test_lines_without_a_conversation_are_refused_by_number(record: dict[str, Any], expected_text: str) -> None:
     form = {"conversations": "sharegpt", "instruction": "alpaca", "prompt": "pairs"}.get(next(iter(record)), "chat")
     with pytest.raises(UserError) as caught:
         example_of(record, form=form, where="chat.jsonl, line 7")
     assert str(caught.value).startswith("chat.jsonl, line 7: ")
-    assert told in str(caught.value)
+    assert expected_text in str(caught.value)
 
 
 def test_forms_are_known_by_their_keys(tmp_path: Path) -> None:

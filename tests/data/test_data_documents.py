@@ -28,7 +28,7 @@ def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "message"),
     [
         (b'{"text": "cut', "not JSON"),
         (b'{"Text": "a", "id": 1}', r"no field 'text'; there are: Text, id\. Set data\.text_field=Text"),
@@ -41,10 +41,10 @@ def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> Non
         (b'{"a\\u001b[31mred": 1, "x": 2}', r"there are: a\\x1b\[31mred, x\."),
     ],
 )
-def test_a_bad_jsonl_line_is_named(bad: bytes, told: str, tmp_path: Path) -> None:
+def test_a_bad_jsonl_line_is_named(bad: bytes, message: str, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "good"}\n\n' + bad + b"\n")
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read(source)
     assert f"{source}, line 3:" in str(caught.value)
 
@@ -100,7 +100,7 @@ def test_a_line_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, mo
         read(source)
 
 
-def test_a_name_that_would_steer_a_terminal_does_not(tmp_path: Path) -> None:
+def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
     source = tmp_path / "a\x1b[31m.jsonl"
     source.write_text("{")
     with pytest.raises(UserError, match=r"a\\x1b\[31m\.jsonl', line 1: not JSON"):

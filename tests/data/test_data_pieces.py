@@ -82,19 +82,19 @@ def test_ids_are_those_of_the_text_in_one_piece(
     monkeypatch.setattr(chunked_tokenize, "PIECE", 1000)
     path = tmp_path / f"a{suffix}"
     path.write_text(CORPUS if suffix == ".txt" else json.dumps({"text": CORPUS}))
-    said: list[str] = []
+    messages: list[str] = []
     tokens = prepare_tokens(
         DataSection(path=(str(path),)),
         tokenizer=tokenizer,
         vocabulary=4000,
         seq_len=16,
         cache=tmp_path / "cache",
-        say=said.append,
+        say=messages.append,
     )
     whole = tokenizer(CORPUS, add_special_tokens=False)["input_ids"]
     assert tokens.read(0, len(tokens)).tolist() == [*whole, tokenizer.eos_token_id]
     assert json.loads(sidecar_path(tokens.paths[0]).read_text())["text_bytes"] == len(CORPUS.encode())
-    assert not [line for line in said if "cuts" in line]
+    assert not [line for line in messages if "cuts" in line]
 
 
 def test_the_plain_cut_would_change_ids() -> None:
@@ -142,13 +142,13 @@ def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.Mon
 def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_tokenize, "PIECE", 50)
     (tmp_path / "a.txt").write_text("x" * 500)
-    said: list[str] = []
+    messages: list[str] = []
     prepare_tokens(
         DataSection(path=(str(tmp_path / "a.txt"),)),
         tokenizer=load_tokenizer("builtin"),
         vocabulary=2048,
         seq_len=16,
         cache=tmp_path / "cache",
-        say=said.append,
+        say=messages.append,
     )
-    assert [line for line in said if "9 splits text that has no lines or words" in line]
+    assert [line for line in messages if "9 splits text that has no lines or words" in line]

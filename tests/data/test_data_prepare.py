@@ -81,7 +81,7 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_work_of_others_in_a_shared_cache_is_not_taken(
+def test_token_files_of_other_users_are_not_used(
     source: Path, tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in a shared cache with valid checksums are refused if another user owns them or may change them."""
@@ -113,9 +113,7 @@ def test_the_work_of_others_in_a_shared_cache_is_not_taken(
     assert tokenizer.calls == 0
 
 
-def test_what_others_say_of_a_texts_sum_is_not_believed(
-    source: Path, tokenizer: CountingTokenizer, tmp_path: Path
-) -> None:
+def test_checksums_of_other_users_are_not_used(source: Path, tokenizer: CountingTokenizer, tmp_path: Path) -> None:
     os.utime(source, (1, 1))
     cache = tmp_path / "shared"
     made = prepared(source, tokenizer=tokenizer, cache=cache)
@@ -159,10 +157,10 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
         "crc32": [zlib.crc32(tokens.path.read_bytes())],
     }
     assert tokens.path.name.startswith("my-text-")
-    assert len(leftovers(tmp_path / "cache")) == 4  # with the checksums of the text, and a lock
+    assert len(leftovers(tmp_path / "cache")) == 4  # includes the checksums of the text, and a lock
 
 
-def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
+def test_special_tokens_in_a_text_are_their_ids_and_a_missing_end_of_text_is_reported(
     tmp_path: Path, tokenizer: CountingTokenizer
 ) -> None:
     (tmp_path / "a.txt").write_text("one<|endoftext|>two")
@@ -170,11 +168,11 @@ def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
     assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids("one"), 0, *tokenizer.ids("two"), 0]
     endless = load_tokenizer("builtin")
     endless.eos_token = None
-    said: list[str] = []
+    messages: list[str] = []
     wish = DataSection(path=(str(tmp_path / "a.txt"),))
-    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, seq_len=16, cache=tmp_path, say=said.append)
+    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, seq_len=16, cache=tmp_path, say=messages.append)
     assert len(joined) == len(tokens) - 1
-    assert any("no end-of-text" in line for line in said)
+    assert any("no end-of-text" in line for line in messages)
 
 
 def test_pieces_and_batches_of_a_long_document_leave_no_trace(
@@ -224,7 +222,7 @@ def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
     assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(other), 0]
 
 
-def test_a_text_that_was_left_alone_is_not_read_again(
+def test_an_unchanged_text_is_not_read_again(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
@@ -283,7 +281,7 @@ def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monke
     assert seen == [("t.bin", False), ("t.bin.json", False)] * 2
 
 
-def test_a_second_writer_of_the_same_text_does_not_take_the_pair_away(tmp_path: Path) -> None:
+def test_a_second_writer_of_the_same_text_keeps_the_pair(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     with TokenWriter(path, tokenizer="f", vocabulary=9) as slow:
         slow.write([1, 2])
@@ -316,7 +314,7 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
     assert (tmp_path / "precious").exists()
 
 
-def test_a_temporary_file_taken_for_dead_before_it_was_locked_is_made_anew(
+def test_a_temporary_file_removed_before_it_was_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = tokenfile.fcntl.flock
@@ -377,19 +375,19 @@ def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
 ) -> None:
     path = tmp_path / "train.bin"
     np.array([5, 50256, 7], dtype=np.uint16).tofile(path)
-    said: list[str] = []
+    messages: list[str] = []
     tokens = prepare_tokens(
         DataSection(path=(str(path),)),
         tokenizer=tokenizer,
         vocabulary=50257,
         seq_len=16,
         cache=tmp_path,
-        say=said.append,
+        say=messages.append,
     )
     assert tokens.read(0, len(tokens)).tolist() == [5, 50256, 7]
     assert tokens.assumed is not None
     assert "uint16" in tokens.assumed
-    assert any(tokens.assumed in line for line in said)
+    assert any(tokens.assumed in line for line in messages)
     assert tokenizer.calls == 0
     with pytest.raises(UserError, match=r"up to 50256.*below 50256"):
         prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50256)
@@ -516,7 +514,7 @@ class WaitingTokenizer(CountingTokenizer):
         return super().__call__(*arguments, **settings)
 
 
-def test_of_three_that_prepare_a_text_one_does_the_work(tmp_path: Path, source: Path) -> None:
+def test_one_of_three_processes_prepares_a_text(tmp_path: Path, source: Path) -> None:
     """One of three processes tokenises a text; the others report that they wait, and use its file."""
     first, others = WaitingTokenizer(), [CountingTokenizer() for _ in range(2)]
     said: list[list[str]] = [[], []]
@@ -548,7 +546,7 @@ def test_of_three_that_prepare_a_text_one_does_the_work(tmp_path: Path, source: 
     assert all(lines[-1].endswith("already there") for lines in said)
 
 
-def test_a_killed_process_keeps_nobody_waiting(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
+def test_a_killed_process_blocks_no_other(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
     target = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache").path
     target.unlink()
     script = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True)"
@@ -569,27 +567,27 @@ def test_without_locks_each_does_the_work(
     def none(*_: object, **__: object) -> None:
         raise locks.NoLocks("locks do not work there")
 
-    monkeypatch.setattr(locks, "take", none)
+    monkeypatch.setattr(locks, "try_lock", none)
     assert len(prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")) > 100
 
 
-def test_progress_is_said_now_and_then(
+def test_progress_is_printed(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_tokenize, "PIECE", 100)
     monkeypatch.setattr(chunked_tokenize, "BATCH_PIECES", 1)
     clock = itertools.count(step=2)
     monkeypatch.setattr(chunked_tokenize, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    said: list[str] = []
+    messages: list[str] = []
     prepare_tokens(
         DataSection(path=(str(source),)),
         tokenizer=tokenizer,
         vocabulary=2048,
         seq_len=16,
         cache=tmp_path,
-        say=said.append,
+        say=messages.append,
     )
-    progress = [line for line in said if line.startswith("tokenised")]
+    progress = [line for line in messages if line.startswith("tokenised")]
     batches = len(list(TextSplitter(tokenizer.ids).pieces([TEXT])))
     assert batches > 20
     assert len(progress) == batches // 3  # a batch takes 2 s, and there is at most one line in 5 s

@@ -48,7 +48,7 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("a.json", b'[{"text": "a"}]', r"json\.load\(sys\.stdin\).*rename it to \.jsonl"),
         ("a.JSON", b'{"text": "a"}\n{"text": "b"}', r"rename it to \.jsonl"),
@@ -66,10 +66,10 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
     ],
 )
 def test_what_would_be_trained_on_as_raw_text_is_refused_with_what_to_do(
-    name: str, content: bytes, told: str, tmp_path: Path
+    name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         find_sources([str(tmp_path / name)])
 
 
@@ -86,7 +86,7 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
         find_sources([str(tmp_path / "pipe")])
 
 
-def test_what_a_directory_holds_and_is_not_read_is_told_of(tmp_path: Path) -> None:
+def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> None:
     for name in ("data", "elsewhere"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("x")
@@ -94,14 +94,14 @@ def test_what_a_directory_holds_and_is_not_read_is_told_of(tmp_path: Path) -> No
     (tmp_path / "data" / "b.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
     for name in ("a.json", "b.csv", "c.py"):
         (tmp_path / "data" / name).write_text("x")
-    said: list[str] = []
-    found = find_sources([str(tmp_path / "data")], say=said.append)
+    messages: list[str] = []
+    found = find_sources([str(tmp_path / "data")], say=messages.append)
     assert found == [tmp_path / "data" / "a.txt", tmp_path / "data" / "b.txt"]
-    assert len(said) == 2
-    assert "1 linked directories are not followed" in said[0]
-    assert str(tmp_path / "data" / "linked") in said[0]
-    assert "2 files" in said[1]
-    assert str(tmp_path / "data" / "a.json") in said[1]
+    assert len(messages) == 2
+    assert "1 linked directories are not followed" in messages[0]
+    assert str(tmp_path / "data" / "linked") in messages[0]
+    assert "2 files" in messages[1]
+    assert str(tmp_path / "data" / "a.json") in messages[1]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_a_directory_holds_and_is_not_read_is_told_of(tmp_path: Path) -> No
         ("a.tsv", 'x\ttext\n1\t"one\ntwo"\n2\té\n'),
     ],
 )
-def test_the_command_that_is_told_makes_lines_of_it(name: str, content: str, tmp_path: Path) -> None:
+def test_the_suggested_command_makes_lines_of_it(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UserError) as caught:
         find_sources([str(tmp_path / name)])

@@ -79,7 +79,7 @@ def test_what_may_be_either_needs_the_key(tmp_path: Path, tokenizer: Any) -> Non
         assert wide.read(0, len(wide)).tolist() == ids[::2]
 
 
-def test_a_sidecar_says_the_width_and_the_key_may_not_say_another(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_key_may_not_contradict_the_sidecar(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "t.bin"
     np.array([70, 0, 80, 0], dtype="<u2").tofile(path)
     sidecar_path(path).write_text('{"dtype": "uint32", "tokens": 2}')
@@ -113,7 +113,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
 # -- that a file changes ---------------------------------------------------------------------------------------------
 
 
-def test_a_file_without_a_sidecar_has_sums_of_its_own(tmp_path: Path) -> None:
+def test_a_file_without_a_sidecar_gets_checksums(tmp_path: Path) -> None:
     """A changed file has another identity in the next run, and is an error within a run."""
     path = tmp_path / "t.bin"
     ids = draw(1_200_000, below=50257).astype("<u2")
@@ -142,7 +142,7 @@ def test_a_sidecar_without_sums_is_no_promise_of_content(tmp_path: Path) -> None
 # -- several ---------------------------------------------------------------------------------------------------------
 
 
-def test_shards_are_read_as_if_they_lay_in_one_file(tmp_path: Path, tokenizer: Any) -> None:
+def test_shards_are_read_as_one_file(tmp_path: Path, tokenizer: Any) -> None:
     """Shards of odd sizes, one with a single id, read as one file; rows cross their borders."""
     ids = draw(1000, below=2048)
     paths = []
@@ -190,7 +190,7 @@ def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -
         prepared(a, b, tokenizer=tokenizer)
 
 
-# -- a validation file of its own ------------------------------------------------------------------------------------
+# -- a separate validation file --------------------------------------------------------------------------------------
 
 
 def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8, **section: Any) -> Any:
@@ -232,7 +232,7 @@ def test_the_validation_text_belongs_to_the_identity(tmp_path: Path) -> None:
     assert "validation text" not in run_data(tmp_path, path=(str(train),)).identity()
 
 
-def test_the_training_text_as_validation_is_told_of(tmp_path: Path) -> None:
+def test_the_training_text_as_validation_is_noted(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow. " * 20)
     (tmp_path / "copy.txt").write_text("Tomorrow, and tomorrow. " * 20)
     said: list[str] = []

@@ -25,7 +25,7 @@ def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_the_builtin_tokenizer_is_what_it_says() -> None:
+def test_the_builtin_tokenizer_matches_its_description() -> None:
     tokenizer = load_tokenizer("builtin")
     assert len(tokenizer) == vocabulary_size(tokenizer) == 2048
     assert end_of_text(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0

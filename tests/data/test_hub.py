@@ -74,7 +74,9 @@ def test_it_is_read_as_any_text(tmp_path: Path) -> None:
         ("hub:someone/other", "hf download --repo-type dataset someone/other --local-dir data"),
     ],
 )
-def test_what_cannot_be_had_says_what_to_do(wish: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sets_that_cannot_be_loaded_say_what_to_do(
+    wish: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # they read the environment on import
     for libraries in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(libraries, "HF_HUB_OFFLINE", True)

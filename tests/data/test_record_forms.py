@@ -284,7 +284,7 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("record", "template", "told"),
+    ("record", "template", "message"),
     [
         (
             {"messages": [*turns("Rain?"), {"role": A, "content": "", "tool_calls": [CALL]}]},
@@ -306,10 +306,10 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
         ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "leaves out message 1"),
     ],
 )
-def test_what_would_change_an_answer_is_refused_where_it_is_not_printed(
-    record: dict[str, Any], template: str, told: str, tmp_path: Path
+def test_unprinted_fields_that_change_an_answer_are_refused(
+    record: dict[str, Any], template: str, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         prepared(tmp_path, record, template=template)
 
 

@@ -209,16 +209,16 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("wish", "told"),
+    ("wish", "message"),
     [
         ("stream:/nowhere/a.jsonl", "no such file or directory"),
         ("stream:corpus", "written stream:OWNER/NAME, with /CONFIGURATION"),
         ("stream:{here}/text.txt", "a stream is read from .jsonl, .parquet or .arrow files"),
     ],
 )
-def test_names_that_are_refused(wish: str, told: str, tmp_path: Path) -> None:
+def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text")
-    with pytest.raises(UserError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(message)):
         check_stream(wish.format(here=tmp_path))
 
 
@@ -229,21 +229,21 @@ def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         ([{"content": "a"}], "no field 'text'; there are: content. Set data.text_field=NAME to train on"),
         ([{"text": 5}], "field 'text' holds a number, where a string is needed"),
         ([{"text": ""}, {"text": ""}], "holds no text"),
     ],
 )
-def test_documents_that_cannot_be_used(lines: list[dict[str, object]], told: str, tmp_path: Path) -> None:
+def test_documents_that_cannot_be_used(lines: list[dict[str, object]], message: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(TrainerError, match=re.escape(told)):
+    with pytest.raises(TrainerError, match=re.escape(message)):
         tokens(tmp_path / "a.jsonl").read(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["--data", "stream:a/b", "c.txt"], "a stream is neither mixed nor joined with other text"),
         (["--validation-data", "stream:a/b", "c.txt"], "let it be the only --validation-data"),
@@ -253,10 +253,10 @@ def test_documents_that_cannot_be_used(lines: list[dict[str, object]], told: str
         (["--data", "stream:/nowhere/a.jsonl"], "stream:/nowhere/a.jsonl: no such file or directory"),
     ],
 )
-def test_settings_that_a_stream_does_not_have(words: list[str], told: str, tmp_path: Path) -> None:
+def test_settings_that_a_stream_does_not_have(words: list[str], expected_text: str, tmp_path: Path) -> None:
     done = ask(*TINY, *words, "--output", tmp_path / "run")
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected_text in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -69,7 +69,7 @@ def test_all_tokens_of_a_text_are_all_its_bytes(kind: str, text: str) -> None:
         assert count(torch.tensor(ids[:end])) == len(said.encode())
 
 
-def test_what_is_not_known_is_not_guessed() -> None:
+def test_unknown_bytes_per_token_are_not_guessed() -> None:
     tokenizer = sentence_piece("llama")
     count = TokenBytes(tokenizer).of
     assert count(torch.tensor([tokenizer.unk_token_id])) is None
@@ -83,17 +83,17 @@ def test_what_is_not_known_is_not_guessed() -> None:
 def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> tuple[EvalRecord, range]:
     """Return the record of a validation of `rows` rows of 64 with the given loss, and those rows."""
     held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
-    told: list[EvalRecord] = []
+    messages: list[EvalRecord] = []
     train = SimpleNamespace(micro_batch_size=3, eval_rows=rows)
     job = SimpleNamespace(
         train=train,
         engine=SimpleNamespace(eval_loss=lambda batch: loss),
         validation_rows=RowReader(tokens, seq_len=64, rows=held_out, vocabulary=2048),
-        telemetry=SimpleNamespace(evaluation=told.append),
+        telemetry=SimpleNamespace(evaluation=messages.append),
         text_bytes=TokenBytes(tokenizer).of,
     )
     _evaluate(job, 1)  # type: ignore[arg-type]
-    return told[0], held_out
+    return messages[0], held_out
 
 
 def ends(ids: list[int], tokenizer: Any) -> Iterator[int]:

@@ -49,7 +49,7 @@ def test_pieces_round_the_same_products(
 
 
 @pytest.mark.parametrize("inner", [4, 3000])
-def test_beta_0_takes_nothing_in(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beta_0_ignores_the_added_matrix(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_matmul, "_PIECE", 1000)
     left, right = torch.ones(5, inner, dtype=torch.bfloat16), torch.ones(inner, 6, dtype=torch.bfloat16)
     given = cpu_matmul._addmm(torch.full((6,), float("nan"), dtype=torch.bfloat16), left, right, beta=0, alpha=2)

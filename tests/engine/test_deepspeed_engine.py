@@ -37,7 +37,7 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
 
 
 @pytest.mark.ops
-def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) -> None:
+def test_masters_are_whole_with_late_writes_to_the_drive(tmp_path: Path) -> None:
     """Several weights share a sub-group that is read and written for each of them, and its last write is
     asynchronous.
     """

@@ -12,7 +12,7 @@ from offload_trainer.engine import op_builder
 from offload_trainer.engine.op_builder import remove_stale_lock
 
 
-def test_a_lock_that_nobody_builds_behind_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_without_a_running_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is removed after the patience has passed, and not before."""
     now, looks = iter(range(100)), []
     monkeypatch.setattr(op_builder, "_someone_works_in", lambda place: looks.append(place))
@@ -32,7 +32,7 @@ def test_a_stale_lock_of_any_build_is_found(name: str, tmp_path: Path, monkeypat
     assert op_builder.stale_locks() == [tmp_path / name / "lock"]
 
 
-def test_a_living_build_keeps_its_lock(tmp_path: Path) -> None:
+def test_a_running_build_keeps_its_lock(tmp_path: Path) -> None:
     """The running build removes its lock itself, which would fail if the lock were gone."""
     (tmp_path / "lock").touch()
     script = "sleep 1.5; rm lock"

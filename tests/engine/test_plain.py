@@ -15,7 +15,7 @@ from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.settings import load_config
 
 
-def test_counts_of_steps_go_where_the_update_is(tmp_path: Path) -> None:
+def test_step_counts_are_on_the_updates_device(tmp_path: Path) -> None:
     """CUDA's fused AdamW refuses a step count in host memory after a resume (pytorch #103256)."""
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, "--engine", "plain") as first:
@@ -36,7 +36,7 @@ def test_counts_of_steps_go_where_the_update_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["train.deterministic=true"], []])
-def test_a_gpu_takes_the_same_bits_where_that_is_asked_for(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_repeats_its_bits_with_train_deterministic(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS is configured before CUDA starts, and torch before anything is built."""
 
     class PlannedError(Exception):

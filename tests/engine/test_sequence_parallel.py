@@ -92,7 +92,7 @@ def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int,
             assert of_rank[number]["pieces"] > 0
 
 
-def test_a_run_goes_on_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) -> None:
     """Two ranks resume their checkpoint bit for bit; one rank resumes it to 1e-5."""
     model = model_directory(tmp_path / "model", "qwen3", **LLAMA)
     words = ("parallel.sequence=2", *ALWAYS, "--accumulate", "2")
@@ -114,7 +114,7 @@ def test_the_command_trains_evaluates_and_samples(tmp_path: Path) -> None:
     """Two ranks that share rows give the metrics, evaluations, samples and masters of one rank."""
     words = [*TINY, "--steps", "4", "--dtype", "fp32", "train.eval_every=2", "train.sample_every=4", "--lr", "1e-3"]
     words += ["model.overrides.resid_pdrop=0.0", "model.overrides.embd_pdrop=0.0", "model.overrides.attn_pdrop=0.0"]
-    told = []
+    messages = []
     for count in (1, 2):
         output = tmp_path / f"out{count}"
         runs = call_ranks(*words, f"parallel.sequence={count}", output=output, count=count)
@@ -124,8 +124,8 @@ def test_the_command_trains_evaluates_and_samples(tmp_path: Path) -> None:
             for name in ("metrics", "evaluations")
         ]
         sample = next(line for line in runs[0].text.splitlines() if "sample:" in line)
-        told.append((*lines, sample, load_file(output / "checkpoints/step-00000004/master.safetensors")))
-    (steps, losses, sample, one), (in_pieces, others, same, two) = told
+        messages.append((*lines, sample, load_file(output / "checkpoints/step-00000004/master.safetensors")))
+    (steps, losses, sample, one), (in_pieces, others, same, two) = messages
     for before, after in zip(steps, in_pieces, strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=1e-5)
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
@@ -143,7 +143,7 @@ def test_the_command_trains_evaluates_and_samples(tmp_path: Path) -> None:
 SHAPE = SHAPES["gpt2-medium"]  # 16 heads
 
 
-def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
+def test_a_piece_of_a_row_needs_the_memory_of_a_row_of_its_length() -> None:
     """Attention needs a little more, and sharing rows does not add tokens to a step."""
     words = ("--micro-batch", "1", "model.activation_checkpointing=on", "--params", "cpu")
     whole, pieces, short = (
@@ -175,7 +175,7 @@ def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks", "changes", "told"),
+    ("words", "ranks", "changes", "message"),
     [
         (["parallel.sequence=2"], 1, {}, r"parallel.sequence=2 with 1 rank\(s\): a multiple of 2 is needed"),
         (["parallel.sequence=2"], 3, {}, r"with 3 rank\(s\): a multiple of 2"),
@@ -185,6 +185,8 @@ def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
         (["parallel.sequence=2"], 2, {"packed": True}, "data.packing=on: attention masks between documents"),
     ],
 )
-def test_what_cannot_be_in_pieces_is_refused(words: list[str], ranks: int, changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_what_cannot_be_in_pieces_is_refused(
+    words: list[str], ranks: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
         plan_of(replace(SHAPE, **changes), *words, ranks=ranks)

@@ -85,7 +85,7 @@ def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], t
 @pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 2), ("qwen3", 4)])
-def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: int, tmp_path: Path) -> None:
+def test_in_bf16_it_rounds_as_one_process_that_adds_halves(name: str, ranks: int, tmp_path: Path) -> None:
     """Unsplit weights also stay bit-identical on all ranks.
 
     After an update, rounding affects other weights: in 20 steps, the norms of one process and of its halves differ by
@@ -166,7 +166,7 @@ def plan_of(shape: ModelShape, *words: str, ranks: int = 2, gpu: int = 0) -> Pla
     return make_plan(load_config([*ALWAYS, *words]), shape, machine(gpu=gpu, ram=64 * GB), world=ranks)
 
 
-def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
+def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> None:
     shape = shape_of(directory(tmp_path / "model", "llama"))
     assert plan_of(shape).title == "DeepSpeed AutoTP over 2 ranks, ZeRO-1"
     with pytest.raises(UserError, match="transformers has no tensor-parallel plan for this architecture"):

@@ -24,7 +24,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.pages.stored_masters import read_store
-from offload_trainer.storage.scratch_dir import DriveLease, is_alive, kept
+from offload_trainer.storage.scratch_dir import DriveLease, is_alive, protected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -124,7 +124,7 @@ def test_other_spellings_of_a_checkpoint(name: str, change: Any, tmp_path: Path)
     assert_equal(dict(source.weights()), dict(model.named_parameters()))
 
 
-def test_a_head_of_its_own_in_a_model_that_ties_it(tmp_path: Path) -> None:
+def test_a_separate_head_in_a_model_that_ties_it(tmp_path: Path) -> None:
     """A separate head in a model that config.json declares tied is refused.
 
     transformers would keep both weights; training the tied one would silently lose the other.
@@ -220,7 +220,7 @@ def test_the_check_finds_what_is_missing(trained: Path, tmp_path: Path, monkeypa
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
-def test_models_with_code_of_their_own_are_exported_as_they_are(trained: Path, tmp_path: Path) -> None:
+def test_models_with_their_own_code_are_exported_unchanged(trained: Path, tmp_path: Path) -> None:
     """Models with custom code are exported unchanged, and their code is not run."""
     for config in trained.rglob("config.json"):
         held = json.loads(config.read_text()) | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
@@ -308,7 +308,7 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
     with DriveLease(tmp_path) as alive:
         assert is_alive(alive.path)
         dead = died(DriveLease(tmp_path)._place)
-        with kept(dead), DriveLease(tmp_path) as another:
+        with protected(dead), DriveLease(tmp_path) as another:
             assert not is_alive(dead)
             assert another.removed == []
             assert dead.exists()
@@ -316,7 +316,7 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
             assert another.removed == [dead]
 
 
-def test_after_a_restart_of_the_machine_nothing_is_sure(tmp_path: Path, drive: Path) -> None:
+def test_page_files_from_before_a_reboot_are_not_trusted(tmp_path: Path, drive: Path) -> None:
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, *ON_DRIVE, drives=[drive]) as made:
         lease = next((drive / "offload-trainer").glob("run-*"))
@@ -329,7 +329,7 @@ def test_after_a_restart_of_the_machine_nothing_is_sure(tmp_path: Path, drive: P
         assert read_store(lease).updating
 
 
-def test_masters_in_memory_went_with_the_run(tmp_path: Path, drive: Path) -> None:
+def test_masters_in_ram_are_lost_with_the_run(tmp_path: Path, drive: Path) -> None:
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, "--optimizer", "nvme", "--ram-fraction", "0.5", drives=[drive]) as made:
         lease = next((drive / "offload-trainer").glob("run-*"))

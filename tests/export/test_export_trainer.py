@@ -78,7 +78,7 @@ def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> No
         disable_tqdm=True,
     )
     labels = row()
-    labels[0] = -100  # for some models a Trainer counts it as a target, and no token is before it
+    labels[0] = -100  # a Trainer counts it as a target for some models, although no token is before it
     rows = [{"input_ids": row(), "labels": labels} for _ in range(4)]
     fresh = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     trainer = Recording(fresh, arguments, train_dataset=rows)
@@ -131,7 +131,7 @@ def test_too_small_a_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.bytes >= 12 * count
 
 
-def test_what_cannot_be_such_a_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_checkpoints_that_no_trainer_reads_are_refused(tmp_path: Path) -> None:
     for words in (["out.gguf"], ["out", "--dtype", "bf16"], ["out", "--mixed"]):
         done = ask("export", tmp_path, *words, "--trainer")
         assert done.returncode == 2

@@ -56,8 +56,8 @@ def test_a_finished_run_is_the_same_by_what_its_weights_depend_on(
     monkeypatch.setattr(directory, "write_model", lambda source, destination, **_: destination.mkdir())
     write_final(iter(()), [], tmp_path, record=record("--steps", "10"), step=10)
     same = record("--steps", "10", "optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "0.5", "--nvme", "/")
-    told = done_before(tmp_path, same, begins_at=0, anew=False, exports=True)
+    told = done_before(tmp_path, same, begins_at=0, restarts=False, exports=True)
     assert told is not None
     assert told.startswith("done before: 10 steps")
     with pytest.raises(UserError, match=r"which differs in optim\.lr and left no checkpoint"):
-        done_before(tmp_path, record("--steps", "10", "--lr", "1"), begins_at=0, anew=False, exports=True)
+        done_before(tmp_path, record("--steps", "10", "--lr", "1"), begins_at=0, restarts=False, exports=True)

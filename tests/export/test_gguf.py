@@ -592,7 +592,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__.strip("_"))
-def test_what_came_out_otherwise_is_found_and_not_left(spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_file_is_found_and_removed(spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check finds any change after writing, and the damaged file is removed."""
     held = weights_of(model := random_model(MODELS["llama, untied"]))
     shapes = {key: tuple(weight.shape) for key, weight in held.items()}

@@ -48,7 +48,7 @@ def trained(
     data = [{key: value[None] for key, value in row.items()} for row in rows(STEPS * ACCUMULATE)]
     model.train()
     for step in range(start, steps):
-        torch.manual_seed(step)  # for dropout
+        torch.manual_seed(step)  # dropout draws from it
         total = 0.0
         for number in range(ACCUMULATE):
             last = number == ACCUMULATE - 1

@@ -25,7 +25,7 @@ from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.probes.positionwise import with_tiles
-from offload_trainer.model.probes.submodules import in_parts
+from offload_trainer.model.probes.submodules import with_divided_blocks
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.train import use_deterministic_algorithms
@@ -137,7 +137,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), shadows: float
     if isinstance(config.model.mlp_chunk, int):
         source = with_tiles(source)
     if config.tiered.fetch_granularity == "module":
-        source = in_parts(source)
+        source = with_divided_blocks(source)
     if REENTRANT in given:
         source = Reentrant(**vars(source))
     if config.placement.engine == "plain":

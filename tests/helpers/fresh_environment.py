@@ -13,7 +13,7 @@ TOOLS = "/usr/local/bin:/usr/bin:/bin"
 
 
 def fresh_environment(place: Path, *, tools: str = TOOLS) -> dict[str, str]:
-    """Create the environment in `place`/venv; return the variables of its processes, with a cache of its own.
+    """Create the environment in `place`/venv; return the variables of its processes, with a separate cache.
 
     PATH has the environment's commands and `tools`.
     """

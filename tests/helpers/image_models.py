@@ -65,7 +65,7 @@ def llava(folder: Path) -> LlavaProcessor:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4)  # so that pictures change the loss
+                parameter.mul_(4)  # larger weights let pictures change the loss
     model.save_pretrained(folder)
     processor = LlavaProcessor(
         image_processor=CLIPImageProcessor(

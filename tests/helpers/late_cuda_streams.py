@@ -39,7 +39,7 @@ class FakeCuda:
         self.compute = FakeStream(self, "compute")
         self.bare: list[str] = []  # copies queued without a preceding wait for the compute stream
         self.elsewhere: set[str] = set()  # threads, except this one, that called CUDA without setting a device
-        self.host_waits = 0  # of the training thread
+        self.host_waits = 0  # waits of the training thread
         self._thread = threading.current_thread()
         self.recorded: set[int] = set()  # addresses of tensors passed to `record_stream`
         self._random, self._haste = random.Random(seed), haste

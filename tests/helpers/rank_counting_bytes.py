@@ -49,7 +49,7 @@ def count() -> None:
         Node.fetch_matching,
         tiered.all_to_all,
     )
-    # not empty while an exchange is created for matching rounds, which do not count as agreements
+    # not empty while an exchange is created for matching rounds, which do not count as gathers
     of_rounds: list[bool] = []
     sending: list[bool] = []  # not empty while the exchanged bytes are gradients rather than parts of norms
 
@@ -62,7 +62,7 @@ def count() -> None:
             all_reduce(self, *args, **words)
 
     def meeting(self: Node) -> None:
-        counts["meets"] += 1
+        counts["barriers"] += 1
         barrier(self)
 
     def exchanging(self: Node) -> Exchange:
@@ -71,7 +71,7 @@ def count() -> None:
             return told
 
         def telling(number: int) -> list[int]:
-            counts["agreements"] += 1
+            counts["gathers"] += 1
             return told(number)
 
         return telling

@@ -14,7 +14,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], matrices: Iterable[torch.Tensor], **muon: Any) -> None:
         """Take the groups of an AdamW; of these, Muon with the options `muon` updates `matrices`.
 
-        Of a matrix with three dimensions each first index is a matrix of its own.
+        In a tensor of three dimensions, each index of the first one selects a matrix.
         """
         whole, of_muon, others = set(matrices), [], []
         self._parts: list[tuple[torch.nn.Parameter, torch.Tensor, int | None]] = []  # part, its weight, and which it is

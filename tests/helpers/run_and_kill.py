@@ -105,8 +105,8 @@ elif where == "line":
 elif where == "saved":
     from offload_trainer.checkpoint import Checkpoints
 
-    Checkpoints._tell = before(
-        Checkpoints._tell, lambda _, final, *__, **___: final.name.endswith(f"{number:08d}"), nth=1
+    Checkpoints._report_save = before(
+        Checkpoints._report_save, lambda _, final, *__, **___: final.name.endswith(f"{number:08d}"), nth=1
     )  # type: ignore[method-assign]
 elif where == "saving":
     from offload_trainer import checkpoint

@@ -125,7 +125,7 @@ def batch_of(step: int, number: int) -> dict[str, torch.Tensor]:
 
 
 def _loop(model: Any, output: Path, kind: str) -> None:
-    """Train as docs/library.md does; save after three steps, go on, then resume there and train the rest again."""
+    """Train as docs/library.md does; save after three steps, train the rest, then resume and train the rest again."""
     session, told_here = session_of(model), []
     optimizer = session.adamw(lr=1e-2, weight_decay=0.1)
 

@@ -122,23 +122,23 @@ ELSEWHERE = {
     "data.token_dtype": "data/test_data_token_files.py::test_what_may_be_either_needs_the_key",
     "data.text_field": "data/test_data_prepare.py::test_documents_become_their_tokens_with_end_of_text_behind_each",
     "data.format": "data/test_conversations.py::test_forms_are_known_by_their_keys",
-    "data.train_on": "data/test_conversations.py::test_the_wish_makes_another_file",
+    "data.train_on": "data/test_conversations.py::test_data_train_on_makes_another_file",
     "data.chat_template": "run/test_chat_run.py::test_a_template_of_the_users",
     "optim.on_nonfinite_grad": "offload/test_nonfinite.py::test_a_skipped_step_changes_nothing",
-    "train.deterministic": "engine/test_plain.py::test_a_gpu_takes_the_same_bits_where_that_is_asked_for",
+    "train.deterministic": "engine/test_plain.py::test_a_gpu_repeats_its_bits_with_train_deterministic",
     "train.epochs": "run/test_epochs.py::test_epochs_make_the_steps_that_visit_the_rows",
     "train.stop_within": "run/test_preemption.py::test_a_stop_that_does_not_fit_ends_at_once_and_resumes",
     "train.stop_on": "run/test_preemption.py::test_a_file_stops_a_run",
     "train.tokens_per_step": "plan/test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
-    "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
+    "save.resume": "run/test_runs.py::test_resume_from_an_older_checkpoint",
     "save.project": "run/test_trackers.py::test_a_run_as_trackers_see_it",
     "parallel.sequence": "engine/test_sequence_parallel.py::test_pieces_of_rows_have_the_losses_of_whole_rows",
     "parallel.partition_activations": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "tiered.micro_batch_order": (
-        "offload/test_breadth_first.py::test_auto_takes_it_where_weights_are_read_for_each_micro_batch"
+        "offload/test_breadth_first.py::test_auto_chooses_it_if_weights_are_read_for_each_micro_batch"
     ),
-    "tiered.overlap": "offload/test_overlap.py::test_forty_steps_are_plain_torchs",
+    "tiered.overlap": "offload/test_overlap.py::test_forty_steps_match_plain_torch",
     "tiered.fetch_granularity": "offload/test_parts.py::test_parts_of_blocks_have_plain_torchs_bits",
     "tiered.weight_transfer": "offload/test_rank_bytes.py::test_bytes_are_the_plans",
     "tiered.master_format": "offload/test_tiered_split_masters.py::test_bytes_are_the_planned_ones",
@@ -311,14 +311,14 @@ def _left_behind(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", RUNS)
-def test_a_run_without_it_would_be_another(key: str, observe: Callable[..., dict[str, Any]]) -> None:
+def test_each_key_changes_a_run(key: str, observe: Callable[..., dict[str, Any]]) -> None:
     base, words, fact = RUNS[key]
     without = observe(*base)[fact]
     assert observe(*base, *words)[fact] != without
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_deepspeed_is_told(name: str) -> None:
+def test_keys_reach_deepspeed(name: str) -> None:
     def told(*words: str) -> dict[str, Any]:
         config = load_config(["--engine", "deepspeed", "--nvme", "/ssd", "--save-every", "0", *words])
         params = "cpu" if name == "prefetch_bucket_size" else "nvme"

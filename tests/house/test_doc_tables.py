@@ -45,7 +45,7 @@ def test_tables_are_tables(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "count"),
     [
         ("| a | b |\n| --- | --- |\n| `x|y` | 2 \\| 3 |\n", 0),
         ("```\na | b | c |\n```\n", 0),
@@ -57,5 +57,5 @@ def test_tables_are_tables(page: Path) -> None:
         ("| a | b |\n| --- | --- |\n| 1 | 2\n", 1),
     ],
 )
-def test_mistakes_are_seen(text: str, said: int) -> None:
-    assert len(list(mistakes(text))) == said
+def test_mistakes_are_seen(text: str, count: int) -> None:
+    assert len(list(mistakes(text))) == count

@@ -45,7 +45,7 @@ raise SystemExit(main())
     "words",
     [["--help"], ["plan", "--help"], ["ls"], ["plan", "--machine", "h200", "--model", "gpt2"], ["plan", "--no-such"]],
 )
-def test_what_needs_no_torch_loads_none(words: list[str]) -> None:
+def test_commands_without_torch_do_not_load_it(words: list[str]) -> None:
     code = f"HEAVY = {HEAVY}\n{LOADED}"
     argv = [sys.executable, "-c", code, *words]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=300)
@@ -65,7 +65,7 @@ def all_of(terminal: int) -> bytes:
     "words",
     [["train"], ["plan"], ["bench"], ["doctor"], ["prepare"], ["sample", "runs/none"], ["export", "runs/none", "out"]],
 )
-def test_a_terminal_hears_of_torch_before_it_is_loaded(words: list[str]) -> None:
+def test_a_terminal_is_told_before_torch_is_loaded(words: list[str]) -> None:
     """Only a terminal, not a pipe, gets the notice that torch is loading."""
     argv = [sys.executable, "-c", WITHOUT_TORCH, *words]
     ours, theirs = pty.openpty()

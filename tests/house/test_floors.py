@@ -95,7 +95,7 @@ def test_imports_go_down(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", modules())
-def test_each_library_has_its_room(module: str) -> None:
+def test_each_library_is_imported_in_its_layer(module: str) -> None:
     heads = {name.split(".")[0] for name in imports(modules()[module])}
     for library, rooms in ROOMS.items():
         assert library not in heads or module.split(".")[0] in rooms, f"{module} imports {library}"

@@ -74,12 +74,12 @@ def test_functions_take_few_parameters() -> None:
     assert {name for name, one in found if parameters(one) > PARAMETERS} == set(MANY_PARAMETERS)
 
 
-def test_few_know_the_whole_configuration() -> None:
+def test_few_modules_take_the_whole_configuration() -> None:
     known = {name for name, path in modules().items() if "offload_trainer.config.TrainConfig" in imports(path)}
     assert known == WHOLE
 
 
-def test_what_breaks_a_bound_would_show() -> None:
+def test_a_broken_limit_is_found() -> None:
     long = ast.parse("def long(a, b, c, d, e, f, g, *, h):\n" + "    a = b\n" * LINES).body[0]
     assert isinstance(long, Function)
     assert (long.end_lineno or 0) > LINES

@@ -33,13 +33,13 @@ def test_a_rank_is_on_the_nodes_of_its_share() -> None:
 
 
 def test_ranks_stay_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[frozenset[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: told.append(cpus))
+    messages: list[frozenset[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: messages.append(cpus))
     monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1}), frozenset({2, 3})])
     process_setup._stay_near(0, ranks=1)
     for rank in range(2):
         process_setup._stay_near(rank, ranks=2)
-    assert told == [{0, 1}, {2, 3}]
+    assert messages == [{0, 1}, {2, 3}]
     monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1, 2, 3})])
     process_setup._stay_near(1, ranks=2)
-    assert len(told) == 2
+    assert len(messages) == 2

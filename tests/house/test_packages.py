@@ -42,7 +42,7 @@ def test_bounds_are_pyprojects() -> None:
     assert bounds(extras) == OPTIONAL
 
 
-def test_no_module_imports_a_library_of_some_wishes_when_it_is_imported() -> None:
+def test_no_module_imports_an_optional_library_when_it_is_imported() -> None:
     """No module imports an optional library at import time, except for annotations."""
     for path in set((ROOT / "offload_trainer").rglob("*.py")) - set((ROOT / "configs").resolve().glob("*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -99,7 +99,7 @@ def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> N
         (["plan", "--engine", "deepspeed"], "deepspeed"),
     ],
 )
-def test_a_wish_for_a_missing_one_is_refused_in_one_line(words: list[str], package: str, tmp_path: Path) -> None:
+def test_a_feature_of_a_missing_library_is_refused_in_one_line(words: list[str], package: str, tmp_path: Path) -> None:
     done = run_without(LIBRARIES, *words, *TINY, "--output", tmp_path / "out")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
@@ -138,16 +138,16 @@ def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyP
         launcher.start_ranks([], count=2, engine="deepspeed")
 
 
-def test_one_that_is_there_and_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
     monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed but cannot be imported: CUDA_HOME does not exist"
-    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", wish="--engine deepspeed"):
+    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", feature="--engine deepspeed"):
         raise RuntimeError("CUDA_HOME does not exist")
 
 
 @pytest.mark.parametrize("package", ["pydantic", "PyYAML", "torch", "transformers", "safetensors", "psutil"])
-def test_what_every_run_needs_is_named(package: str, tmp_path: Path) -> None:
+def test_a_missing_required_library_is_named(package: str, tmp_path: Path) -> None:
     module = {"PyYAML": "yaml"}.get(package, package)
     done = run_without({module}, *TINY, "--steps", "1", "--output", tmp_path / "out")
     assert done.returncode == 1, done.stderr
@@ -157,7 +157,7 @@ def test_what_every_run_needs_is_named(package: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_one_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outdated package is reported, such as transformers 4, which lacks `core_model_loading`."""
     monkeypatch.setattr(packages, "version", lambda name: {"transformers": "4.57.6", "torch": "2.9.0+cu128"}[name])
     assert too_old("transformers") == "4.57.6"
@@ -169,7 +169,7 @@ def test_one_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (check.state, check.fix) == ("failure", "pip install 'transformers>=5.8'")
 
 
-def test_a_bug_of_ours_keeps_its_traceback() -> None:
+def test_a_bug_keeps_its_traceback() -> None:
     assert explain_import(ModuleNotFoundError("no", name="offload_trainer.nowhere")) is None
     assert explain_import(ImportError("cannot import name", name="json")) is None
     assert not is_installed("no_such_module")

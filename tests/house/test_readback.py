@@ -46,7 +46,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:30])
-def test_what_is_not_of_its_kind_is_one_line(text: str) -> None:
+def test_json_of_another_type_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=WRONG[text]) as refused:
         parsed(text, TrainState)
     assert str(refused.value).isprintable()
@@ -64,7 +64,7 @@ def test_names_in_files_stay_below_and_can_be_printed(name: str) -> None:
     assert shown(name).isprintable()
 
 
-def test_what_is_not_a_file_is_not_waited_for_and_not_followed(tmp_path: Path) -> None:
+def test_pipes_and_links_are_refused_without_blocking(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "held").write_text("{}")
@@ -135,7 +135,7 @@ def test_damaged_checkpoints_are_refused_with_what_to_do(name: str, tmp_path: Pa
     checkpoint = save(tmp_path, 2)
     change, wrong = MANIFESTS[name]
     change(checkpoint)
-    with pytest.raises(UserError, match=wrong) as refused:  # noqa: PT012 - whichever of them comes to it
+    with pytest.raises(UserError, match=wrong) as refused:  # noqa: PT012 - either call may raise
         with reading(find_checkpoint(tmp_path)):
             check_resume(checkpoint, RECORD)
         read_state(checkpoint)
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert read_state(checkpoint).step == 2
 
 
-def test_a_card_is_refused_where_the_run_record_says_nothing_of_use(tmp_path: Path) -> None:
+def test_a_card_needs_a_usable_run_record(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 2)
     assert "Trained weights" in checkpoint_card(checkpoint, dtype="fp16")
     _edit(checkpoint, lambda run: run.update(config={"model": {"name": 1}}), name="run.json")
@@ -186,7 +186,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
+def test_unreadable_rates_are_reported_once_and_timed_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
@@ -207,7 +207,7 @@ def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
     assert again.rates.corrections == {"tiered.update": 1.5}
 
 
-def test_rates_that_others_may_have_written_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_that_others_may_have_written_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     rate_cache.keep_rates(MACHINE)
     assert rate_cache.with_cached_rates(MACHINE).rates.memory == MACHINE.rates.memory
@@ -244,7 +244,7 @@ def test_entries_of_other_machines_and_versions_stay(tmp_path: Path, monkeypatch
         ({"drives": [{}]}, "drives.0.directory is missing"),
     ],
 )
-def test_a_described_machine_is_of_its_kind(change: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+def test_a_described_machine_is_validated(change: dict[str, Any], wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(MACHINE.to_json()))
     assert read_machine(str(path)) == MACHINE
@@ -255,7 +255,7 @@ def test_a_described_machine_is_of_its_kind(change: dict[str, Any], wrong: str, 
         read_machine(str(tmp_path))
 
 
-# -- beside tokens and weights ---------------------------------------------------------------------------------------
+# -- files next to tokens and weights --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

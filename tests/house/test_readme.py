@@ -75,7 +75,7 @@ def is_run(command: str) -> bool:
 
 
 @pytest.mark.parametrize("command", sorted(filter(is_run, COMMANDS)))
-def test_what_needs_no_run_is_run(
+def test_commands_without_training_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands without training run; their plans use a named machine and a preset for missing drives and models."""
@@ -95,12 +95,12 @@ def test_what_needs_no_run_is_run(
         (tmp_path / "runs/one/config.yaml").write_text("train:\n  steps: 3\n")
         (tmp_path / "runs/one/metrics.jsonl").touch()
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert told or words[0] == "cp"
-    assert "DOES NOT FIT" not in told
+    printed = capsys.readouterr().out
+    assert printed or words[0] == "cp"
+    assert "DOES NOT FIT" not in printed
 
 
-def test_what_is_only_parsed_has_its_reason() -> None:
+def test_parsed_commands_have_a_reason() -> None:
     assert {verb(command) for command in COMMANDS} == {*RUN, *PARSED}
 
 

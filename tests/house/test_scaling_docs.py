@@ -21,6 +21,6 @@ def test_the_page_has_commands() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_fits_as_the_page_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)) == 0
-    told = capsys.readouterr().out
-    assert "assumed: " in told
-    assert "DOES NOT FIT" not in told
+    printed = capsys.readouterr().out
+    assert "assumed: " in printed
+    assert "DOES NOT FIT" not in printed

@@ -34,7 +34,7 @@ def test_defaults_are_valid() -> None:
     assert load_config([]) == TrainConfig()
 
 
-def test_several_texts_behind_one_flag_and_texts_by_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_texts_after_one_flag_and_texts_by_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pattern that the shell has not expanded means its files, sorted, in flags, keys and files alike."""
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "a.txt", "c.md", "[d].txt"):
@@ -70,21 +70,21 @@ def test_every_spelling_of_a_rate(text: str, tmp_path: Path) -> None:
     assert load_config([str(file)]).optim.lr == load_config([f"optim.lr={text}"]).optim.lr == pytest.approx(1e-4)
 
 
-def test_off_is_a_word_not_a_truth_value(tmp_path: Path) -> None:
+def test_off_is_text_not_a_boolean(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("model:\n  activation_checkpointing: off\n")
     assert load_config([str(file)]).model.activation_checkpointing == "off"
     assert load_config(["model.activation_checkpointing=on"]).model.activation_checkpointing == "on"
 
 
-def test_text_keys_take_text_as_it_stands() -> None:
+def test_text_keys_take_text_unchanged() -> None:
     config = load_config(["--model", "123", "train.sample_prompt=null: [x", "data.text_field=1e3"])
     assert config.model.name == "123"
     assert config.train.sample_prompt == "null: [x"
     assert config.data.text_field == "1e3"
 
 
-def test_a_list_that_is_no_yaml_is_told_and_a_pattern_is_taken_as_it_stands() -> None:
+def test_an_invalid_list_is_refused_and_a_pattern_is_taken_unchanged() -> None:
     (told,) = mistakes(r'model.freeze=[wte,"h\.0\."]')
     assert told.startswith(r'model.freeze=[wte,"h\.0\."]: not YAML: ')
     assert "unknown escape character" in told
@@ -178,7 +178,7 @@ def test_impossible_combinations(words: list[str], expected: str) -> None:
         ("optim.kernel=deepspeed", "native and torch are faster"),
     ],
 )
-def test_what_is_gone_says_what_to_take_instead(word: str, instead: str) -> None:
+def test_removed_keys_name_their_replacement(word: str, instead: str) -> None:
     (told,) = mistakes(word)
     assert "was removed" in told
     assert instead in told
@@ -240,7 +240,7 @@ def test_a_word_is_read_within_the_same_limits(word: str) -> None:
     assert "is not allowed" in told
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_are_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     for name, wrong in {"pipe.yaml": "not a regular file", ".": "ends in .yaml", "/dev/zero": "not a reg"}.items():
         (told,) = mistakes(str(tmp_path / name))

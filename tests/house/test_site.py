@@ -19,7 +19,7 @@ def pages(part: object) -> list[str]:
     return [page for one in parts for page in pages(one)]  # type: ignore[attr-defined]
 
 
-def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     words = ["-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -27,7 +27,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     assert "Choosing a placement" in (tmp_path / "site" / "tuning" / "index.html").read_text()
 
 
-def test_each_page_is_in_it() -> None:
+def test_each_page_is_in_the_site() -> None:
     listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     written = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
     assert sorted(listed) == sorted(written)

@@ -17,7 +17,7 @@ from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUE
 
 ADAPTERS, QUANTISED, LOGGED = "for adapters (PEFT) use the Python library", "never quantised", "metrics.jsonl"
 
-# trainer: what a user types -> the equivalent here, or a part of the message if there is none
+# trainer: what a user types -> the equivalent here, or a part of the message if nothing is equivalent
 LEADS: dict[str, dict[str, str]] = {
     "transformers": {
         "--learning_rate 1e-4": "--lr 1e-4",
@@ -185,7 +185,7 @@ def told(*words: str) -> str:
     ("typed", "here"),
     [pytest.param(typed, here, id=f"{who} {typed}") for who, each in LEADS.items() for typed, here in each.items()],
 )
-def test_a_word_of_another_trainer_leads_to_the_one_here(typed: str, here: str) -> None:
+def test_other_trainers_words_are_translated(typed: str, here: str) -> None:
     """Another trainer's option gives one error with the option to use here, which is valid."""
     message = told(*shlex.split(typed))
     assert message.startswith("1 mistake")
@@ -197,12 +197,12 @@ def test_a_word_of_another_trainer_leads_to_the_one_here(typed: str, here: str) 
         load_config([*shlex.split(written[1]), *more])
 
 
-def test_as_many_words_as_a_newcomer_brings() -> None:
+def test_the_tables_have_enough_words() -> None:
     assert len(LEADS) == 8
     assert sum(map(len, LEADS.values())) >= 100
 
 
-def test_the_words_are_those_of_the_others() -> None:
+def test_the_words_exist_in_other_trainers() -> None:
     """The option names exist in the installed versions of the other trainers; others would prove nothing."""
     from transformers import TrainingArguments
     from trl import ModelConfig, ScriptArguments, SFTConfig
@@ -233,7 +233,7 @@ def _known_words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("here", "words", "note"), _TERMS, ids=[words.split()[0] for _, words, _ in _TERMS])
-def test_each_target_is_there(here: str, words: str, note: str) -> None:
+def test_each_target_exists(here: str, words: str, note: str) -> None:
     key, fixed, value = here.partition("=")
     if key and key != "parallel.pipeline":  # its message says that it is not implemented
         assert key in all_keys() or key.startswith("model.overrides.")
@@ -250,7 +250,7 @@ def test_each_target_is_there(here: str, words: str, note: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, each in _VALUES.items() for value in each])
-def test_each_value_leads_to_one_that_is_allowed(key: str, value: str) -> None:
+def test_each_translated_value_is_allowed(key: str, value: str) -> None:
     here = _VALUES[key][value]
     words = [here] if "=" in here else [f"{key}={here}"]
     load_config([*words, "--nvme", "/x", *(["optim.betas=[0.9,0.99]"] if "lion" in here else [])])
@@ -278,7 +278,7 @@ def test_commands_lead_to_commands() -> None:
     assert not [word for term in _FAMILIES.values() for word in _known_words(term.note)]
 
 
-def test_a_guess_is_a_misspelling_and_nothing_else() -> None:
+def test_only_misspellings_are_suggested() -> None:
     """No option of transformers and TRL is taken for a misspelling of a different option."""
     from transformers import TrainingArguments
     from trl import ModelConfig, SFTConfig
@@ -315,7 +315,7 @@ def test_misspellings(typed: str, meant: str | None) -> None:
     assert (meant in message) if meant else ("did you mean" not in message and "here it is" not in message)
 
 
-def test_what_is_near_is_a_letter_or_two_away() -> None:
+def test_suggestions_differ_by_at_most_two_letters() -> None:
     assert nearest("lora", ["lr"]) is None or _NEAR > 0.67
     for word in ("deepspeed_stage", "training_rate", "evaluation_rows", "warm_start"):
         assert nearest(word, [*FLAGS, *(key.rpartition(".")[2] for key in all_keys())]) is None

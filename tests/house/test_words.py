@@ -29,14 +29,14 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 @pytest.mark.parametrize("command", [None, *cli._COMMANDS])
 def test_help_of_every_command(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*([command] if command else []), "--help"]) == 0
-    told = capsys.readouterr().out
-    assert told == help_text(command) + "\n"
-    assert command in told if command else all(name in told for name in cli._COMMANDS)
+    printed = capsys.readouterr().out
+    assert printed == help_text(command) + "\n"
+    assert command in printed if command else all(name in printed for name in cli._COMMANDS)
     shown_here = FLAGS if command in (None, "train") else flags_of(command)
     for name, flag in FLAGS.items():
-        found = re.search(rf"^  {name}( {re.escape(flag.metavar)})?  +[^ ]", told, re.MULTILINE)
+        found = re.search(rf"^  {name}( {re.escape(flag.metavar)})?  +[^ ]", printed, re.MULTILINE)
         assert bool(found) == (name in shown_here) or name in switches_of(command or "train"), name
-    assert bool(flags_of(command)) == (command not in WITHOUT_FLAGS) if command else "--version" in told
+    assert bool(flags_of(command)) == (command not in WITHOUT_FLAGS) if command else "--version" in printed
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,15 @@ def test_help_shows_the_flags_that_a_command_reads(command: str, flags: set[str]
     assert keyed <= shown_here
 
 
-def test_no_words_are_a_question(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_without_arguments_prints_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program without arguments prints help and does not train; `train` alone starts the default run."""
     monkeypatch.setitem(cli._COMMANDS, "train", lambda words: None)
     assert cli.main([]) == 2
-    said = capsys.readouterr()
-    assert said.out == help_text() + "\n"
-    assert "`offload-train train` trains" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == help_text() + "\n"
+    assert "`offload-train train` trains" in printed.err
     assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
 
 
@@ -79,7 +81,7 @@ def test_no_words_are_a_question(capsys: pytest.CaptureFixture[str], monkeypatch
         ("tpu-v5p", None),
     ],
 )
-def test_a_machine_that_there_is_not(name: str, near: str | None) -> None:
+def test_an_unknown_machine(name: str, near: str | None) -> None:
     with pytest.raises(UserError) as caught:
         read_machine(name)
     assert (f"did you mean {near}" in str(caught.value)) if near else ("did you mean" not in str(caught.value))
@@ -107,10 +109,10 @@ def test_help_knows_each_switch(command: str) -> None:
     assert named - (set(flags_of(command)) - taken) == taken
 
 
-def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian", "--steps", "3"]) == 2
-    assert "neither a command" in (told := capsys.readouterr().err)
-    assert "did you mean train?" in told
+    assert "neither a command" in (printed := capsys.readouterr().err)
+    assert "did you mean train?" in printed
     assert cli.main(["absent.yaml"]) == 2
     assert "absent.yaml: No such file" in capsys.readouterr().err
 
@@ -120,7 +122,7 @@ def test_an_export_in_a_type_that_the_file_cannot_hold(capsys: pytest.CaptureFix
     assert "--dtype bf16: a GGUF file needs one of --dtype fp16, fp32, q8_0" in capsys.readouterr().err
 
 
-def test_a_plan_without_a_gpu_speaks_of_none() -> None:
+def test_a_plan_without_a_gpu_mentions_none() -> None:
     told = make_plan(wish("--save-every", "5", "save.keep=2"), SHAPES["gpt2"], machine()).describe()
     assert "gpu" not in told.lower().replace("note: no gpu here", "")
     assert "2 kept and the one being written, 1.49 GB each" in told
@@ -137,16 +139,16 @@ def test_why_a_slower_plan_was_not_chosen(step: float) -> None:
     assert ("longer" in told) == (step > 1.71)
 
 
-def test_what_files_hold_reaches_no_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([f"--output={STEERING}x", f"optim.lr={STEERING}"]) == 2
     Log(loud=True).say(f"note: {STEERING}")
-    said = capsys.readouterr().err
-    assert "\\x1b[2J" in said
-    assert all(letter.isprintable() for letter in said.replace("\n", ""))
+    printed = capsys.readouterr().err
+    assert "\\x1b[2J" in printed
+    assert all(letter.isprintable() for letter in printed.replace("\n", ""))
     assert shown("größer 日本\n") == "größer 日本\n"
 
 
-def test_a_card_shows_names_as_they_stand(tmp_path: Path) -> None:
+def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
     config = {
         "model": {"name": f"a|b<img src=x>`{STEERING}", "dtype": "bf16", "overrides": {}},
         "optim": {
@@ -167,7 +169,7 @@ def test_a_card_shows_names_as_they_stand(tmp_path: Path) -> None:
     assert all(letter.isprintable() for letter in card.replace("\n", ""))
 
 
-def test_a_hub_tokenizer_that_is_not_to_be_had_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_hub_tokenizer_is_requested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def nothing(name: str, **_: object) -> str:
@@ -194,7 +196,7 @@ def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, m
         probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path / "out"))
 
 
-def test_names_that_are_no_utf8_are_refused() -> None:
+def test_names_that_are_not_utf8_are_refused() -> None:
     for words in (["--output", "out\udcff"], ["--data", "\udcff.txt"]):
         with pytest.raises(UserError, match=r"\\udcff.*not UTF-8"):
             load_config(words)

@@ -69,7 +69,7 @@ def references(folder: Path) -> dict[str, tuple[list[Any], PeftModel]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", HOMES)
-def test_a_loop_is_plain_pefts_to_the_last_bit(
+def test_a_loop_has_the_bits_of_plain_peft(
     home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
     """Losses, norms, adapters, and exports with and without merging have plain PEFT's bits."""
@@ -112,7 +112,7 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
-def test_offloaded_norms_are_trained_beside_adapters(
+def test_offloaded_norms_are_trained_with_adapters(
     home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """Offloaded norms and adapters share one optimizer and one norm, in parameter groups that mix both."""
@@ -136,7 +136,7 @@ def test_offloaded_norms_are_trained_beside_adapters(
 
 
 @pytest.mark.parametrize("freeze", [FROZEN, ALL_BUT_NORMS], ids=["frozen", "norms"])
-def test_killed_and_resumed_elsewhere_it_goes_on_as_it_would_have(
+def test_killed_and_resumed_in_another_placement_it_has_the_same_bits(
     freeze: list[str], folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """After SIGKILL during the second save, the first one resumes with the bits of an uninterrupted run.
@@ -187,7 +187,7 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
         ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.default\.weight: it has .*, this run none"),
@@ -198,7 +198,7 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
     ids=["shape", "fewer", "more", "none", "another base"],
 )
 def test_other_adapters_and_another_base_are_refused(
-    changes: dict[str, Any] | None, said: str, save: Path, folder: Path, drive: Path, tmp_path: Path
+    changes: dict[str, Any] | None, message: str, save: Path, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """A save of other adapters or another base is refused, and nothing changes."""
     changes = changes if changes is None else dict(changes)
@@ -209,7 +209,7 @@ def test_other_adapters_and_another_base_are_refused(
         model = session.model if changes is None else adapted(session.model, **changes)
         optimizer = session.adamw(model.parameters())
         before = adapters_of(model)
-        with pytest.raises(ot.UserError, match=said):
+        with pytest.raises(ot.UserError, match=message):
             session.resume(save)
         assert_same(adapters_of(model), before)
         assert not any(optimizer.state.values())
@@ -243,7 +243,7 @@ class WithValue(nn.Module):
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_a_head_of_ones_own(rule: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_a_head_of_the_users(rule: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """A head outside the offloaded model trains and resumes with torch's bits, under either rule."""
     inputs = rows(1)[0]["input_ids"][None]
     words = {"lr": 1e-2, "weight_decay": 0.1}
@@ -281,7 +281,7 @@ def test_a_head_of_ones_own(rule: str, folder: Path, drive: Path, tmp_path: Path
 # -- a step ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_takes_both_or_neither(folder: Path, drive: Path) -> None:
+def test_a_step_updates_both_or_neither(folder: Path, drive: Path) -> None:
     batch = {key: value[None] for key, value in rows(1)[0].items()}
     with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
         model = with_norms(adapted(session.model))
@@ -319,7 +319,7 @@ def test_a_step_takes_both_or_neither(folder: Path, drive: Path) -> None:
         assert not unchanged()
 
 
-def test_what_is_trained_beside_is_counted(folder: Path, drive: Path) -> None:
+def test_other_trained_parameters_are_counted(folder: Path, drive: Path) -> None:
     """adamw() counts values, gradients and two moments of extra parameters, and refuses those that do not fit."""
     with opened(folder, drive) as session:
         planned = session.plan
@@ -334,7 +334,7 @@ def test_what_is_trained_beside_is_counted(folder: Path, drive: Path) -> None:
             session.adamw([large])
 
 
-def test_nothing_to_train_and_what_cannot_be_merged_are_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_nothing_to_train_and_unmergeable_adapters_are_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
     with opened(folder, drive) as session:
         with pytest.raises(ot.UserError, match="nothing to train"):
             session.adamw(session.model.parameters())

@@ -100,7 +100,7 @@ def test_clipped_several_times_by_any_norm(way: str, home: str, drive: Path) -> 
         assert_trained_alike(session, reference)
 
 
-def test_a_second_clip_takes_parameters_beside_the_models_too(drive: Path) -> None:
+def test_a_second_clip_includes_parameters_outside_the_model(drive: Path) -> None:
     model, reference = models()
     heads = [nn.Parameter(torch.ones(16)) for _ in range(2)]
     usual = torch.optim.AdamW([*reference.parameters(), heads[1]], fused=True)
@@ -127,7 +127,7 @@ def test_a_norm_that_is_not_finite(drive: Path) -> None:
         with pytest.raises(ot.NonFiniteGradient, match=r"norm of order 1\.0 is inf"):
             session.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
         assert session.clip_grad_norm_(1.0).isinf()
-        assert session.clip_grad_norm_(1.0).isnan()  # as in torch: infinity times 0
+        assert session.clip_grad_norm_(1.0).isnan()  # infinity times 0, which is NaN in torch too
         with pytest.raises(ot.NonFiniteGradient):
             optimizer.step()
 
@@ -171,7 +171,7 @@ def all_at_once(model: nn.Module) -> None:
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("change", [clamp, centralise, write_views, drop_some, drop_all, all_at_once])
 @pytest.mark.parametrize("clipped", [False, True])
-def test_gradients_are_read_and_changed_as_torchs(
+def test_gradients_are_read_and_changed_as_in_torch(
     clipped: bool, change: Callable[[nn.Module], None], home: str, drive: Path
 ) -> None:
     """Gradients include the factor of an earlier clip, and another backward adds to the changed ones."""
@@ -201,7 +201,7 @@ def test_gradients_are_read_and_changed_as_torchs(
         assert_trained_alike(session, reference)
 
 
-def test_a_gradient_of_a_step_that_is_over_is_not_read(drive: Path) -> None:
+def test_a_gradient_of_an_earlier_step_cannot_be_read(drive: Path) -> None:
     """A gradient of a finished step cannot be read; taking its address or setting its data is refused."""
     model, _ = models()
     with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
@@ -260,7 +260,7 @@ def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) ->
         assert session.resume(tmp_path / "save") == 1
 
 
-def test_the_state_of_what_is_beside_the_model_is_torchs(drive: Path) -> None:
+def test_the_state_of_parameters_outside_the_model_is_torchs(drive: Path) -> None:
     """The state of parameters outside the model is in the state_dict, which restores it."""
     found = []
     for stops in (False, True):

@@ -257,7 +257,7 @@ def test_predictions(folder: Path, drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"bf16": True, "use_cpu": True}, r"bf16=True: .*autocast.*bf16=False"),
         ({"optim": "adafactor"}, r"optim='adafactor': AdamW alone, adamw_torch or adamw_torch_fused"),
@@ -277,10 +277,10 @@ def test_predictions(folder: Path, drive: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(
-    words: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
+def test_wrong_arguments_are_refused(
+    words: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=said):
+    with loaded(folder, drive) as model, pytest.raises(UserError, match=message):
         ours(model, tmp_path, **words)
 
 

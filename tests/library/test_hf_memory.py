@@ -49,7 +49,7 @@ def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", RUNS)
-def test_no_more_is_held_than_the_plan_says(what: str, folder: Path) -> None:
+def test_memory_is_at_most_the_plans(what: str, folder: Path) -> None:
     """Peak memory is between 60 % and 100 % of the plan's."""
     found = measured(what, folder)
     assert 0.6 * found["plan"] < found["peak"] <= found["plan"], found
@@ -58,7 +58,7 @@ def test_no_more_is_held_than_the_plan_says(what: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.box
 @pytest.mark.parametrize("what", RUNS)
-def test_it_runs_where_there_is_no_more(what: str, folder: Path, box: Path) -> None:
+def test_it_runs_within_the_planned_memory(what: str, folder: Path, box: Path) -> None:
     limit = measured(what, folder)["plan"]
     for name in ("memory.limit_in_bytes", "memory.max"):
         if (box / name).exists():

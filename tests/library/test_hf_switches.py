@@ -128,19 +128,21 @@ def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: P
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"use_liger_kernel": True}, r"use_liger_kernel=True: .*apply liger_kernel to the module before ot\.offload"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*load\(\.\.\., micro_batch_size=N\)"),
     ],
 )
-def test_switches_that_are_refused(words: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=said):
+def test_switches_that_are_refused(
+    words: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    with loaded(folder, drive) as model, pytest.raises(UserError, match=message):
         ours(model, tmp_path, **words)
 
 
 class Foreign(Trainer):
-    """A Trainer as other projects have them: it takes the model by name only, and may make an optimizer of its own."""
+    """A Trainer as other projects have them: it takes the model by name only, and may make its optimizer."""
 
     def __init__(self, note: str, **words: Any) -> None:
         self.note = note
@@ -164,7 +166,7 @@ class WithOwnOptimizer(Offloaded, Foreign):
         return super().create_optimizer(*positional)
 
 
-def test_over_a_trainer_of_another_project(folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_the_mixin_works_over_another_projects_trainer(folder: Path, drive: Path, tmp_path: Path) -> None:
     """An optimizer behind the mixin is refused, unless the user's class returns the session's in its place."""
     words: dict[str, Any] = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     expected = stock(folder, tmp_path / "stock", **words)

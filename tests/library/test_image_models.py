@@ -98,7 +98,7 @@ def session_keys(data: Sequence[Batch], drive: Path, **keys: Any) -> dict[str, A
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("tower", ["trained", "frozen"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_loop_with_images_is_torchs_to_the_last_bit(
+def test_a_loop_with_images_has_the_bits_of_torch(
     name: str, tower: str, home: str, models: Callable[[str], Any], drive: Path
 ) -> None:
     folder, data = models(name)
@@ -157,7 +157,7 @@ def test_an_export_loads_as_an_image_text_model(name: str, drive: Path, tmp_path
         assert json.loads((place / "config.json").read_text())["architectures"] == [type(opened(place)).__name__]
         for file, text in PROCESSOR.items():
             assert (place / file).read_text() == text
-        if name == "Llava":  # as on the hub, which other programs expect
+        if name == "Llava":  # the layout on the hub, which other programs expect
             names = {key.partition(".")[0]: key for key in weights(place)}
             assert names["vision_tower"].startswith("vision_tower.vision_model.")
             assert names["language_model"].startswith(("language_model.model.", "language_model.lm_head."))
@@ -255,7 +255,7 @@ def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
         resolved(tmp_path / "images")
 
 
-def test_what_cannot_be_planned_is_refused(models: Callable[[str], Any], drive: Path) -> None:
+def test_models_that_cannot_be_planned_are_refused(models: Callable[[str], Any], drive: Path) -> None:
     folder, data = models("Llava")
     keys = session_keys(data, drive)
     for wrong in (-1, 1.5, "many", True):
@@ -320,7 +320,7 @@ def test_the_units_for_images_are_the_tower_and_its_projector(name: str, models:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_tower_keeps_is_estimated_from_above(name: str, models: Callable[[str], Any]) -> None:
+def test_the_memory_of_a_tower_is_not_underestimated(name: str, models: Callable[[str], Any]) -> None:
     """Autograd keeps at most what is counted for the images of a batch, and at least a quarter of it."""
     folder, data = models(name)
     model, batch = opened(folder).train(), data[0]

@@ -45,7 +45,7 @@ def micro_batches_from(start: int) -> Iterator[list[dict[str, torch.Tensor]]]:
         yield rows[2 * step : 2 * step + 2]
 
 
-def test_the_loop_trains_and_goes_on_from_its_save(here: Path) -> None:
+def test_the_loop_trains_and_resumes_from_its_save(here: Path) -> None:
     assert len(LOOP.strip().splitlines()) <= 25
     first = run(LOOP, STEPS=12, batches_from=micro_batches_from)
     assert (first["start"], first["step"]) == (0, 12)
@@ -73,7 +73,7 @@ def test_the_loop_of_adapters(here: Path) -> None:
     assert PeftModel.from_pretrained(before, here / "adapters").peft_config["default"].r == 16
 
 
-def test_a_module_of_ones_own(here: Path) -> None:
+def test_a_module_of_the_users(here: Path) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY))
     data = [(batch.inputs.flatten(), batch.targets.flatten()) for batch in batches(20)]
@@ -88,7 +88,7 @@ def test_a_module_of_ones_own(here: Path) -> None:
 
 
 def test_the_loop_with_images(here: Path) -> None:
-    """The tower of the model stays as it was, and the rest does not."""
+    """The tower of the model is unchanged, and the rest is trained."""
     loader = [BatchFeature(batch) for batch in image_model(here / "images", "Qwen2_5_VL", batches=3)]
     length = loader[0]["input_ids"].shape[1]
     code = IMAGES.replace("Qwen/Qwen2.5-VL-7B-Instruct", "images").replace("2048", str(length)).replace("1e-5", "0.1")

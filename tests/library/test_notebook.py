@@ -15,7 +15,7 @@ CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
-def test_it_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses equal those of torch.optim.AdamW bit for bit, also after a resume; the export has its weights."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def test_it_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch: pytest.M
     assert len(names["written"]) > len(b"It was the ")
 
 
-def test_it_has_no_outputs() -> None:
+def test_the_notebook_has_no_outputs() -> None:
     """The notebook in the repository has no results of a machine, which would be outdated after the next change."""
     code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)

@@ -184,7 +184,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_writes_are_refused_and_change_nothing(offloaded: Offloaded) -> None:
     model, reference, session = offloaded
     weight = model.blocks[1][0].weight
-    weight.data  # noqa: B018 - it may be in memory of its own, and in its buffer
+    weight.data  # noqa: B018 - it may be in separate memory, and in its buffer
     for name, write in WRITES.items():
         for mode in (torch.no_grad(), torch.enable_grad()):
             with mode, pytest.raises(ot.UserError, match=r"blocks\.1\.0\.weight"):
@@ -233,7 +233,7 @@ def test_parametrizations_come_before_offloading(offloaded: Offloaded, home: str
 
 
 @every_home
-def test_a_write_that_cannot_be_foreseen_stops_the_step(home: str, tmp_path: Path) -> None:
+def test_an_unforeseen_write_stops_the_step(home: str, tmp_path: Path) -> None:
     """A write through an older view is detected at the step, and resuming a save restores the weight."""
     model = net()
     reference = copy.deepcopy(model)
@@ -261,7 +261,7 @@ def test_a_write_that_cannot_be_foreseen_stops_the_step(home: str, tmp_path: Pat
 
 
 @every_home
-def test_a_view_reads_what_its_parameter_holds_now(offloaded: Offloaded) -> None:
+def test_a_view_reads_its_parameters_current_values(offloaded: Offloaded) -> None:
     """A view reads the parameter's current values, wherever it was made and whether the weight is on the device."""
     model, reference, session = offloaded
     views: dict[Any, list[torch.Tensor]] = {model: [], reference: []}
@@ -322,7 +322,7 @@ def test_parameters_without_dimensions_are_listed_and_have_gradients(offloaded: 
 
 @every_home
 @pytest.mark.parametrize("nested", [False, True])
-def test_parameters_of_two_sessions_meet_in_one_operation(
+def test_one_operation_uses_parameters_of_two_sessions(
     nested: bool, home: str, offloaded: Offloaded, tmp_path: Path
 ) -> None:
     """Weights of two sessions, also of the same names, have their values and gradients in one operation."""
@@ -395,7 +395,7 @@ def test_gradients_that_are_returned(offloaded: Offloaded) -> None:
 
     for ours, expected in zip(found(model), found(reference), strict=True):
         assert str(ours) == str(expected)
-    assert session._offloaded.taken == 0  # no step consumed these gradients
+    assert session._offloaded.sum_changes == 0  # no step consumed these gradients
 
 
 @pytest.mark.parametrize("save", ["addmm", "tanh", "aten."])
@@ -468,7 +468,7 @@ def by_transform(model: nn.Module) -> Any:
     ids=["trace", "export", "make_fx", "make_fx of a function", "vmap of a function", "vmap of grad"],
 )
 @every_home
-def test_what_records_a_model_is_refused(recorded: Callable[[nn.Module], Any], offloaded: Offloaded) -> None:
+def test_tracing_a_model_is_refused(recorded: Callable[[nn.Module], Any], offloaded: Offloaded) -> None:
     model, reference, session = offloaded
     with pytest.raises(ot.UserError, match=r"was used inside .*, which cannot follow weights"):
         recorded(model)

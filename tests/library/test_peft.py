@@ -215,7 +215,7 @@ def test_prompts_and_scales_in_a_bare_loop(kind: str, home: str, folder: Path, d
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"modules_to_save": ["lm_head"]}, "cannot be copied"),
         ({"init_lora_weights": "pissa"}, "q_proj.weight"),
@@ -224,10 +224,10 @@ def test_prompts_and_scales_in_a_bare_loop(kind: str, home: str, folder: Path, d
     ],
 )
 def test_adapters_that_change_or_copy_the_base_are_refused(
-    changes: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """Adapters that change or copy the base are refused when the Trainer is built."""
-    with loaded(folder, drive, **FROZEN) as base, pytest.raises(UserError, match=said):
+    with loaded(folder, drive, **FROZEN) as base, pytest.raises(UserError, match=message):
         Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
 
 

@@ -14,7 +14,8 @@ from bitsandbytes import functional
 from compare_trainers import told
 from engine_bench import assert_same
 from hf_trainers import Ours, arguments, loaded, model_folder, rows
-from late_transfers import LateDevice, LateTransfers
+from late_engines import use_late_transfers
+from late_transfers import LateDevice
 from peft import PeftModel
 from safetensors.torch import load_file
 from small_architectures import ARCHITECTURES, reference
@@ -155,14 +156,14 @@ def test_copies_and_reads_that_complete_late_change_nothing(
     home: str, folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    use_late_transfers(monkeypatch)
     with opened(folder, drive, "nf4", home=home) as session:
         assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references["nf4", "LoRA"][0]
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
-def test_norms_are_trained_beside_quantised_matrices(
+def test_norms_are_trained_with_quantised_matrices(
     home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """Blocks with trained and quantised weights are updated, saved, and resumed elsewhere with the same bits."""
@@ -280,7 +281,7 @@ def test_stored_forms_of_sizes_that_do_not_divide(base: str, dtype: torch.dtype)
         start, part = form.stored(place.start, used)
         stored[start : start + part.numel()] = part
     again = torch.full((unit.elements,), torch.nan, dtype=dtype)
-    form.dequantise(stored, again)  # a save that holds rounded weights is loaded as it was
+    form.dequantise(stored, again)  # rounded weights of a save are loaded unchanged
     for place in unit.places:
         its = slice(place.start, place.start + place.weight.numel)
         assert torch.equal(again[its], memory[its]), place.weight.name
@@ -381,7 +382,7 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"freeze": []}, r"^base=nf4 quantises frozen matrices of the model's blocks, and none is frozen: add freeze="),
         ({"freeze": ["embed_tokens"]}, "none is frozen"),
@@ -389,9 +390,11 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
         ({"dtype": "fp16"}, "no fp16"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(keys: dict[str, Any], said: str, folder: Path, drive: Path) -> None:
+def test_models_that_cannot_be_quantised_are_refused(
+    keys: dict[str, Any], message: str, folder: Path, drive: Path
+) -> None:
     words: dict[str, Any] = {"freeze": ["."], "base": "nf4", "say": lambda _: None}
-    with pytest.raises(ot.UserError, match=said):
+    with pytest.raises(ot.UserError, match=message):
         ot.load(folder, nvme=drive, **(words | keys))
 
 

@@ -151,7 +151,7 @@ def by_torch(model: nn.Module) -> tuple[list[Any], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("home", HOMES)
-def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
+def test_a_loop_has_the_bits_of_torch(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     objects = dict(model.named_parameters())
@@ -164,10 +164,10 @@ def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, 
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
+@pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
-def test_the_update_goes_on_behind_the_loop(
-    home: str, told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_update_overlaps_the_loop(
+    home: str, explicit: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights read right after `step` have their new values, although a slow update overlaps the loop."""
     update = Updater._update
@@ -188,7 +188,7 @@ def test_the_update_goes_on_behind_the_loop(
     other = copy.deepcopy(model)
     expected = list(loop(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
     with ot.offload(model, nvme=drive, page_size=4096, overlap="forward", **HOMES[home]) as session:
-        inside = session.micro_batch if told else nullcontext
+        inside = session.micro_batch if explicit else nullcontext
         assert list(loop(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
         for name, weight in session.named_weights():
             assert torch.equal(weight, other.get_parameter(name)), name
@@ -208,9 +208,9 @@ class Spare(Tower):
         return found + self.spare(found) if self.calls % 2 else found
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
-def test_a_backward_waits_for_what_its_forward_did_not_use(
-    told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
+def test_a_backward_waits_for_units_that_its_forward_skipped(
+    explicit: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = Updater._update
 
@@ -234,7 +234,7 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
     other = copy.deepcopy(model)
     expected = list(losses(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
     with ot.offload(model, nvme=drive, optimizer="nvme", overlap="forward") as session:
-        inside = session.micro_batch if told else nullcontext
+        inside = session.micro_batch if explicit else nullcontext
         assert list(losses(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
         for name, weight in session.named_weights():
             assert torch.equal(weight, other.get_parameter(name)), name
@@ -295,7 +295,7 @@ def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) ->
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_path: Path, drive: Path) -> None:
+def test_narrow_moments_resume_bit_for_bit(states: str, tmp_path: Path, drive: Path) -> None:
     """A resumed run with narrow moments has the same bits, since rounding depends on the seed and the step only."""
     after = []
     for stops in (False, True):
@@ -320,7 +320,9 @@ def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
-def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
+def test_a_resumed_session_has_the_bits_of_an_uninterrupted_one(
+    home: str, kind: str, tmp_path: Path, drive: Path
+) -> None:
     """A resumed run has the bits of an uninterrupted one, in another placement and from other initial values."""
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
@@ -357,7 +359,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, f
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_moment_it_goes_on_from_a_whole_save(moment: str, tmp_path: Path, drive: Path) -> None:
+def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str, tmp_path: Path, drive: Path) -> None:
     """After SIGKILL during a save or an update, one complete save remains and resumes with the same bits."""
     model = tower(tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
@@ -562,7 +564,7 @@ def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None
         step(small)
 
 
-def test_what_would_be_lost_or_wrong_is_refused(drive: Path) -> None:
+def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
     model = Tower()
     with ot.offload(model, nvme=drive, **HOMES["in RAM"]) as session:
         optimizer = session.adamw()
@@ -623,7 +625,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> No
     assert all(torch.equal(after[name], parameter) for name, parameter in reference.named_parameters())
 
 
-def test_a_forward_that_fails_leaves_nothing_behind(drive: Path) -> None:
+def test_a_failed_forward_leaves_no_state(drive: Path) -> None:
     torch.manual_seed(1)
     model = Tower()
     reference = copy.deepcopy(model)
@@ -743,13 +745,13 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
         ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True runs it anyway\)"),
     ],
 )
-def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> None:
+def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ot.UserError, match=words) as refused:
         ot.offload(Tower(), say=lambda line: None, **keys)
     assert "--" not in str(refused.value)
 
 
-def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer buffers are used if memory is short, as in a run of the command, and the numbers stay the same."""
     here = api.machine_here(PlacementSection())
     monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
@@ -789,13 +791,13 @@ def test_blocks_are_found_or_named(drive: Path) -> None:
 # -- ot.load ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_is_loaded_trained_exported_and_saved_as_transformers_would(tmp_path: Path, drive: Path) -> None:
+def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp_path: Path, drive: Path) -> None:
     model = transformers_model(tmp_path)
     model.save_pretrained(tmp_path / "model")
-    said: list[str] = []
-    with ot.load(tmp_path / "model", nvme=drive, dtype="fp32", say=said.append, **HOMES["on the drive"]) as session:
-        assert "plan: tiered engine" in said[0]
-        assert "weights" in said[0]
+    messages: list[str] = []
+    with ot.load(tmp_path / "model", nvme=drive, dtype="fp32", say=messages.append, **HOMES["on the drive"]) as session:
+        assert "plan: tiered engine" in messages[0]
+        assert "weights" in messages[0]
         optimizer = session.adamw(groups(session.model), lr=1e-2)
         clip = session.clip_grad_norm_
         session.model.eval()

@@ -56,7 +56,7 @@ def trained(session: ot.Session, *, anew: bool = False) -> tuple[list[float], di
 
 @pytest.mark.parametrize("away", ["cpu", "nvme"])
 @pytest.mark.parametrize("home", HOMES)
-def test_no_bit_changes_and_the_plan_counts_them(
+def test_offloaded_inputs_change_no_bit_and_are_in_the_plan(
     home: str, away: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offloaded activations change no bit and match the plan, also if the Trainer turns checkpointing on again, and if
@@ -83,7 +83,7 @@ def test_no_bit_changes_and_the_plan_counts_them(
         assert max(planned) == 2 * 4096 * count  # each in whole sectors
 
 
-def test_what_it_cannot_keep_is_refused(folder: Path, drive: Path) -> None:
+def test_unsupported_activations_are_refused(folder: Path, drive: Path) -> None:
     with opened(folder, drive, offload_activations="cpu") as session:
         session.model.train()
         with session.micro_batch():

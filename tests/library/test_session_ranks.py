@@ -60,7 +60,7 @@ def test_trainer(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     whole, before = json.loads((tmp_path / "ours" / "told.json").read_text()), weights(tmp_path / "ours" / "final")
     checkpoint = tmp_path / "ours" / "checkpoint-3"
     again = trained("trainer", "ours", home, folder, tmp_path / "again", drive, checkpoint, output=tmp_path / "again")
-    assert again[:-1] == whole[:-1]  # the last entry has the mean loss, which the Trainer begins anew
+    assert again[:-1] == whole[:-1]  # the last entry has the mean loss since the start
     assert_same(weights(tmp_path / "again" / "final"), before)
 
 
@@ -112,7 +112,9 @@ def test_a_loop(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "message"), [("outside", "micro_batch(last=True)"), ("grads", "2 ranks")])
-def test_what_ranks_cannot_do_is_refused(kind: str, message: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_settings_that_ranks_lack_are_refused(
+    kind: str, message: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
     """A backward outside micro_batch, and torch's own clipping, which reads gradients, are refused on both ranks."""
     done = start_two(kind, "ours", "resident", folder, tmp_path, drive)
     refused = [line for line in done.stdout.splitlines() if line.startswith("refused")]

@@ -261,7 +261,7 @@ def test_a_rollout_function_sees_the_current_weights(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"beta": 0.1}, r"beta=0\.1: the reference would be a second model in memory: beta=0\.0, or adapters"),
         ({"use_vllm": True}, r"use_vllm=True: .*rollout_func may send session\.named_weights\(\)"),
@@ -273,8 +273,8 @@ def test_a_rollout_function_sees_the_current_weights(
     ],
 )
 def test_what_cannot_generate_is_refused(
-    changes: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     given = {"reward_funcs": distinct, "train_dataset": prompts(), "processing_class": tokenizer}
-    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model, pytest.raises(UserError, match=said):
+    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model, pytest.raises(UserError, match=message):
         GRPO(model, args=GRPOConfig(**words(tmp_path, **(GENERATES | changes))), **given)

@@ -20,7 +20,8 @@ from sample_chats import chat_tokenizer, chats
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/integrations.md").read_text()
 SWIFT, LLAMA_FACTORY = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
-OURS = ("pydantic", "psutil", "PyYAML", "tqdm", "safetensors")  # what this package needs beside torch and transformers
+# Requirements of this package, except torch and transformers.
+OURS = ("pydantic", "psutil", "PyYAML", "tqdm", "safetensors")
 SAME = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 4}
 SAME |= {"save_steps": 2, "logging_steps": 1, "report_to": "none", "dataloader_num_workers": 0, "max_grad_norm": 0.5}
 

@@ -64,7 +64,7 @@ def test_repeated_heads_give_the_same_losses_and_gradients(
 @pytest.mark.parametrize(
     ("flash", "cudnn", "needs"), [(True, False, False), (False, True, False), (False, False, True)]
 )
-def test_torch_is_asked_what_the_card_takes(
+def test_torch_decides_which_heads_the_card_supports(
     flash: bool, cudnn: bool, needs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch refuses both kernels below sm_80, in fp32, and for heads too large for some cards."""
@@ -82,7 +82,7 @@ def test_torch_is_asked_what_the_card_takes(
     assert asked[0] == (query, key, key, None, 0.1, True, True)
 
 
-def test_torch_understands_the_question() -> None:
+def test_torch_accepts_the_arguments() -> None:
     """The arguments match the installed torch version, which answers no without a GPU."""
     query, key = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
     asked = attention.SDPAParams(query, key, key, None, 0.0, True, True)
@@ -92,7 +92,7 @@ def test_torch_understands_the_question() -> None:
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_a_model_that_is_built_for_a_gpu_asks(gpu: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_heads_are_repeated_only_for_a_gpu(gpu: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     model_directory(tmp_path, "qwen3")
     source = resolve_model(ModelSection(name=str(tmp_path), random_init=True, activation_checkpointing="off"), seed=0)

@@ -69,7 +69,7 @@ def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
     return output / "model"
 
 
-def test_what_a_run_keeps_is_the_directorys_own_byte_for_byte(given: Path, tmp_path: Path) -> None:
+def test_files_of_the_model_directory_are_kept_byte_for_byte(given: Path, tmp_path: Path) -> None:
     kept = through_a_run(given, tmp_path / "run")
     for name in ("generation_config.json", "chat_template.jinja", "special_tokens_map.json", "processor_config.json"):
         assert (kept / name).read_bytes() == (given / name).read_bytes(), name
@@ -84,7 +84,7 @@ def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_p
         weights=lambda: iter(weights.items()),
         read=weights.__getitem__,
         model=kept,
-        told="",
+        description="",
         card=lambda _: "",
     )
     write_model(whole, tmp_path / "out", dtype="fp32")
@@ -102,7 +102,7 @@ def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_p
     assert (other.eos_token, other.pad_token) == (one.eos_token, one.pad_token)
 
 
-def test_a_tokenizer_that_transformers_makes_otherwise_is_kept_as_it_was_trained_with(tmp_path: Path) -> None:
+def test_a_tokenizer_that_transformers_would_rewrite_is_kept_unchanged(tmp_path: Path) -> None:
     """The saved tokenizer gives the ids of training, though transformers splits otherwise next to a Qwen2
     config.json.
     """

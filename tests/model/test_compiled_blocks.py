@@ -118,7 +118,7 @@ def test_one_function_is_compiled_for_all_blocks(
 @pytest.mark.parametrize(
     ("kinds", "graphs"), [(("full_attention",) * 5, 1), (("full_attention", "sliding_attention") * 2, 2)]
 )
-def test_blocks_of_other_shapes_are_compiled_apart(
+def test_blocks_of_other_shapes_are_compiled_separately(
     kinds: tuple[str, ...], graphs: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager = compiled_blocks.compile_blocks
@@ -163,7 +163,7 @@ def test_blocks_that_cannot_be_traced_are_refused_before_the_plan(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--engine", "deepspeed"], r"model\.compile=on belongs to --engine tiered, not to deepspeed"),
         (["model.mlp_chunk=256"], r"model\.mlp_chunk=256 with model\.compile=on: a block is compiled as a whole"),
@@ -172,8 +172,8 @@ def test_blocks_that_cannot_be_traced_are_refused_before_the_plan(
         (["model.kernels=liger"], r"model\.kernels=liger with model\.compile=on is untested"),
     ],
 )
-def test_what_divides_a_block_is_refused(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_settings_that_divide_a_block_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         wish(ON, *words)
 
 

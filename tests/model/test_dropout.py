@@ -60,7 +60,7 @@ def plain(model: Path) -> tuple[list[Step], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("architecture", NOISY)
-def test_what_is_drawn_is_the_same_everywhere(
+def test_dropout_is_the_same_in_every_placement(
     architecture: str, way: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bf16 with two micro-batches gives the same bits in every placement, whatever else draws random numbers in
@@ -87,7 +87,7 @@ def test_what_is_drawn_is_the_same_everywhere(
 
 
 @pytest.mark.parametrize("architecture", NOISY)
-def test_each_micro_batch_draws_anew(architecture: str, folder: Path) -> None:
+def test_each_micro_batch_draws_other_numbers(architecture: str, folder: Path) -> None:
     """The same rows have another loss under another seed."""
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     rows = batches(1)[0]
@@ -116,7 +116,7 @@ def test_ranks_draw_what_one_rank_draws(tmp_path: Path) -> None:
     assert [batch.seed for batch in taken(8, alone[3].state.position)] == [batch.seed for batch in alone[4:]]
 
 
-def test_checkpoints_that_hold_generators_are_still_read(tmp_path: Path) -> None:
+def test_checkpoints_with_generator_state_are_still_read(tmp_path: Path) -> None:
     held = {"step": 3, "tokens": 96, "data_position": 6, "random": ["AAAA", "AAAA"]}
     (tmp_path / "state.json").write_text(json.dumps(held))
     state = read_state(tmp_path)

@@ -82,7 +82,7 @@ def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None,
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
-def test_the_routers_loss_is_transformers_own(chunk: int, checkpointing: str, tmp_path: Path) -> None:
+def test_the_routers_loss_is_that_of_transformers(chunk: int, checkpointing: str, tmp_path: Path) -> None:
     """Its value and every gradient match; the router is trained by nothing else."""
     section = {"loss_chunk": chunk, "activation_checkpointing": checkpointing}
     source = source_of("Qwen3Moe", tmp_path, section=section, output_router_logits=True, router_aux_loss_coef=0.5)
@@ -107,7 +107,7 @@ def test_the_routers_loss_is_transformers_own(chunk: int, checkpointing: str, tm
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_what_a_model_lacks_is_said_in_the_plan(tmp_path: Path) -> None:
+def test_the_plan_names_what_a_model_lacks(tmp_path: Path) -> None:
     shape = source_of("Gemma2", tmp_path / "a").shape
     plan = make_plan(wish(), shape, machine())
     assert any(
@@ -123,7 +123,7 @@ def test_what_a_model_lacks_is_said_in_the_plan(tmp_path: Path) -> None:
     assert any(n.startswith("loss: with the logits of all tokens at once, since ProphetNet") for n in plan.notes)
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM does not support .* \(model.attention=auto\?\)"):
         source_of("Gemma2", tmp_path / "a", section={"attention": "sdpa"})
     with pytest.raises(

@@ -48,12 +48,12 @@ def examine(name: str, folder: Path) -> parts_of_all.Result:
 
 
 @pytest.mark.parametrize("name", SELECTED)
-def test_units_come_as_often_as_planned(name: str, tmp_path: Path) -> None:
+def test_units_are_fetched_as_often_as_planned(name: str, tmp_path: Path) -> None:
     result = examine(name, tmp_path)
     assert (result.outcome, result.why) == ("right", "")
 
 
-def test_units_of_every_architecture_come_as_often_as_planned(request: pytest.FixtureRequest) -> None:
+def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: pytest.FixtureRequest) -> None:
     """Without --exhaustive, only the known exceptions are tested."""
     known = {name for names in OTHERWISE.values() for name in names}
     names = tiny_models.kinds() if request.config.getoption("--exhaustive") else known
@@ -82,7 +82,7 @@ def shown(name: str, *, layers: int, frozen: tuple[str, ...] = ()) -> Order:
     return order
 
 
-def test_blocks_that_were_not_run_are_where_they_would_be() -> None:
+def test_blocks_that_were_not_run_are_inserted_in_order() -> None:
     """Only three blocks of each kind are run; the order of the others is inferred."""
     blocks = [f"model.layers.{number}" for number in range(7)]
     order = shown("llama, untied", layers=7)
@@ -90,7 +90,7 @@ def test_blocks_that_were_not_run_are_where_they_would_be() -> None:
     assert order.backward == ("lm_head", "model.norm", *blocks[::-1])
 
 
-def test_what_is_frozen_with_all_before_it_is_needed_in_no_backward() -> None:
+def test_frozen_first_units_are_not_fetched_in_the_backward() -> None:
     first = ("model.embed_tokens.", *(f"model.layers.{number}." for number in range(5)))
     order = shown("llama, untied", layers=7, frozen=first)
     assert order.forward == shown("llama, untied", layers=7).forward
@@ -114,7 +114,7 @@ def named(shape: ModelShape, *, again: int) -> tuple[list[str], list[str]]:
     return [units[unit].name for unit in forward], [units[unit].name for unit in backward]
 
 
-def test_without_a_run_units_are_needed_as_they_are_registered() -> None:
+def test_without_a_trace_the_order_is_that_of_registration() -> None:
     parts = ["h.0.a", "h.0.b", "h.1.a", "h.1.b"]
     forward, backward = named(shape_of(), again=0)
     assert forward == ["embed", *parts, "late", "embed"]
@@ -123,7 +123,7 @@ def test_without_a_run_units_are_needed_as_they_are_registered() -> None:
     assert with_order(shape_of(), registered) == shape_of()
 
 
-def test_parts_come_as_their_trial_has_them_each_time_that_their_block_runs() -> None:
+def test_parts_are_fetched_in_the_probed_order_at_each_run_of_their_block() -> None:
     """h.0 runs twice, and its trial covers both; h.1 is frozen, and is recomputed only with checkpointing."""
     needs = (Needs("h.0", ("h.0.b", "h.0.a") * 2, ("h.0.b", "h.0.a", "h.0.b") * 2),)
     order = Order(("late", "embed", "h.1", "h.0", "h.0", "embed"), ("embed", "h.0", "h.0"))

@@ -24,7 +24,7 @@ from offload_trainer.model.presets import PRESETS, gpt2_shape
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_random_weights_are_transformers_own_bit_for_bit(name: str) -> None:
+def test_random_weights_are_those_of_transformers_bit_for_bit(name: str) -> None:
     expected = dict(reference(ARCHITECTURES[name]).named_parameters())
     torch.manual_seed(1)  # the global generator must not matter, nor change
     before = torch.get_rng_state()
@@ -35,7 +35,7 @@ def test_random_weights_are_transformers_own_bit_for_bit(name: str) -> None:
         assert torch.equal(given[key], value), key
 
 
-def test_norms_that_are_left_to_their_constructors_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_initialised_by_constructors_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = GPT2PreTrainedModel._init_weights
 
     def without_norms(model: GPT2PreTrainedModel, module: torch.nn.Module) -> None:
@@ -51,7 +51,7 @@ def test_norms_that_are_left_to_their_constructors_are_transformers_own(monkeypa
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_loss_gradients_and_buffers_are_transformers_own(name: str, chunk: int, tmp_path: Path) -> None:
+def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
     """The loss and every gradient of pretrained weights match whole logits."""
     model = reference(ARCHITECTURES[name])
     model.save_pretrained(tmp_path)
@@ -101,7 +101,7 @@ def test_checkpointing_changes_no_gradient(variant: bool) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_closed_form_counts_are_transformers(name: str) -> None:
+def test_closed_form_counts_match_transformers(name: str) -> None:
     shape = resolve_model(ModelSection(name=name), seed=0).shape
     assert gpt2_shape(PRESETS[name]) == shape
     if name == "gpt2-10b":
@@ -110,7 +110,7 @@ def test_closed_form_counts_are_transformers(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_step_0_loss_of_every_preset_is_that_of_guessing(name: str) -> None:
+def test_step_0_loss_of_every_preset_is_ln_of_the_vocabulary(name: str) -> None:
     """Only the depth is reduced: two layers, or one in wide models, so that the test stays small."""
     overrides = {"n_layer": 2 if PRESETS[name]["n_embd"] <= 1280 else 1}
     source = resolve_model(ModelSection(name=name, overrides=overrides, activation_checkpointing="off"), seed=0)

@@ -117,7 +117,7 @@ def test_models_in_which_documents_would_cross_are_refused(name: str) -> None:
         refuse_crossing(reference(ARCHITECTURES[name]), trust_remote_code=False)
 
 
-def test_the_trial_sees_what_transformers_does_not_keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_finds_documents_that_transformers_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions restart without a mask, as in an architecture that does not pass them on."""
     model = reference(ARCHITECTURES["llama, untied"])
     made = modeling_llama.create_causal_mask
@@ -127,7 +127,7 @@ def test_the_trial_sees_what_transformers_does_not_keep_apart(monkeypatch: pytes
         refuse_crossing(model, trust_remote_code=False)
 
 
-def test_a_trial_that_lacks_a_part_of_the_model_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     model = reference(ARCHITECTURES["llama, untied"])
     model.extra = torch.nn.GRU(2, 2)
     with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
@@ -138,7 +138,7 @@ def test_a_trial_that_lacks_a_part_of_the_model_says_nothing_of_it(monkeypatch: 
         refuse_crossing(model, trust_remote_code=False)
 
 
-def test_the_trial_leaves_torchs_generator_alone() -> None:
+def test_the_probe_does_not_change_torchs_generator() -> None:
     model = reference(ARCHITECTURES["gpt2"])
     torch.manual_seed(1)
     expected = torch.rand(3)
@@ -147,7 +147,7 @@ def test_the_trial_leaves_torchs_generator_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_documents_of_text_begin_behind_what_ends_them(tmp_path: Path) -> None:
+def test_documents_of_text_begin_after_the_separator(tmp_path: Path) -> None:
     ids = [3, 4, END, 5, 6, 8, 9, END, END, 3, 4, 5, 6]
     with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=99) as writer:
         writer.write(ids)

@@ -32,13 +32,13 @@ SELECTED = {
 
 
 @pytest.mark.parametrize("name", SELECTED)
-def test_parts_have_the_bits_of_whole_blocks_and_come_as_planned(name: str, tmp_path: Path) -> None:
+def test_parts_have_the_bits_of_whole_blocks_and_are_fetched_as_planned(name: str, tmp_path: Path) -> None:
     result = parts_of_all.examine(name, tmp_path)
     assert (result.outcome, result.why) == ("right", "")
     assert result.parts > result.blocks > 0
 
 
-def test_what_is_not_divided_says_why(tmp_path: Path) -> None:
+def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
     found = {name: parts_of_all.examine(name, tmp_path / name) for name in ("XLNet", "Git")}
     assert [(one.outcome, one.trial) for one in found.values()] == [("whole", "no blocks"), ("transformers", "")]
     assert parts_of_all.counts(list(found.values())) == "1 whole, 1 transformers; whole: XLNet"

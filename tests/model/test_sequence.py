@@ -45,7 +45,7 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig])
-def test_windows_are_seen_in_whole_rows(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_windows_cover_whole_rows(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=16))
     refuse_pieces(model, trust_remote_code=False)
     monkeypatch.setattr(DividedAttention, "_seen", lambda *_: None)
@@ -54,7 +54,7 @@ def test_windows_are_seen_in_whole_rows(kind: type[PreTrainedConfig], monkeypatc
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_models_whose_tokens_meet_in_attention_alone_can_be_cut(name: str) -> None:
+def test_models_that_mix_tokens_only_in_attention_can_be_divided(name: str) -> None:
     refuse_pieces(model_of(ARCHITECTURES[name]), trust_remote_code=False)
 
 
@@ -73,7 +73,7 @@ def test_the_routers_loss_is_refused() -> None:
         refuse_pieces(model, trust_remote_code=False)
 
 
-def test_a_trial_in_which_nothing_would_show_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_could_not_fail_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     """If separate pieces match whole rows, the trial did not exercise attention."""
     monkeypatch.setattr("offload_trainer.model.probes.rows._compare_pieces", lambda tiny: (0.0, 0.0))
     with pytest.raises(UserError, match="computes something else"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_bench import REFERENCE, assert_same, batches, engine, masters, model_directory, train
 from late_cuda_streams import queued
-from late_transfers import LateDevice, LateTransfers
+from late_engines import late_engine
 from small_architectures import ARCHITECTURES
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig
@@ -41,7 +41,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("name", TILED)
-def test_in_pieces_a_model_has_its_loss_and_gradients(name: str) -> None:
+def test_tiled_models_have_the_loss_and_gradients_of_whole_ones(name: str) -> None:
     """Loss and gradients match untiled transformers, with and without checkpointing; the pieces do not
     divide the rows.
     """
@@ -66,7 +66,7 @@ def test_in_pieces_a_model_has_its_loss_and_gradients(name: str) -> None:
                 assert torch.allclose(one.grad, other.grad, atol=1e-6, rtol=1e-4), weight
 
 
-def test_a_weight_gets_one_gradient_and_pieces_are_all_that_exists() -> None:
+def test_a_weight_gets_one_gradient_and_only_pieces_are_in_memory() -> None:
     part = LlamaMLP(ARCHITECTURES["llama, untied"])
     tile(part, chunk=10)
     gradients, sizes = [], []
@@ -185,14 +185,14 @@ class InEights(LlamaMLP):
 
 
 @pytest.mark.parametrize("kind", [Looks, Capacity, Draws, InEights, LlamaMLP])
-def test_what_computes_no_token_by_itself_is_found_out(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_are_not_position_wise_are_found(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", kind)
     model = model_of("llama, untied")
     assert type(model.model.layers[0].mlp) is kind
     assert bool(tileable(model, trust_remote_code=False)[0]) == (kind is LlamaMLP)
 
 
-def test_routers_whose_logits_are_a_loss_are_left_whole() -> None:
+def test_routers_whose_logits_are_a_loss_are_not_tiled() -> None:
     """Their logits are collected in addition to the output, which a trial of the module alone would not reveal."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4}
@@ -201,7 +201,7 @@ def test_routers_whose_logits_are_a_loss_are_left_whole() -> None:
         assert bool(tileable(model, trust_remote_code=False)[0]) != asked
 
 
-def test_nothing_of_a_recurrence_is_taken_apart() -> None:
+def test_recurrent_modules_are_not_tiled() -> None:
     config = RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=64)
     model = AutoModelForCausalLM.from_config(config)
     assert tileable(model, trust_remote_code=False)[0] == []
@@ -229,7 +229,7 @@ HOMES = {
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_path: Path) -> None:
+def test_no_placement_changes_a_bit_and_losses_are_those_of_whole_rows(name: str, tmp_path: Path) -> None:
     """Two micro-batches a step, with and without checkpointing, and late transfers out of order."""
     model = model_directory(tmp_path / name, name)
     words = ["--accumulate", "2", "model.dtype=fp32"]
@@ -247,14 +247,15 @@ def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_
     homes = {home: more for home, more in HOMES.items() if name != "mixtral" or "one block" not in home}
     for home, more in homes.items():
         (tmp_path / home).mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
-            with engine(model, *words, *more, drives=[tmp_path / home], device=LateDevice()) as ours:
-                assert train(ours, batches(6), accumulate=2) == tiled, home
-                assert_same(masters(ours), bits)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            late_engine(patch, model, *words, *more, drives=[tmp_path / home]) as ours,
+        ):
+            assert train(ours, batches(6), accumulate=2) == tiled, home
+            assert_same(masters(ours), bits)
 
 
-def test_in_a_gpus_queues_no_bit_changes(tmp_path: Path) -> None:
+def test_late_streams_change_no_bit(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "qwen3", "qwen3")
     words = ["model.mlp_chunk=7", "model.activation_checkpointing=on", "--params", "cpu", "tiered.weight_buffers=2"]
     with engine(model, *words) as ours:
@@ -275,7 +276,7 @@ class Fetching(CpuDevice):
         return super().fetch(*given, **words)
 
 
-def test_a_piece_fetches_nothing_again(tmp_path: Path) -> None:
+def test_a_piece_fetches_no_weights_again(tmp_path: Path) -> None:
     model, counts = model_directory(tmp_path / "qwen3", "qwen3"), {}
     for chunk in ("off", "5"):
         device = Fetching()
@@ -292,7 +293,7 @@ def test_a_piece_fetches_nothing_again(tmp_path: Path) -> None:
     assert counts["off"] == counts["5"] > 3 * 5
 
 
-def test_a_source_says_what_was_found_and_counts_it(tmp_path: Path) -> None:
+def test_a_source_names_its_tiles_and_counts_their_memory(tmp_path: Path) -> None:
     given = {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}
     given |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(given))

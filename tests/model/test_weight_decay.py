@@ -20,7 +20,7 @@ from offload_trainer.model.shape import no_weight_decay_names
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_biases_and_norms_of_two_dimensions_are_spared(config: object, spared: set[str]) -> None:
+def test_biases_and_norms_of_two_dimensions_do_not_decay(config: object, spared: set[str]) -> None:
     found = no_weight_decay_names(small(config))
     assert {ending for ending in spared for name in found if name.endswith(ending)} == spared
     assert all(name.endswith(tuple(spared)) for name in found)

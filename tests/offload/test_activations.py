@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_bench import REENTRANT, Step, assert_same, batches, engine, masters, model_directory, train
 from late_cuda_streams import queued
+from late_engines import use_late_transfers
 from late_transfers import LateDevice, LateTransfers
 from sample_plans import GB, SHAPES, machine, wish
 
@@ -82,7 +83,7 @@ def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: 
         with pytest.MonkeyPatch.context() as patch:
             device = None
             if kind == "late":
-                patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+                use_late_transfers(patch)
                 device = LateDevice()
             with queued(patch, haste=0.05) as cuda:
                 if kind == "queued":
@@ -99,7 +100,7 @@ def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: py
     The forgotten operation never happens, since one that is merely late may still be in time where steps are slow.
     """
     expected, _ = without(folder, True, "non-reentrant", 1)
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    use_late_transfers(monkeypatch)
 
     def never(into: torch.Tensor) -> Future:
         bytes_of(into).fill_(0xFF)
@@ -198,7 +199,7 @@ def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(count: 
     assert items == {("ram", 2 * INPUT), ("ram", 4 * INPUT), *zip(named, on_drives, strict=True)}
 
 
-def test_in_host_memory_each_has_its_place(folder: Path) -> None:
+def test_each_input_has_its_buffer_in_host_memory(folder: Path) -> None:
     away = of_a_step(folder, "cpu")
     assert away["inputs"] <= INPUTS_UNDER_WAY
     assert away["memory"] == 9 * INPUT
@@ -206,7 +207,7 @@ def test_in_host_memory_each_has_its_place(folder: Path) -> None:
     assert ("ram", 9 * INPUT) in {(item.tier, item.bytes) for item in away["plan"].items}
 
 
-def test_one_comes_back_while_the_one_behind_it_is_used(folder: Path) -> None:
+def test_an_input_is_prefetched_while_the_previous_one_is_used(folder: Path) -> None:
     """The end of the forward starts the backward's first copy; each later copy starts one block ahead of its use."""
     device = Counting()
     with engine(model_of(folder, tied=True), *ON, "model.offload_activations=cpu", device=device) as ours:
@@ -242,7 +243,7 @@ def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [range(11), range(10, -1, -1), (3, 9, 0, 1, 10, 2, 4, 8, 5, 7, 6)])
-def test_any_order_is_right(order: Sequence[int], tmp_path: Path) -> None:
+def test_any_order_of_the_backward_is_correct(order: Sequence[int], tmp_path: Path) -> None:
     files = [DriveFile(tmp_path / name, 6 * 4096) for name in "ab"]
     kept = Activations(BlockInputs(11, 4096), device=LateDevice(), files=files, transfers=LateTransfers())
     inputs = [torch.full((1000,), float(number)) for number in range(11)]
@@ -256,7 +257,7 @@ def test_any_order_is_right(order: Sequence[int], tmp_path: Path) -> None:
         file.close()
 
 
-def test_what_cannot_be_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_offloads_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"model.offload_activations=nvme needs a drive: add --nvme DIR"):
         load_config(["model.offload_activations=nvme"])
     for engine_name in ("plain", "deepspeed"):
@@ -277,14 +278,14 @@ def test_what_cannot_be_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         pass
 
 
-def test_a_plan_says_where_nothing_is_kept(folder: Path) -> None:
+def test_a_plan_notes_that_no_input_is_offloaded(folder: Path) -> None:
     config = load_config(["--model", str(model_of(folder, tied=True)), "--scratch", "model.offload_activations=cpu"])
     shape = resolve_model(config.model, seed=0).shape
     plan = make_plan(config, shape, probe_machine(PlacementSection(), output=str(folder)))
     assert any(note.startswith("model.offload_activations=cpu has no effect: no block") for note in plan.notes)
 
 
-def test_a_plan_says_where_host_memory_is_no_other_home() -> None:
+def test_a_plan_notes_that_host_memory_is_the_device() -> None:
     """Without a GPU, offload_activations=cpu only adds two copies in transit, and the plan says so."""
     found = {}
     for home in ("false", "cpu"):
@@ -296,7 +297,7 @@ def test_a_plan_says_where_host_memory_is_no_other_home() -> None:
     assert found["cpu"] == found["false"] + 2 * 2 * 4 * 1024 * 1600
 
 
-def test_the_plan_of_a_gpu_has_them_where_they_are() -> None:
+def test_the_plan_of_a_gpu_places_the_inputs() -> None:
     """gpt2-xl with 4 x 1024 tokens has 48 inputs of 13.1 MB and the last output; all but two leave the GPU."""
     shape, each = SHAPES["gpt2-xl"], 2 * 4 * 1024 * 1600
     found = {}

@@ -71,7 +71,7 @@ def test_bits_are_those_of_one_micro_batch_after_the_other(kind: str, home: str,
 
 
 @pytest.mark.parametrize("forgotten", ["the generators", "the micro-batch of a tied gradient", "the order"])
-def test_bits_show_what_is_forgotten(
+def test_a_forgotten_step_changes_bits(
     forgotten: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from offload_trainer.model import breadth_first
@@ -173,7 +173,7 @@ def test_an_error_ends_all_threads(folder: Path, drive: Path) -> None:
         ("opt", {"layerdrop": 0.0}, ""),
     ],
 )
-def test_a_trial_says_which_models_are_chains(name: str, changes: dict[str, Any], reason: str, folder: Path) -> None:
+def test_a_probe_finds_chains_of_blocks(name: str, changes: dict[str, Any], reason: str, folder: Path) -> None:
     config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-{len(changes)}", name, **changes))
     assert why_no_chain(meta_model(config, trust_remote_code=False), trust_remote_code=False) == reason
 
@@ -199,7 +199,7 @@ def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(
     assert why_no_chain(model, trust_remote_code=False) != ""
 
 
-def test_auto_takes_it_where_weights_are_read_for_each_micro_batch() -> None:
+def test_auto_chooses_it_if_weights_are_read_for_each_micro_batch() -> None:
     def orders(*words: str, shape: ModelShape = SHAPES["gpt2-xl"]) -> tuple[bool, list[str]]:
         plan = make_plan(wish(*words), shape, machine(gpu=32 * GB))
         return plan.sizes.breadth_first, [note for note in plan.notes if "micro_batch_order" in note]

@@ -142,7 +142,7 @@ def stands_at(sent: int, device: HeldDevice, thread: threading.Thread) -> bool:
 
 
 @pytest.mark.parametrize("home", [RAM, DEVICE])
-def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int) -> None:
+def test_three_micro_batches_run_before_any_copy_arrives(home: int) -> None:
     """The calling thread finishes although nothing can be added up yet; later all gradients are added in order."""
     units, device = model(), HeldDevice()
     with sums(units, home, device=device) as gradients:
@@ -166,7 +166,7 @@ def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int
             assert torch.equal(kept[place.start : place.start + place.weight.numel], expected), place.weight.name
 
 
-def test_units_may_have_different_homes(tmp_path: Path) -> None:
+def test_units_may_be_in_different_tiers(tmp_path: Path) -> None:
     """Placing units on the device, in RAM and on a drive together does not change the sums that the update reads, or
     the norm.
     """
@@ -192,7 +192,7 @@ def test_units_may_have_different_homes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_unit_is_told_of_once_its_sums_are_complete_and_home(micro_batches: int, tmp_path: Path) -> None:
+def test_a_unit_is_reported_once_its_sums_are_complete_and_stored(micro_batches: int, tmp_path: Path) -> None:
     """Each unit is reported once, in the last backward, and its sums do not change afterwards."""
     units = model(tied=True)
     file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
@@ -209,7 +209,7 @@ def test_a_unit_is_told_of_once_its_sums_are_complete_and_home(micro_batches: in
     file.close()
 
 
-def test_a_unit_that_lacks_a_gradient_or_a_copy_is_not_told_of() -> None:
+def test_a_unit_that_lacks_a_gradient_or_a_copy_is_not_reported() -> None:
     units, device = model(), HeldDevice()
     with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
         told = watched(gradients, units)
@@ -241,7 +241,7 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
         gradients.finish()
 
 
-def test_what_is_in_flight_is_bounded_beside_the_largest() -> None:
+def test_bytes_in_flight_are_bounded_in_addition_to_the_largest() -> None:
     out, futures = InFlight(100), [Future() for _ in range(4)]
     for size, future in zip((1000, 60, 40), futures, strict=False):
         out.add(size, future)  # This returns: 100 are allowed in addition to the 1000.
@@ -258,7 +258,7 @@ def test_what_is_in_flight_is_bounded_beside_the_largest() -> None:
         out.synchronize()
 
 
-def test_a_rings_memory_is_given_out_again_when_it_was_read_and_not_before() -> None:
+def test_ring_memory_is_reused_only_after_it_was_read() -> None:
     ring = Ring(torch.zeros(1024, dtype=torch.uint8))
     assert ring.largest_piece == 256
     taken = [ring.take(size) for size in (256, 200, 256, 192)]
@@ -275,7 +275,7 @@ def test_a_rings_memory_is_given_out_again_when_it_was_read_and_not_before() -> 
     assert taken[4][0].data_ptr() == taken[0][0].data_ptr()
 
 
-def test_a_tied_weights_gradients_meet_on_the_device() -> None:
+def test_gradients_of_a_tied_weight_are_added_on_the_device() -> None:
     """Both uses are added in the gradients' dtype, as in autograd, and one copy leaves the device. One use is copied
     alone.
     """
@@ -302,7 +302,7 @@ def test_a_tied_weights_gradients_meet_on_the_device() -> None:
 
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["--params", "gpu"], ON_A_DRIVE], ids=["RAM", "drive"])
-def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
+def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
@@ -346,7 +346,7 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
 
 
 @pytest.mark.usefixtures("nothing_is_small")
-def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
+def test_an_error_of_the_accumulator_ends_the_step_and_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failing drive raises one error from train_step, and closing the engine leaves no thread."""
@@ -374,7 +374,7 @@ def _threads_of_sums() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "sums-0"}
 
 
-def test_the_benchmark_prints_a_backward_for_each_micro_batch() -> None:
+def test_the_gradient_benchmark_prints_each_micro_batch() -> None:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_gradients.py"
     done = run_script(script, "gpt2-mini", "--backward", "0.05", "--micro-batches", "2")
     assert done.returncode == 0, done.stderr
@@ -408,7 +408,7 @@ def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, se
         assert float(norm_of(gradient[:size])) == pytest.approx(own, rel=1e-6), size
 
 
-def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
+def test_ordered_norms_do_not_depend_on_the_chunk_size() -> None:
     """The norm does not depend on the chunk count (a GPU takes eight, a CPU one), the dtype or the alignment."""
     values = torch.randn(9_500_001, generator=torch.Generator().manual_seed(2)) * torch.logspace(-30, 10, 9_500_001)
     for size, offset in product((1, 3, 255, 1 << 20, (1 << 20) + 1, 9_500_000), (0, 1)):
@@ -422,7 +422,7 @@ def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_small")
-def test_a_gpus_norms_are_the_same_for_all_homes_of_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_norms_do_not_depend_on_the_placement_of_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, norms and clipped masters of three micro-batches do not depend on the placement, with a GPU's norms."""
     monkeypatch.setattr(Gradients, "_ordered", True)
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"

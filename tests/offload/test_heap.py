@@ -13,24 +13,24 @@ from torch import nn
 from offload_trainer.offloading import device
 
 
-def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(device, "return_now", lambda: told.append("trim"))
+def test_the_heap_is_trimmed_after_every_eighth_block_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(device, "return_now", lambda: messages.append("trim"))
     blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
     for number, block in enumerate(blocks):
-        block.register_forward_hook(lambda *_, number=number: told.append(f"forward {number}"))
-        block.weight.register_post_accumulate_grad_hook(lambda _, number=number: told.append(f"gradient {number}"))
+        block.register_forward_hook(lambda *_, number=number: messages.append(f"forward {number}"))
+        block.weight.register_post_accumulate_grad_hook(lambda _, number=number: messages.append(f"gradient {number}"))
     hooks = device.trim_heap_between([(block, block.weight if number else None) for number, block in enumerate(blocks)])
 
     blocks(torch.ones(1, 4)).sum().backward()
 
-    places = [before for before, after in pairwise(told) if after == "trim"]
+    places = [before for before, after in pairwise(messages) if after == "trim"]
     assert places == ["forward 7", "forward 9", "gradient 8"]  # Block 0 trains nothing here.
     for hook in hooks:
         hook.remove()
-    told.clear()
+    messages.clear()
     blocks(torch.ones(1, 4)).sum().backward()
-    assert "trim" not in told
+    assert "trim" not in messages
 
 
 LONG_ROW = """
@@ -48,7 +48,7 @@ assert current_rss_bytes() - before < 8 << 20
 """
 
 
-def test_what_is_freed_of_a_long_row_goes_back_at_once() -> None:
+def test_freed_memory_of_a_long_row_is_returned_immediately() -> None:
     """Freed allocations of 4 MiB below live ones are returned; shorter rows' would remain as holes. A new process has
     no holes yet.
     """

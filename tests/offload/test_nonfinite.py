@@ -55,7 +55,7 @@ def test_a_skipped_step_changes_nothing(name: str, drive: Path, tmp_path: Path) 
 
 
 @pytest.mark.ops
-def test_stop_says_where_and_leaves_the_last_checkpoint(drive: Path, tmp_path: Path) -> None:
+def test_stop_names_the_weight_and_keeps_the_last_checkpoint(drive: Path, tmp_path: Path) -> None:
     args = [*TINY, *STILL, "--save-every", 2, "--steps", 5, *CASES["zero-2 cpu"]]
     run = planted(4, *args, output=tmp_path / "out")
     assert run.code == 1

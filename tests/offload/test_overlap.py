@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late_transfers import LateDevice, LateTransfers
-from test_shares import on_streams
+from late_engines import engine_on_streams, late_engine
 from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -98,7 +97,7 @@ def in_line(folder: Path, *words: str) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
-def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_forty_steps_match_plain_torch(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """bf16 with dropout and a limit that some norms exceed. Moments match those of an update without overlap."""
     model, clip = gpt2(folder), "optim.max_grad_norm=2"
     expected, weights = plain(model, 40, clip)
@@ -160,9 +159,8 @@ def test_an_overflow_and_a_nan_are_decided_before_the_update(
 
 @pytest.mark.parametrize("home", HOMES)
 def test_late_copies_and_reads_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = gpt2(folder)
-    with engine(model, *HOMES[home], BEHIND, drives=[drive], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
         assert_same(masters(ours), plain(model, 4)[1])
 
@@ -171,7 +169,7 @@ def test_late_copies_and_reads_change_nothing(home: str, folder: Path, drive: Pa
 @pytest.mark.parametrize("home", HOMES)
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     model = gpt2(folder)
-    with on_streams(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
         assert_same(masters(ours), plain(model, 4)[1])
 
@@ -190,7 +188,7 @@ def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
         assert not any(use.isnan().any() for use in uses)
 
 
-def test_a_backward_waits_for_what_its_forward_did_not_use(
+def test_a_backward_waits_for_units_that_its_forward_skipped(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block's page is slow to reach the drive, and the next forward skips that block."""
@@ -224,7 +222,7 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
 
 
 @pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
-def test_evaluation_samples_masters_and_weights_wait(home: str, folder: Path, drive: Path) -> None:
+def test_evaluation_samples_masters_and_weights_wait_for_the_update(home: str, folder: Path, drive: Path) -> None:
     """Between any two steps they see the state after the step."""
     model, found = gpt2(folder), []
     looks = {
@@ -244,7 +242,7 @@ def test_evaluation_samples_masters_and_weights_wait(home: str, folder: Path, dr
 
 
 @pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
-def test_a_snapshot_is_of_the_whole_step_and_goes_on_elsewhere(
+def test_a_snapshot_has_the_whole_step_and_resumes_in_another_placement(
     home: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     model = gpt2(folder)
@@ -264,7 +262,7 @@ def test_a_snapshot_is_of_the_whole_step_and_goes_on_elsewhere(
         assert_same(masters(other), plain(model, 8)[1])
 
 
-def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_records_a_running_update(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index changes before the first page is updated and after the last is written, whichever thread that is."""
     events: list[Any] = []
     note, update, write = ManifestWriter.note, Updater._update, PageStore.write
@@ -302,9 +300,7 @@ def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch
     assert notes[1] + 1 == notes[2]
 
 
-def test_closed_while_an_update_is_under_way_it_ends(
-    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_waits_for_a_running_update(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, go = Updater._update_all, threading.Event()
     monkeypatch.setattr(Updater, "_update_all", lambda *given: (go.wait(300), walk(*given)))
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
@@ -336,7 +332,7 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, d
                 call()
 
 
-def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_update_is_raised_by_every_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any exception is raised at the next wait, even if it occurs before anything waits."""
     with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
         train(ours, batches(1))
@@ -350,7 +346,7 @@ def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pyt
 # -- timings -----------------------------------------------------------------------------------------------------------
 
 
-def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waited_and_hidden_seconds_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later 0.2 s update is split into waiting and hidden time; an update without overlap reports neither."""
     walk, wait, waited_for = Updater._update_all, UpdateProgress._wait, threading.Event()
 
@@ -386,7 +382,7 @@ def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: py
 
 
 @pytest.mark.skipif(ON_GPU, reason="there the model leaves the CPU to the update")
-def test_beside_a_model_on_the_cpu_the_update_computes_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_does_not_compute_while_a_cpu_runs_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walk, seen = Updater._update_all, []
     monkeypatch.setattr(Updater, "_update_all", lambda *given: (seen.append(torch.get_num_threads()), walk(*given)))
     before = torch.get_num_threads()

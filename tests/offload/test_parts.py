@@ -9,7 +9,8 @@ import pytest
 import torch
 from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
 from forked_ranks import FILES, Case, run_ranks
-from late_transfers import LateDevice, LateTransfers, hasty
+from late_engines import late_engine
+from late_transfers import LateDevice, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.offloading.model as offloaded_model
@@ -64,7 +65,7 @@ def test_parts_of_blocks_have_plain_torchs_bits(architecture: str, way: str, fol
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_homes_of_parts_do_not_change_stored_moments(states: str, folder: Path) -> None:
+def test_the_placement_of_parts_does_not_change_stored_moments(states: str, folder: Path) -> None:
     """The placement does not change stochastic rounding, which draws separate noise for each unit."""
     model, found = model_of(folder, "qwen3"), []
     for words in ((*DRIVE, "tiered.weight_buffers=1", ON), RAM):
@@ -75,7 +76,7 @@ def test_homes_of_parts_do_not_change_stored_moments(states: str, folder: Path) 
 
 
 @pytest.mark.parametrize("before", [(PARTS,), ()])
-def test_a_snapshot_goes_on_in_parts_or_whole(before: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+def test_a_snapshot_resumes_with_divided_or_whole_blocks(before: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     model, data = model_of(folder, "qwen3"), batches(6)
     with engine(model, *DRIVE, *before, drives=[drive(folder)]) as ours:
         first = train(ours, data[:3])
@@ -96,7 +97,7 @@ def test_pieces_of_a_row_are_computed_with_a_part_that_stays(folder: Path) -> No
     assert found[0] == found[1]
 
 
-def test_micro_batches_that_are_added_up(folder: Path) -> None:
+def test_parts_with_gradient_accumulation(folder: Path) -> None:
     model, found = model_of(folder, "gpt2"), []
     for more in ((PARTS,), ()):
         with engine(model, *DRIVE, ON, "--accumulate", "3", *more, drives=[drive(folder)]) as ours:
@@ -110,9 +111,8 @@ def test_micro_batches_that_are_added_up(folder: Path) -> None:
 def test_late_copies_and_reads_change_nothing(
     architecture: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = model_of(folder, architecture)
-    with engine(model, *WAYS[way], PARTS, drives=[drive(folder)], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *WAYS[way], PARTS, drives=[drive(folder)]) as ours:
         assert train(ours, batches(3)) == plain(model)[0]
 
 
@@ -155,7 +155,7 @@ def test_drives_move_what_is_planned(folder: Path) -> None:
     assert moved[True].read_bytes > moved[False].read_bytes
 
 
-def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -> None:
+def test_reading_a_weight_of_another_part_gives_nan(folder: Path) -> None:
     """Absent weights are NaN: code that reads one without calling its module stops the run rather than
     use old values.
     """
@@ -169,7 +169,7 @@ def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -
         assert norm is None
 
 
-def test_ranks_that_take_parts_have_the_bits_of_one(tmp_path: Path) -> None:
+def test_ranks_with_divided_blocks_have_the_bits_of_one(tmp_path: Path) -> None:
     """Two ranks share reads from the drive, or all-gather parts from RAM, and match one rank."""
     model = model_of(tmp_path, "qwen3")
     drives = (str(drive(tmp_path)),)

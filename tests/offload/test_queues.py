@@ -141,7 +141,7 @@ def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.Mo
         assert middle.tolist() == [2.0] * 3
 
 
-def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_from_a_drive_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that completes the read queues the copy, before the weights are needed; the compute stream is not
     delayed.
     """
@@ -161,7 +161,7 @@ def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
         device.close()
 
 
-def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staging_buffer_is_reused_only_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third read into two staging buffers starts only after the first copy, on another thread than the requesting
     one.
     """
@@ -192,7 +192,7 @@ def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytes
         device.close()
 
 
-def test_a_read_that_fails_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_is_raised_by_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with queued(monkeypatch) as cuda:
         device, read = cuda.device(staging_bytes=4096, stagings=1), Future()
         arrivals = [device.fetch(lambda _: read, torch.zeros(1024), after=None) for _ in range(2)]
@@ -203,7 +203,7 @@ def test_a_read_that_fails_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPat
         device.close()
 
 
-def test_copies_out_of_the_device_keep_their_memory_and_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_the_host_keep_their_memory_and_block_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept input waits only for what computed it, leaves on its own stream, and returns on another one."""
     with queued(monkeypatch, haste=0.0) as cuda:
         device, values, host, back = cuda.device(), torch.ones(8), torch.zeros(8), torch.zeros(8)

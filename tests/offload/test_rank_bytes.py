@@ -98,10 +98,10 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     assert counted("sums") == STEPS * sum(one.sums for one in moved)
     assert (counted("laid_out") > 0) == (world > 1)
     assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)
-    assert {counts.get("meets", 0) for counts in found} == {found[0].get("meets", 0)}
-    assert found[0].get("meets", 0) / STEPS == pytest.approx(moved[0].meets, abs=3)  # a few belong to no unit
+    assert {counts.get("barriers", 0) for counts in found} == {found[0].get("barriers", 0)}
+    assert found[0].get("barriers", 0) / STEPS == pytest.approx(moved[0].barriers, abs=3)  # a few belong to no unit
     # each of the two takes two
-    assert {counts.get("agreements", 0) for counts in found} == {STEPS * nodes * moved[0].agreements}
+    assert {counts.get("gathers", 0) for counts in found} == {STEPS * nodes * moved[0].gathers}
 
 
 def _not_added(work: Workload, units: Sequence[Unit]) -> int:

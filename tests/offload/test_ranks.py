@@ -107,7 +107,7 @@ def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_go_between_numbers_of_ranks(tmp_path: Path) -> None:
+def test_checkpoints_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Checkpoints move from 3 ranks to 1, 2 and 4, and back, with identical bytes, even if written during training."""
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, assert_same, batches, engine, masters, train
-from late_transfers import LateDevice, LateTransfers
+from late_engines import engine_on_streams, late_engine
 from test_overlap import AWAY, gpt2, plain, saved
-from test_shares import on_streams
 from test_speculative_update import CLIP, FULL, IN_LINE, always, hold_up, kept  # noqa: F401  # fixtures
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -99,7 +98,7 @@ def test_pages_in_ram_are_updated_before_the_backward_has_ended(home: str, folde
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-def test_only_pages_with_shadow_memory_are(share: float, folder: Path, drive: Path) -> None:
+def test_only_pages_with_shadow_memory_are_updated_early(share: float, folder: Path, drive: Path) -> None:
     seen: list[int] = []
     with engine(gpt2(folder), *ALL, UNCLIPPED, FULL, shadows=share) as ours:
         hold_up(ours)
@@ -142,7 +141,7 @@ def test_state_on_drives_is_read_once_a_step_while_pages_in_ram_pass_through_the
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("home", IN_RAM)
-def test_steps_are_plain_torchs(
+def test_steps_match_plain_torch(
     home: str,
     share: float,
     folder: Path,
@@ -249,10 +248,9 @@ def test_late_copies_and_reads_change_nothing(
     home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backward is not paused: some pages are in flight when the step is decided. Some steps are clipped."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model, words = gpt2(folder), ["--accumulate", str(accumulate), CLIP]
     expected, weights = plain(model, 4, *words, accumulate=accumulate)
-    with engine(model, *IN_RAM[home], *words, FULL, drives=[drive], device=LateDevice(), shadows=0.8) as ours:
+    with late_engine(monkeypatch, model, *IN_RAM[home], *words, FULL, drives=[drive], shadows=0.8) as ours:
         assert train(ours, batches(4 * accumulate), accumulate=accumulate) == expected
         assert_same(masters(ours), weights)
 
@@ -261,9 +259,9 @@ def test_late_copies_and_reads_change_nothing(
 @pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
 @pytest.mark.parametrize("home", IN_RAM)
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    """New weights of pages in RAM pass through slots if the device has memory of its own."""
+    """New weights of pages in RAM pass through slots if the device has separate memory."""
     model = gpt2(folder)
-    with on_streams(monkeypatch, model, *IN_RAM[home], CLIP, FULL, drives=[drive], shadows=0.8) as ours:
+    with engine_on_streams(monkeypatch, model, *IN_RAM[home], CLIP, FULL, drives=[drive], shadows=0.8) as ours:
         assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
         assert_same(masters(ours), plain(model, 4, CLIP)[1])
 
@@ -279,7 +277,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 ) -> None:
     """The first early page of a step is still being computed when the step is decided; no other is begun.
 
-    After a step that is skipped so, the next one begins with pages of its own.
+    After such a skipped step, the next one begins with its own pages.
     """
     model, update, decided, found = gpt2(folder), Updater._update, threading.Event(), []
     step = [0]

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late_transfers import LateTransfers
+from late_engines import use_late_transfers
 
-import offload_trainer.engine.build_tiered as parts
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.page_copies import DamagedPage, copies_of_bits
@@ -69,7 +68,9 @@ def lease(drive: Path) -> Path:
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
-def test_the_bits_are_plain_torchs(home: str, overlap: str, model: Path, drive: Path, tmp_path: Path) -> None:
+def test_two_copies_have_the_bits_of_plain_torch(
+    home: str, overlap: str, model: Path, drive: Path, tmp_path: Path
+) -> None:
     """Moments match those of pages with one copy, both copies are used, and a loaded checkpoint trains on
     identically.
     """
@@ -92,13 +93,13 @@ def test_the_bits_are_plain_torchs(home: str, overlap: str, model: Path, drive: 
 
 
 def test_late_reads_and_writes_change_nothing(model: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_transfers", lambda *_: LateTransfers())
+    use_late_transfers(monkeypatch)
     with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
         assert_same(masters(ours), plain(model, 4)[1])
 
 
-def test_twice_the_disk_is_planned_and_taken(model: Path, drive: Path) -> None:
+def test_twice_the_disk_is_planned_and_used(model: Path, drive: Path) -> None:
     def planned(*words: str) -> dict[str, int]:
         from offload_trainer.machine.probe import probe_machine
         from offload_trainer.model.loader import resolve_model
@@ -118,7 +119,7 @@ def test_twice_the_disk_is_planned_and_taken(model: Path, drive: Path) -> None:
 # -- commit or discard -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_counts_at_the_flip_or_never(model: Path, drive: Path) -> None:
+def test_written_pages_become_valid_at_the_flip_or_never(model: Path, drive: Path) -> None:
     with engine(model, *TWO, drives=[drive]) as ours:
         store = ours.offloaded.store
         last = len(store.pages) - 1
@@ -149,7 +150,7 @@ def test_what_is_written_counts_at_the_flip_or_never(model: Path, drive: Path) -
         assert copies_of_bits(store.copies.newest_bits(), last + 1)[:last] == [0] * last
 
 
-def test_files_are_of_one_whole_step_at_every_moment(
+def test_files_hold_one_whole_step_at_every_moment(
     model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill at any page of any update would find the previous step, also with two drives and some frozen weights."""
@@ -199,7 +200,7 @@ def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, 
         assert told["places"] == 2
 
 
-def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Path, tmp_path: Path) -> None:
+def test_a_dead_runs_masters_are_compared_with_their_checksums(model: Path, drive: Path, tmp_path: Path) -> None:
     with engine(model, *TWO, drives=[drive]) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
         train(ours, batches(2))
@@ -258,7 +259,7 @@ def test_the_order_that_a_power_cut_needs(
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_snapshot_is_of_its_moment_while_two_steps_go_on(
+def test_a_snapshot_is_consistent_while_two_steps_run(
     home: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = TieredSnapshot._put

@@ -163,7 +163,7 @@ def test_sums_are_those_of_one_rank(
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("width", [1024, 16384, 65536])
-def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_over_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm pieces are inside one rank's elements, or span two or all. One weight has no gradient; some ranks no
     elements.
     """

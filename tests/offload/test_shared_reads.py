@@ -66,7 +66,7 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
                     rounds.barrier()
                     continue
                 buffer = host_buffer(2 * sizes[what]).view(torch.bfloat16)
-                reads.want(what)(buffer).wait()
+                reads.request(what)(buffer).wait()
                 found.append(torch.equal(buffer, values.split(sizes)[what]))
             return found
         except Exception as error:
@@ -88,14 +88,14 @@ def bytes_of(units: Sequence[int]) -> int:
     return sum(2 * model(tied=False)[unit].elements for unit in units)
 
 
-def test_what_all_need_next_is_read_once(tmp_path: Path) -> None:
+def test_units_that_all_ranks_need_are_read_once(tmp_path: Path) -> None:
     program = [0, 1, 2, MEET, 3, 2, 1, 0, MEET, 0, 1]
     found, moved = of_ranks(tmp_path / "weights", [program] * WORLD)
     assert found == [[True] * 9] * WORLD
     assert moved == bytes_of([unit for unit in program if unit != MEET])
 
 
-def test_a_rank_need_not_wait_for_one_that_waits_for_it(tmp_path: Path) -> None:
+def test_ranks_that_need_different_units_do_not_deadlock(tmp_path: Path) -> None:
     """One rank reaches a barrier late, after fetches that the others do later; one skips a unit."""
     late = [3, 2, 1, MEET, 0, MEET, 0]
     others = [3, MEET, 2, 1, 0, MEET, 0]
@@ -110,7 +110,7 @@ def test_a_read_that_fails_ends_every_rank(tmp_path: Path) -> None:
     assert all(isinstance(error, Exception) for error in found)
 
 
-def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
     """`cancel` ends a read that only one rank has requested."""
     ends, closed = threading.Event(), Future()
 
@@ -126,8 +126,8 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -
         FetchMatching(never),
     )
     reads = SharedReads(store, node=node, rounds=rounds, barrier=lambda: None)
-    filled = reads.want(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
-    reads.want(1)  # its buffer never comes, as after a failed update
+    filled = reads.request(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
+    reads.request(1)  # its buffer never comes, as after a failed update
     filled.then(closed.finish_part)
     assert not closed.done
     reads.cancel()

@@ -6,21 +6,16 @@ Without a GPU, host memory replaces the device's; `late_cuda_streams.py` simulat
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_bench import Step, batches, engine, model_directory, train
-from late_cuda_streams import FakeCuda, queued
-from late_transfers import LateDevice, LateTransfers
+from late_engines import engine_on_streams, late_engine
 
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.cuda_device import CudaDevice
-from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, RAM
 from offload_trainer.storage.transfer import done
 
@@ -105,7 +100,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)
 @pytest.mark.parametrize("share", ["device", "all three"])
-def test_weights_and_gradients_may_live_elsewhere(
+def test_weights_and_gradients_may_be_in_other_tiers(
     share: str, elsewhere: str, states: str, folder: Path, tmp_path: Path
 ) -> None:
     """Pages updated on the device then use buffers to reach their weights and gradients elsewhere."""
@@ -121,33 +116,9 @@ def test_weights_and_gradients_may_live_elsewhere(
 def test_late_copies_and_reads_change_nothing(
     elsewhere: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     words = [*SHARES["all three"], *elsewhere, "tiered.weight_buffers=2"]
-    with engine(model_in(folder, tied=True), *words, drives=drive_in(folder), device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model_in(folder, tied=True), *words, drives=drive_in(folder)) as ours:
         assert train(ours, batches(4)) == in_ram(folder, "bf16", True, 1)[0]
-
-
-class QueuedKernel:
-    """A kernel on the device that queues its work in the current stream."""
-
-    name = "queued"
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda, self._kernel = cuda, TorchKernel()
-
-    def update_page(self, *page: Any, **words: Any) -> None:
-        assert self._cuda.stream_now() is not self._cuda.compute
-        self._cuda.put(self._cuda.stream_now(), "update", partial(self._kernel.update_page, *page, **words))
-
-
-@contextmanager
-def on_streams(monkeypatch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[TieredEngine]:
-    """Yield the engine on the real CUDA device with simulated streams that run late, and a kernel that does too."""
-    with queued(monkeypatch, haste=0.2) as cuda:
-        late = lambda layout, device, kernel, say: QueuedKernel(cuda)  # noqa: E731
-        monkeypatch.setattr("offload_trainer.engine.build_tiered._device_kernel", late)
-        with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
-            yield ours
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -158,7 +129,7 @@ def test_streams_that_run_late_change_nothing(
 ) -> None:
     expected, state = in_ram(folder, "bf16", True, accumulate)
     words = [*SHARES[share], *elsewhere, "--accumulate", str(accumulate), "tiered.weight_buffers=2"]
-    with on_streams(monkeypatch, model_in(folder, tied=True), *words, drives=drive_in(folder)) as ours:
+    with engine_on_streams(monkeypatch, model_in(folder, tied=True), *words, drives=drive_in(folder)) as ours:
         data = batches(4 * accumulate)
         steps = train(ours, data[: 2 * accumulate], accumulate=accumulate)
         snapshot = ours.snapshot()
@@ -176,11 +147,11 @@ def test_streams_that_run_late_change_nothing(
 def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would fail if the update did not wait for the device."""
     monkeypatch.setattr(CudaDevice, "reached", lambda self: done())
-    with on_streams(monkeypatch, model_in(folder, tied=True), *SHARES["device"]) as ours:
+    with engine_on_streams(monkeypatch, model_in(folder, tied=True), *SHARES["device"]) as ours:
         assert train(ours, batches(4)) != in_ram(folder, "bf16", True, 1)[0]
 
 
-def test_pages_live_where_the_shares_say(folder: Path) -> None:
+def test_pages_are_placed_by_the_shares(folder: Path) -> None:
     """The device holds whole units with their gradients (a remainder aside), and each share is exact up
     to alignment.
     """

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, train
-from late_transfers import LateDevice, LateTransfers
+from late_engines import engine_on_streams, late_engine, use_late_transfers
+from late_transfers import LateDevice
 from test_overlap import AWAY, HOMES, gpt2, plain, saved
-from test_shares import on_streams
 from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -97,7 +97,7 @@ def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ON_DRIVES)
-def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
+def test_forty_steps_match_plain_torch(home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
     """bf16 with dropout. Where the norm is above the limit, the speculative pages are discarded and updated again."""
     model = gpt2(folder)
     expected, weights = plain(model, 40, CLIP)
@@ -114,7 +114,7 @@ def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, kept
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("states", ["8bit", "bf16"])
-def test_moments_that_chance_rounds_are_those_of_the_update_in_line(
+def test_stochastically_rounded_moments_match_the_update_in_line(
     states: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     found = []
@@ -206,7 +206,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     assert found[0] == found[1]
 
 
-def test_pages_count_only_where_all_that_they_follow_from_is_as_expected() -> None:
+def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None:
     unit = units_of(ModelShape((Weight("w", (60, 100), unit="h.0", block=True),), 1, 100, 50, 16))
     rule, steps = {"w": AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1)}, {"w": 3}
     expected = step_params_of(unit, rule, steps, scale=0.5, noise_seed=7)
@@ -234,7 +234,7 @@ def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
     monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(ahead)))
     for how in (IN_LINE, FULL):
         if how == FULL:
-            monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+            use_late_transfers(monkeypatch)
         given = LateDevice() if how == FULL else None
         with engine(model, *ON_DRIVES[home], *words, how, drives=[drive], device=given) as ours:
             step = [0]
@@ -249,7 +249,7 @@ def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
 
 
 @pytest.mark.usefixtures("always")
-def test_what_the_ring_fetched_of_a_skipped_step_is_forgotten(
+def test_prefetched_weights_of_a_skipped_step_are_dropped(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget, forgotten = WeightPrefetcher.forget, []
@@ -270,10 +270,9 @@ def test_late_copies_and_reads_change_nothing(
     home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: Any
 ) -> None:
     """Some pages are in flight when the step is decided, others wait for a slot. Steps 1 and 3 are clipped."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model, words = gpt2(folder), ["--accumulate", str(accumulate), CLIP]
     expected, weights = plain(model, 4, *words, accumulate=accumulate)
-    with engine(model, *ON_DRIVES[home], *words, FULL, drives=[drive], device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *ON_DRIVES[home], *words, FULL, drives=[drive]) as ours:
         assert train(ours, batches(4 * accumulate), accumulate=accumulate) == expected
         assert_same(masters(ours), weights)
 
@@ -283,12 +282,12 @@ def test_late_copies_and_reads_change_nothing(
 @pytest.mark.parametrize("home", ON_DRIVES)
 def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     model = gpt2(folder)
-    with on_streams(monkeypatch, model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
         assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
         assert_same(masters(ours), plain(model, 4, CLIP)[1])
 
 
-def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder: Path, drive: Path) -> None:
+def test_pages_are_written_during_the_backward_and_copies_flip_after_it(folder: Path, drive: Path) -> None:
     """During the backward the pages of complete units are written, but the committed copy changes only afterwards."""
     seen = []
     with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
@@ -309,7 +308,7 @@ def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder
         assert all(store.copies.valid(number) == 1 - before[number] for number in ahead)
 
 
-def test_a_unit_that_is_told_of_too_late_is_not_offered_to_the_next_step(folder: Path, drive: Path) -> None:
+def test_a_unit_reported_too_late_is_not_offered_to_the_next_step(folder: Path, drive: Path) -> None:
     with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
         hold_up(ours)
         moving, seen = ours.offloaded.updater.pipeline, []
@@ -338,7 +337,7 @@ def test_a_page_in_ram_waits_for_the_decision(folder: Path, drive: Path) -> None
 # -- when steps are often clipped ------------------------------------------------------------------------------------
 
 
-def test_more_than_two_of_eight_steps_stop_it_and_it_comes_back() -> None:
+def test_speculation_pauses_after_more_than_two_mispredictions_in_eight_steps() -> None:
     watch, found = MispredictionWatch(), []
     for as_expected in [True, False, False, True, False, *[True] * 8]:
         watch.decided(as_expected=as_expected)
@@ -346,7 +345,7 @@ def test_more_than_two_of_eight_steps_stop_it_and_it_comes_back() -> None:
     assert found == [True] * 4 + [False] * 5 + [True] * 4
 
 
-def test_a_run_whose_steps_are_all_clipped_is_not_begun_ahead(
+def test_a_run_whose_steps_are_all_clipped_does_not_speculate(
     folder: Path, drive: Path, kept: list[tuple[int, int]]
 ) -> None:
     model, clip = gpt2(folder), "optim.max_grad_norm=0.01"
@@ -371,7 +370,7 @@ def test_without_a_limit_every_step_is_as_expected(folder: Path, drive: Path, ke
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive"])
-def test_a_snapshot_is_of_its_step_while_the_next_are_begun_ahead(
+def test_a_snapshot_has_its_step_while_later_ones_speculate(
     home: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """The snapshot is written only after a later step has begun, and an evaluation precedes each step."""
@@ -414,7 +413,7 @@ def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(
 
 
 @pytest.mark.parametrize(("file", "skipped"), [("state", False), ("state", True), ("gradients", False)])
-def test_a_drive_that_fails_behind_the_backward_is_told(
+def test_a_drive_that_fails_during_the_backward_is_reported(
     file: str, skipped: bool, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step whose update failed raises the error, or else the next operation that waits for it."""
@@ -442,7 +441,7 @@ def test_a_drive_that_fails_behind_the_backward_is_told(
             train(ours, batches(2))
 
 
-def test_the_seconds_behind_the_backward_are_hidden(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_during_the_backward_are_hidden(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first page of the step takes 0.1 s, which counts as hidden."""
     update, slept = Updater._update, []
 

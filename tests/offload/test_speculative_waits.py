@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import ON_GPU, assert_same, batches, engine, masters, train
+from late_engines import engine_on_streams
 from late_transfers import HeldWrites
 from test_overlap import BEHIND, HOMES, gpt2, plain
-from test_shares import on_streams
 from test_speculative_update import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
 from test_tiered import skip_last_block
 
@@ -62,7 +62,7 @@ def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("file", ["state", "weights"])
-def test_what_is_done_again_waits_for_what_was_written(
+def test_a_repeated_update_waits_for_speculative_writes(
     file: str, folder: Path, drive: Path, writes: HeldWrites
 ) -> None:
     """The step is clipped while a speculative page is still being written to where the repeated update writes it."""
@@ -76,7 +76,9 @@ def test_what_is_done_again_waits_for_what_was_written(
 
 
 @pytest.mark.parametrize("file", ["state", "weights"])
-def test_what_counts_is_whole_before_it_is_read(file: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
+def test_valid_pages_are_complete_before_they_are_read(
+    file: str, folder: Path, drive: Path, writes: HeldWrites
+) -> None:
     """The next forward waits for the weights, and the next read of a page for its state."""
     model = gpt2(folder)
     with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
@@ -89,9 +91,7 @@ def test_what_counts_is_whole_before_it_is_read(file: str, folder: Path, drive: 
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("file", ["state", "weights"])
-def test_a_step_that_is_skipped_waits_for_what_was_written(
-    file: str, folder: Path, drive: Path, writes: HeldWrites
-) -> None:
+def test_a_skipped_step_waits_for_speculative_writes(file: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
     """The old weights overwrite the new ones, and the next step's state goes where the skipped state
     would have gone.
     """
@@ -110,7 +110,7 @@ def test_a_step_that_is_skipped_waits_for_what_was_written(
 
 
 @pytest.mark.parametrize("how", [BEHIND, FULL])
-def test_a_forward_goes_on_while_state_is_on_its_way(how: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
+def test_a_forward_does_not_wait_for_state_in_flight(how: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
     """All pages fill the slots without delaying the forward; reading a master waits for its own page."""
     model = gpt2(folder)
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=99", how]
@@ -125,7 +125,7 @@ def test_a_forward_goes_on_while_state_is_on_its_way(how: str, folder: Path, dri
     assert not writes.crossed
 
 
-def test_a_backward_goes_on_while_state_is_on_its_way(folder: Path, drive: Path, writes: HeldWrites) -> None:
+def test_a_backward_does_not_wait_for_state_in_flight(folder: Path, drive: Path, writes: HeldWrites) -> None:
     """State of all pages is being written until the next backward has reached its last block; none of it is read."""
     model, seen = gpt2(folder), list[int]()
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=99", FULL]
@@ -148,7 +148,7 @@ def test_a_backward_goes_on_while_state_is_on_its_way(folder: Path, drive: Path,
 @pytest.mark.usefixtures("always")
 @pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
 @pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
-def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
+def test_a_page_waits_for_its_own_units_event(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
     complete.
     """
@@ -165,7 +165,7 @@ def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path,
             found.append(after is made[unit])
         return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
 
-    with on_streams(monkeypatch, gpt2(folder), *ON_DRIVES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, gpt2(folder), *ON_DRIVES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         monkeypatch.setattr(PagePipeline, "offer", offered)
         monkeypatch.setattr(Gradients, "read", looked)
@@ -247,7 +247,7 @@ def _noted(read: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
     return noted
 
 
-def test_what_the_next_forward_needs_first_comes_first(
+def test_units_of_the_next_forward_are_updated_in_its_order(
     folder: Path, drive: Path, writes: HeldWrites, monkeypatch: Any
 ) -> None:
     """Two slots are busy until all blocks except the first are complete; then pages are updated in the
@@ -288,7 +288,7 @@ def test_units_that_are_complete_before_pages_may_be_offered(
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("skipped", [True, False])
-def test_state_that_was_read_ahead_of_units_that_are_not_complete(skipped: bool, folder: Path, drive: Path) -> None:
+def test_prefetched_state_of_incomplete_units(skipped: bool, folder: Path, drive: Path) -> None:
     """Pages of a block that only the first step uses wait in their slots until the step is decided or skipped."""
     model, found = gpt2(folder), []
     for how in ("tiered.overlap=off", FULL):
@@ -379,7 +379,7 @@ def test_steps_that_are_not_announced_offer_nothing(folder: Path, drive: Path, m
 
 
 @pytest.mark.parametrize("swapped", [1, 3])
-def test_a_unit_that_comes_after_the_next_one_gets_slots(
+def test_a_unit_out_of_order_gets_slots(
     swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its gradient sums arrive late, when the slots already hold the state of later units."""

@@ -111,7 +111,7 @@ def third_step(
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_started_only_when_it_is_needed(
+def test_units_are_prefetched_before_they_are_needed(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`need` never starts a fetch after the first step, not even for heads, embeddings or the first unit of a pass."""

@@ -21,7 +21,8 @@ from engine_bench import (
     model_directory,
     train,
 )
-from late_transfers import LateDevice, LateTransfers, hasty
+from late_engines import late_engine
+from late_transfers import LateDevice, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.plan.tiered.layout as layout
@@ -74,7 +75,7 @@ CHECKPOINTING = {
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
-def test_losses_and_norms_are_plain_torchs(
+def test_losses_and_norms_match_plain_torch(
     architecture: str, home: str, checkpointing: str, tied: bool, folder: Path
 ) -> None:
     """Every placement and form of checkpointing matches plain torch without checkpointing, in fp32 for three steps."""
@@ -118,7 +119,7 @@ PLACES = {
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_homes_do_not_change_a_bit(place: str, count: int, folder: Path) -> None:
+def test_placement_does_not_change_a_bit(place: str, count: int, folder: Path) -> None:
     """Twenty bf16 steps give the losses, norms and masters of plain torch's AdamW bit for bit."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *PLACES[place], drives=drives(folder, count)) as ours:
@@ -158,7 +159,9 @@ def test_accumulation(words: list[str], home: str, folder: Path) -> None:
     ],
     ids=["some", "embeddings, reentrant"],
 )
-def test_frozen_weights_stay_and_the_others_follow_plain_torch(home: str, words: list[str], folder: Path) -> None:
+def test_frozen_weights_are_unchanged_and_the_others_follow_plain_torch(
+    home: str, words: list[str], folder: Path
+) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *HOMES[home], *words, drives=drives(folder, 1)) as ours:
         before = masters(ours)
@@ -266,7 +269,7 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(home: str, folder: Pa
         assert train(ours, batches(6)) == expected
 
 
-def test_a_loss_scale_goes_on_in_fp16_only(folder: Path) -> None:
+def test_a_loss_scale_is_resumed_in_fp16_only(folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     fp16 = ["--dtype", "fp16", "optim.initial_loss_scale=1024", "optim.loss_scale_window=2"]
     scales = {}
@@ -284,7 +287,7 @@ def test_a_loss_scale_goes_on_in_fp16_only(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> None:
+def test_a_nan_changes_nothing_and_training_continues(home: str, folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     data = batches(4)
     with engine(model, *HOMES[home], drives=drives(folder, 1)) as ours:
@@ -304,9 +307,8 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
 @pytest.mark.parametrize("words", [*HOMES.values(), [*HOMES["all on the drive"], "model.activation_checkpointing=on"]])
 def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every transfer finishes late and out of order, as on a GPU and a busy drive."""
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = model_directory(folder / "gpt2-True", "gpt2")
-    with engine(model, *words, drives=drives(folder, 2), device=LateDevice()) as ours:
+    with late_engine(monkeypatch, model, *words, drives=drives(folder, 2)) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
 
 
@@ -323,7 +325,7 @@ def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("place", ["share 1", "share 0.5", "all on the drive", "partly frozen, checked"])
-def test_a_snapshot_is_of_its_moment_while_training_goes_on(
+def test_a_snapshot_is_consistent_while_training_continues(
     place: str, states: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
@@ -345,7 +347,7 @@ def test_a_snapshot_is_of_its_moment_while_training_goes_on(
         assert (tmp_path / "behind" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_snapshot_that_is_let_go_of_stops_and_holds_nothing_up(folder: Path, tmp_path: Path) -> None:
+def test_a_closed_snapshot_blocks_no_update(folder: Path, tmp_path: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *PLACES["share 0.5"], drives=drives(folder, 1)) as ours:
         snapshot = ours.snapshot()
@@ -364,7 +366,7 @@ def test_a_snapshot_that_is_let_go_of_stops_and_holds_nothing_up(folder: Path, t
         ("share 0.5", ["--engine", "plain"]),
     ],
 )
-def test_state_goes_on_elsewhere_bit_for_bit(before: str, after: list[str], folder: Path) -> None:
+def test_state_resumes_in_another_placement_bit_for_bit(before: str, after: list[str], folder: Path) -> None:
     """State saved from one drive resumes on three drives, with another share, or in plain torch."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     place = folder / f"state {before}"
@@ -381,7 +383,7 @@ def test_state_goes_on_elsewhere_bit_for_bit(before: str, after: list[str], fold
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_stored_precision_resumes_exactly_and_homes_do_not_matter(states: str, folder: Path) -> None:
+def test_stored_precision_resumes_exactly_in_every_placement(states: str, folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     place = folder / f"states {states}"
     place.mkdir()

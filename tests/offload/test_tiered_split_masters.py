@@ -7,15 +7,13 @@ from __future__ import annotations
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import engine_bench
 import pytest
 import torch
 from engine_bench import Step, batches, engine, masters, model_directory, train
-from late_transfers import LateDevice, LateTransfers
+from late_engines import engine_on_streams, late_engine
 from test_overlap import BEHIND, HOMES, saved
-from test_shares import on_streams
 from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -94,7 +92,7 @@ def test_other_moments_and_rules(kernel: str, states: list[str], folder: Path, d
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_runs_go_on_in_either_form(states: list[str], folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_runs_resume_in_either_format(states: list[str], folder: Path, drive: Path, tmp_path: Path) -> None:
     """A checkpoint of either form, written during training, resumes in the other."""
     expected, state = whole(folder, *states, steps=6)
     home = HOMES["weights and gradients on the drive"]
@@ -118,7 +116,9 @@ def test_runs_go_on_in_either_form(states: list[str], folder: Path, drive: Path,
 
 
 @pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive", "all on the device"])
-def test_weights_without_a_gradient_and_frozen_ones_stay(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_weights_without_a_gradient_and_frozen_ones_are_unchanged(
+    home: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
     found = []
     for words in ([], [REMAINDERS]):
         words = ['model.freeze=["wpe","h.1.mlp"]', *words]
@@ -132,10 +132,8 @@ def test_weights_without_a_gradient_and_frozen_ones_stay(home: str, folder: Path
 def test_late_copies_and_reads_change_nothing(
     home: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     expected, state = whole(folder, steps=6)
-    words: dict[str, Any] = {"drives": [drive], "device": LateDevice()}
-    with engine(gpt2(folder), *HOMES[home], BEHIND, REMAINDERS, **words) as ours:
+    with late_engine(monkeypatch, gpt2(folder), *HOMES[home], BEHIND, REMAINDERS, drives=[drive]) as ours:
         plant_ties(ours)
         assert train(ours, batches(6)) == expected
         assert saved(ours, tmp_path / "late") == state
@@ -147,7 +145,7 @@ def test_streams_that_run_late_change_nothing(
 ) -> None:
     """On simulated CUDA streams, old weights come down from the device and go up to its pages in time."""
     expected, state = whole(folder, steps=6)
-    with on_streams(monkeypatch, gpt2(folder), *HOMES[home], REMAINDERS, drives=[drive]) as ours:
+    with engine_on_streams(monkeypatch, gpt2(folder), *HOMES[home], REMAINDERS, drives=[drive]) as ours:
         plant_ties(ours)
         assert train(ours, batches(6)) == expected
         assert saved(ours, tmp_path / "streams") == state
@@ -204,7 +202,7 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--dtype", "fp16"], "--dtype fp16: split masters need bf16 weights"),
         (["--dtype", "fp32"], "--dtype fp32"),
@@ -216,7 +214,7 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
         (["tiered.overlap=backward"], "tiered.overlap=backward: a clipped step needs its old weights again"),
     ],
 )
-def test_what_cannot_have_remainders_is_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:
+def test_settings_without_split_masters_are_refused(words: list[str], message: str, folder: Path, drive: Path) -> None:
     asked = engine(gpt2(folder), *words, REMAINDERS, drives=[drive])
-    with pytest.raises(UserError, match=f"tiered.master_format=split with {told}"):
+    with pytest.raises(UserError, match=f"tiered.master_format=split with {message}"):
         asked.__enter__()

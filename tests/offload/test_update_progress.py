@@ -35,7 +35,7 @@ def home(ranks: list[UpdateProgress]) -> list[list[bool]]:
     return [[one.is_ready(unit) for unit in UNITS] for one in ranks]
 
 
-def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgress]) -> None:
+def test_a_unit_is_ready_once_all_ranks_have_updated_it(ranks: list[UpdateProgress]) -> None:
     first, second = ranks
     first.completion_callback(0, pages=2)(None)
     first.completion_callback(2)(None)
@@ -51,7 +51,7 @@ def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgr
     assert home(ranks) == [[True] * 3] * 2
 
 
-def test_what_goes_wrong_on_one_rank_is_raised_there(ranks: list[UpdateProgress]) -> None:
+def test_an_error_of_one_rank_is_raised_there(ranks: list[UpdateProgress]) -> None:
     first, _ = ranks
     first.completion_callback(2)(TrainerError("the drive is gone"))
     for unit in UNITS:

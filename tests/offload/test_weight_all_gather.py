@@ -62,7 +62,7 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
                     rounds.barrier()
                     continue
                 into = host_buffer(2 * SIZES[what]).view(torch.bfloat16)
-                wanted = gathers.want(what, units[what])
+                wanted = gathers.request(what, units[what])
                 fill = wanted.fill
                 wanted.fill = lambda into, _, fill=fill: fill(into, copy)  # type: ignore[method-assign,misc]
                 wanted(into).wait()
@@ -79,14 +79,14 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
         return list(threads.map(of_rank, range(WORLD))), copied
 
 
-def test_what_all_need_next_comes_by_parts() -> None:
+def test_units_that_all_ranks_need_are_gathered() -> None:
     """Each rank copies its part and the remainder; each copies all of a unit that has fewer pieces than ranks."""
     found, copied = of_ranks([[0, 1, 2, MEET, 3, 4]] * WORLD)
     assert found == [[True] * 5] * WORLD
     assert copied == [(1 + 2 + 1 + (2 + 1) + (3 + 2)) * ALIGN] * WORLD
 
 
-def test_a_rank_need_not_wait_for_one_that_waits_for_it() -> None:
+def test_ranks_that_need_different_units_do_not_deadlock() -> None:
     """One rank reaches a barrier late, after fetches that the others do later; one skips a unit."""
     late, others = [4, 3, 2, MEET, 4, MEET, 3], [4, MEET, 3, 2, 4, MEET, 3]
     found, copied = of_ranks([others, late, [4, MEET, 3, 4, MEET, 3]])
@@ -94,13 +94,13 @@ def test_a_rank_need_not_wait_for_one_that_waits_for_it() -> None:
     assert sum(copied) > WORLD * (5 + 3 + 1 + 5 + 3) * ALIGN - ALIGN
 
 
-def test_a_link_that_fails_ends_every_rank() -> None:
+def test_a_failed_link_ends_every_rank() -> None:
     found, _ = of_ranks([[2, MEET, 3]] * WORLD, fails=True)
     assert isinstance(found[1], TrainerError)
     assert all(isinstance(error, Exception) for error in found)
 
 
-def test_an_end_does_not_wait_for_ranks_that_need_nothing_more() -> None:
+def test_closing_does_not_wait_for_other_ranks() -> None:
     ends = threading.Event()
 
     def never(mine: int) -> list[int]:
@@ -109,8 +109,8 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more() -> None:
 
     node, rounds = Node(), FetchMatching(never)
     gathers = WeightAllGather(node, rounds=rounds, join=lambda values, number: None)
-    filled = gathers.want(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
-    never_given = gathers.want(1, torch.zeros(ALIGN))  # its destination never comes, as after a failed update
+    filled = gathers.request(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
+    never_given = gathers.request(1, torch.zeros(ALIGN))  # its destination never comes, as after a failed update
     assert not filled.done
     gathers.cancel()
     with pytest.raises(RuntimeError, match="closed before"):
@@ -122,7 +122,7 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more() -> None:
     rounds.close()
 
 
-def test_the_parts_and_what_is_left_are_all_of_a_unit() -> None:
+def test_parts_and_remainder_cover_a_unit() -> None:
     for elements in (0, *SIZES, 1000 * ALIGN):
         for ranks in (1, 2, 3, 8):
             part = even_part(elements, ranks=ranks)
@@ -130,7 +130,7 @@ def test_the_parts_and_what_is_left_are_all_of_a_unit() -> None:
             assert 0 <= elements - ranks * part < ranks * ALIGN
 
 
-def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_gather_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, norms, masters, moments and evaluation losses match one rank's. Layer drop makes ranks need different
     units.
     """
@@ -162,7 +162,7 @@ def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypat
             assert one.left == expected.left, one
 
 
-def test_a_gather_that_was_not_given_room_yet_waits_for_it() -> None:
+def test_a_gather_waits_for_its_buffer() -> None:
     """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
     turn, thread = Turn(), Workers(1, "gathers")

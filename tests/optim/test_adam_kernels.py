@@ -122,7 +122,7 @@ def test_native_has_the_bits_of_torch(n: int, betas: tuple[float, float]) -> Non
         assert all(map(same_bits, *results))
 
 
-def test_native_carries_what_is_not_finite() -> None:
+def test_native_propagates_nan_and_infinity() -> None:
     grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, 1.0] * 5)
     results = []
     for kernel in (TorchKernel(), NativeKernel()):
@@ -166,10 +166,12 @@ def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
 # -- choice of kernel --------------------------------------------------------------------------------------------------
 
 
-def test_auto_says_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_names_the_chosen_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, words = kernels.choose_kernel("auto")
     assert kernel.name == "native"
     assert "native" in words
+    assert kernels.choose_kernel("native")[0] is kernel  # checked once in a process
+    kernels._checked_native.cache_clear()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     kernel, words = kernels.choose_kernel("auto")
@@ -179,7 +181,7 @@ def test_auto_says_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         kernels.choose_kernel("native")
 
 
-def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_shows_the_compilers_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "adam.cpp"
     source.write_text('#error "not today"\n')
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
@@ -188,7 +190,7 @@ def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pyt
         NativeKernel()
 
 
-def test_a_changed_header_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_header_builds_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     source, header = tmp_path / "adam.cpp", tmp_path / "formats.h"
     source.write_text('#include "formats.h"\nextern "C" int answer() { return ANSWER; }\n')
@@ -198,7 +200,7 @@ def test_a_changed_header_is_another_library(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
-def test_a_kernel_that_is_off_by_one_bit_is_not_taken(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(NativeKernel):
         def update_page(self, fields: dict[str, torch.Tensor], *others: object, **settings: object) -> None:
             super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
@@ -211,7 +213,7 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_taken(states: str, monkeypatch: 
     assert "last bits" in words
 
 
-def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+def test_two_processes_may_build_concurrently(tmp_path: Path) -> None:
     code = "from offload_trainer.optim.native_adam import NativeLibrary; NativeLibrary()"
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OFFLOAD_TRAINER_CACHE": str(tmp_path)})

@@ -17,7 +17,7 @@ def random_bytes(size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
 
 
-def test_the_compiled_one_has_zlibs_numbers() -> None:
+def test_the_compiled_checksum_equals_zlibs() -> None:
     kernel = NativeKernel()
     computed = [kernel.page_sum(random_bytes(size)) for size in SIZES]
     if set(computed) == {-1}:
@@ -29,7 +29,7 @@ def test_the_compiled_one_has_zlibs_numbers() -> None:
     assert kernel.page_sum(unaligned) == zlib_sum(unaligned)
 
 
-def test_it_is_a_crc_32_of_which_zeros_have_none() -> None:
+def test_the_checksum_is_a_crc_32_with_0_for_zeros() -> None:
     """Without zlib's inversions a CRC is linear: it differs from zlib's by the CRC of as many zeros."""
     for size in (1, 77, 4096):
         data = random_bytes(size)
@@ -37,5 +37,5 @@ def test_it_is_a_crc_32_of_which_zeros_have_none() -> None:
         assert zlib_sum(torch.zeros(size, dtype=torch.uint8)) == 0
 
 
-def test_another_kernel_leaves_it_to_zlib() -> None:
+def test_without_the_native_kernel_zlib_is_used() -> None:
     assert sum_with(TorchKernel()) is zlib_sum

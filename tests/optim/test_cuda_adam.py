@@ -220,7 +220,7 @@ def test_more_parts_than_a_launch_takes(gpu: Gpu, states: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_outside_the_parts_not_a_bit_changes(gpu: Gpu, states: str) -> None:
+def test_elements_outside_the_parts_keep_their_bits(gpu: Gpu, states: str) -> None:
     page, kernel = wild_page(N, states=states), CudaKernel(gpu, fuses=fuses())
     outside = torch.ones(N, dtype=torch.bool)
     for changed in PARTS:
@@ -254,7 +254,7 @@ def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> Non
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs fuse always")
-def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_a_cpu_without_fma(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_adam, "FLAGS", tuple(flag for flag in native_adam.FLAGS if "native" not in flag))
     if shutil.which("g++") is None:
         pytest.skip("there is no compiler to build such a kernel with")
@@ -282,7 +282,7 @@ def test_from_any_thread(gpu: Gpu) -> None:
 # -- when it is used ---------------------------------------------------------------------------------------------------
 
 
-def test_it_is_taken_where_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_used_if_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
     for beside in (reference(), TorchKernel()):
         kernel, words = choose_cuda_kernel(gpu.place, beside)
@@ -290,7 +290,7 @@ def test_it_is_taken_where_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: p
         assert "the CPU's bits" in words
 
 
-def test_a_gpu_that_flushes_subnormals_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_flushes_subnormals_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Flushing(CudaKernel):
         def update_page(self, fields: Fields, *others: object, **settings: object) -> None:
             super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ def test_a_gpu_that_flushes_subnormals_is_not_taken(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "fields", [("hip", "7.0", "ROCm"), ("cuda", None, "not built for CUDA"), ("cuda", "99.1", "libnvrtc.so.99")]
 )
-def test_without_nvrtc_there_is_a_reason(fields: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvrtc_the_reason_is_printed(fields: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     attribute, value, words = fields
     monkeypatch.setattr(torch.version, attribute, value)
     kernel, said = choose_cuda_kernel(torch.device("cuda"), TorchKernel())
@@ -331,7 +331,7 @@ def test_code_is_for_the_device_or_for_the_driver_to_translate() -> None:
         CudaKernel(EmulatedGpu(61), fuses=True)
 
 
-def test_what_nvrtc_looks_for_is_loaded_before_it(tmp_path: Path) -> None:
+def test_libraries_that_nvrtc_needs_are_loaded_first(tmp_path: Path) -> None:
     """NVRTC 13.0's wheel otherwise fails with "failed to open libnvrtc-builtins.so.13.0", which is next to it."""
     library = tmp_path / "libnvrtc-builtins.so.99.1"
     (tmp_path / "other.cpp").write_text('extern "C" int built() { return 1; }')
@@ -342,13 +342,13 @@ def test_what_nvrtc_looks_for_is_loaded_before_it(tmp_path: Path) -> None:
     assert ctypes.CDLL(library.name).built() == 1
 
 
-def test_what_cannot_be_compiled_has_nvrtcs_words(tmp_path: Path) -> None:
+def test_a_compile_error_shows_nvrtcs_message(tmp_path: Path) -> None:
     (tmp_path / "other.cu").write_text("no kernel")
     with pytest.raises(TrainerError, match=r"cannot compile other.cu .*not today"):
         EmulatedGpu().load(tmp_path / "other.cu", ["adamw_fp32"], defines={})
 
 
-def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = EmulatedGpu()
     monkeypatch.setattr(gpu, "stream", lambda: 8)
     with pytest.raises(TrainerError, match="cuLaunchKernel: CUDA_ERROR_INVALID_CONTEXT"):
@@ -391,7 +391,7 @@ def test_nvrtc_fuses_and_flushes_nothing(script: ModuleType) -> None:
         ("sqrt.rn.f32 %f9, %f8;", "2 FMA for 2 elements"),
     ],
 )
-def test_the_check_of_the_code_finds(line: str, fault: str, script: ModuleType) -> None:
+def test_the_check_of_the_code_finds_mistakes(line: str, fault: str, script: ModuleType) -> None:
     fused = "\n".join(["\tfma.rn.f32 \t%f3, %f1, %f2, %f4;"] * 2)
     right = (
         f"\tsqrt.rn.f32 \t%f9, %f8;\n{fused}\n\t@%p1 ld.global.v4.f32 {{%f1}}, [%rd1];\n\tmul.rn.f32 %f3, %f1, %f2;\n"
@@ -401,7 +401,7 @@ def test_the_check_of_the_code_finds(line: str, fault: str, script: ModuleType) 
     assert script.faults_of(f"{right}\t{line}\n", fuses=True) == [fault]
 
 
-def test_the_script_says_that_there_is_nothing_to_check_with() -> None:
+def test_the_script_names_a_missing_disassembler() -> None:
     if torch.version.cuda:
         pytest.skip("there is NVRTC here")
     command = [sys.executable, ROOT / "scripts" / "check_cuda_kernel.py"]

@@ -108,7 +108,7 @@ def test_norms_of_small_weights_have_torchs_bits(native: GradientKernel, size: i
         assert torch.equal(norm.of(sums, native), norm_of(sums))
 
 
-def test_another_update_kernel_leaves_gradients_to_torch() -> None:
+def test_with_another_update_kernel_torch_adds_gradients() -> None:
     kernel = gradient_kernel(TorchKernel())
     assert isinstance(kernel, TorchGradients)
     sums = torch.ones(70_000)

@@ -61,7 +61,7 @@ def by_hand(model: Path, steps: int, betas: tuple[float, float]) -> tuple[list[S
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_bits_of_plain_torch_wherever_it_lives(home: str, model: Path, drives: list[Path]) -> None:
+def test_bits_of_plain_torch_in_every_placement(home: str, model: Path, drives: list[Path]) -> None:
     with engine(model, "optim.name=lion", *RATE, *HOMES[home], drives=drives) as ours:
         steps, weights = train(ours, batches(8), lr=3e-3), masters(ours)
     expected, right = by_hand(model, 8, (0.9, 0.99))
@@ -70,14 +70,14 @@ def test_bits_of_plain_torch_wherever_it_lives(home: str, model: Path, drives: l
     assert steps[-1][0] < steps[0][0]
 
 
-def test_betas_are_as_asked(model: Path) -> None:
+def test_betas_are_the_configured_ones(model: Path) -> None:
     with engine(model, "optim.name=lion", "optim.betas=[0.7, 0.8]", *RATE) as ours:
         assert train(ours, batches(8), lr=3e-3) == by_hand(model, 8, (0.7, 0.8))[0]
     assert by_hand(model, 8, (0.7, 0.8))[0] != by_hand(model, 8, (0.9, 0.99))[0]
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_a_checkpoint_has_one_moment_and_goes_on_elsewhere(
+def test_a_checkpoint_has_one_moment_and_resumes_in_another_placement(
     moments: str, model: Path, drives: list[Path], tmp_path: Path
 ) -> None:
     words = ["optim.name=lion", f"optim.moment_dtype={moments}", *RATE]
@@ -111,14 +111,14 @@ def test_the_state_of_another_rule_is_refused(model: Path, tmp_path: Path) -> No
         ours.load(tmp_path / "lion")
 
 
-def test_a_state_from_before_there_were_rules_is_adamws(tmp_path: Path) -> None:
+def test_a_state_without_a_rule_is_adamws(tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text('{"optimizer_steps": 3, "good_steps": 0, "states": "8bit"}')
     assert read_engine_state(tmp_path, rule=ADAMW).format == state_format("adamw", "8bit")
     with pytest.raises(UserError, match=r"of AdamW.* optim.name=adamw"):
         read_engine_state(tmp_path, rule=LION)
 
 
-def test_masters_of_a_dead_run_are_where_its_index_says(model: Path, tmp_path: Path) -> None:
+def test_masters_of_a_dead_run_are_read_by_its_manifest(model: Path, tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     with engine(model, "optim.name=lion", *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
@@ -134,13 +134,13 @@ def test_masters_of_a_dead_run_are_where_its_index_says(model: Path, tmp_path: P
                 read_store(index.parent)
 
 
-def test_a_state_that_no_rule_has_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_an_unknown_rule_is_refused(tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text('{"optimizer_steps": 3, "rule": "lion", "states": "8bit"}')
     with pytest.raises(UserError, match="Lion has no moments in 8bit"):
         read_engine_state(tmp_path, rule=LION)
 
 
-def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
+def test_the_command_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     words = [*TINY, "optim.name=lion", *RATE, "--steps", 4, "--save-every", 2, "--nvme", tmp_path / "drive"]
     words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "optim.schedule=constant", "train.eval_every=0"]
@@ -162,7 +162,7 @@ def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("home", [{"params": "gpu"}, {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}])
-def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
+def test_a_session_supports_the_rule(home: dict[str, str], tmp_path: Path) -> None:
     def trained(network: torch.nn.Module, make: Any) -> list[float]:
         """Train with two parameter groups, one of which decays, and a scheduler; return the losses."""
         groups = [
@@ -226,7 +226,7 @@ def test_the_plan_names_rule_and_betas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--engine", "plain"], "optim.name=lion belongs to --engine tiered, not to plain"),
         (["--engine", "deepspeed"], "optim.name=lion belongs to --engine tiered, not to deepspeed"),
@@ -234,6 +234,6 @@ def test_the_plan_names_rule_and_betas() -> None:
         (["optim.eps=1e-6"], "which has no eps"),
     ],
 )
-def test_what_lion_is_not_is_refused(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_settings_that_lion_lacks_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         load_config(["optim.name=lion", *words])

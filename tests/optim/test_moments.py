@@ -248,7 +248,7 @@ def test_stochastic_rounding_is_right_on_average(kind: Callable[[], Moments], fo
     assert abs((ups / steps - share).mean()) < 5 / (4 * steps * n) ** 0.5
 
 
-def test_bf16_keeps_what_is_not_finite_and_native_is_the_same() -> None:
+def test_bf16_keeps_nan_and_infinity_and_native_is_the_same() -> None:
     x = values(70_001, signed=True)
     noise = Noise(1, 2).bits("exp_avg", 3, 2**32 - 7000)
     one, other = torch.empty(2, x.numel(), dtype=torch.bfloat16)
@@ -262,7 +262,7 @@ def test_bf16_keeps_what_is_not_finite_and_native_is_the_same() -> None:
     torch.testing.assert_close(back, one.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_noise_depends_on_the_element_alone() -> None:
+def test_noise_depends_only_on_the_element() -> None:
     noise = Noise(3, 4)
     for start in (2**18 - 5, 2**32 - 300):
         whole = random_bits(noise.bits("exp_avg", 2, start), 1000)
@@ -271,7 +271,7 @@ def test_noise_depends_on_the_element_alone() -> None:
     assert 0 <= whole.min() < 1000 < 64_000 < whole.max() < 2**16
 
 
-def test_noise_is_shared_by_nobody() -> None:
+def test_no_two_elements_share_noise() -> None:
     """Noise is uncorrelated between fields, units, steps, seeds and distant elements, also if one is shifted."""
     n = 2**16
     one = random_bits(Noise(3, 4).bits("exp_avg", 0, 0), n)

@@ -95,7 +95,7 @@ def by_torch(
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
-def test_twenty_clipped_steps_have_torchs_bits_wherever_the_state_lives(
+def test_twenty_clipped_steps_have_torchs_bits_in_every_placement(
     architecture: str, home: str, models: dict[str, Path], drives: list[Path]
 ) -> None:
     """Every step is clipped and has two micro-batches."""
@@ -119,7 +119,7 @@ def test_each_expert_is_a_matrix(models: dict[str, Path], drives: list[Path]) ->
 
 
 @pytest.mark.parametrize("home", ["in RAM", "all on the drives"])
-def test_matrices_without_a_gradient_stay(home: str, models: dict[str, Path], drives: list[Path]) -> None:
+def test_matrices_without_a_gradient_are_unchanged(home: str, models: dict[str, Path], drives: list[Path]) -> None:
     """Their momentum stays as well, and no weight decay is applied, as in torch."""
     words = ["--dtype", "fp32", "--lr", str(RATE)]
 
@@ -141,8 +141,8 @@ def test_matrices_without_a_gradient_stay(home: str, models: dict[str, Path], dr
         assert_same(masters(ours), right)
 
 
-def test_other_settings_are_torchs_too(models: dict[str, Path]) -> None:
-    """In bf16, with rates scaled by Jordan's rule; another rate and another momentum give other losses."""
+def test_other_settings_match_torch_too(models: dict[str, Path]) -> None:
+    """The bits match in bf16, with Jordan's rule for rates. Another rate and another momentum give other losses."""
     words = ["--dtype", "bf16", "--lr", str(RATE)]
     expected = by_torch(models["qwen3"], 6, *words, adjust_lr_fn="original")
     with engine(models["qwen3"], *MUON, *words, "optim.muon_adjust_lr=original") as ours:
@@ -182,7 +182,7 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     assert steps == by_torch(Path(model), 20, *plain, accumulate=6, lr=1e-2)[0]  # the rate of `Case`
 
 
-def test_a_checkpoint_has_no_second_moment_of_matrices_and_goes_on_elsewhere(
+def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_placement(
     models: dict[str, Path], drives: list[Path], tmp_path: Path
 ) -> None:
     model = models["qwen3"]
@@ -205,7 +205,7 @@ def test_a_checkpoint_has_no_second_moment_of_matrices_and_goes_on_elsewhere(
         adamw.load(tmp_path / "half")
 
 
-def test_masters_of_a_dead_run_are_where_its_index_says(models: dict[str, Path], tmp_path: Path) -> None:
+def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     with engine(models["qwen3"], *MUON, *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
         ours.offloaded.enable_manifest(model=tmp_path)
@@ -330,7 +330,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 # -- for users -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
+def test_the_command_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     words = [*TINY, *MUON, "--steps", 4, "--save-every", 2, "--nvme", tmp_path / "drive"]
     words += ["--optimizer", "nvme", "--ram-fraction", "0.5", "optim.schedule=constant", "train.eval_every=0"]
@@ -350,7 +350,7 @@ def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("home", [{"params": "gpu"}, {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}])
-def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
+def test_a_session_supports_the_rule(home: dict[str, str], tmp_path: Path) -> None:
     """Groups have rates of their own, and a scheduler changes them."""
 
     def trained(network: torch.nn.Module, make: Any) -> list[float]:
@@ -419,7 +419,7 @@ def test_the_plan_counts_eight_bytes_for_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["optim.name=muon", "--engine", "plain"], "optim.name=muon belongs to --engine tiered, not to plain"),
         (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
@@ -431,8 +431,8 @@ def test_the_plan_counts_eight_bytes_for_matrices() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_incompatible_settings_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         load_config(words)
 
 
@@ -442,7 +442,7 @@ def test_split_masters_are_refused() -> None:
         make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("h200"))
 
 
-def test_on_a_cpu_the_update_has_all_cores() -> None:
+def test_on_a_cpu_the_update_uses_all_cores() -> None:
     """Behind the model it would have one core, and its products take longer than all else of a step."""
     words = ["--model", "gpt2-xl", "--nvme", "/ssd", "--optimizer", "nvme", "optim.name=muon"]
     machine, seconds = replace(read_machine("h200"), gpu=None), []

@@ -56,7 +56,7 @@ def expected(*, times: int = 1) -> bytes:
     return found
 
 
-def test_a_forks_child_has_threads_of_its_own() -> None:
+def test_a_forked_child_starts_its_own_threads() -> None:
     wanted, kernel = expected(), NativeKernel()
     pages = [Page() for _ in range(3)]
     assert pages[0].update(kernel) == wanted
@@ -122,7 +122,7 @@ def in_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_threads_stay_and_take_no_signals() -> None:
+def test_threads_persist_and_block_signals() -> None:
     done = in_python("""
 page.update(kernel)
 first = tasks() - before
@@ -150,7 +150,7 @@ print("done")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
-def test_a_system_that_has_no_more_threads() -> None:
+def test_no_more_threads_can_be_created() -> None:
     done = in_python("""
 used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 19), resource.RLIM_INFINITY))  # no room for a stack
@@ -165,7 +165,7 @@ print("done")
     assert done.stdout == "done\n", done.stderr
 
 
-def test_threads_stay_on_their_node() -> None:
+def test_threads_are_bound_to_their_node() -> None:
     done = in_python("""
 cpu = min(os.sched_getaffinity(0))
 numa.nodes = lambda: [frozenset({cpu}), frozenset({cpu})]
@@ -179,7 +179,7 @@ print("done")
     assert done.stdout == "done\n", done.stderr
 
 
-def test_on_one_node_the_system_places_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_node_threads_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1})])
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("was told where to run"))
     assert Page().update(NativeKernel()) == expected()

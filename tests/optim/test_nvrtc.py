@@ -74,7 +74,7 @@ def other_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("home/lib64", NAME),
     ],
 )
-def test_every_layout_is_found_beside_libraries_of_like_names(
+def test_every_layout_is_found_among_libraries_of_similar_names(
     place: str, name: str, empty: Path, other_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(empty / "home"))
@@ -105,7 +105,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_one_is_named_and_the_next_is_taken(how: str, empty: Path, other_library: Path) -> None:
+def test_a_broken_library_is_named_and_the_next_one_is_used(how: str, empty: Path, other_library: Path) -> None:
     spoil, words = BROKEN[how]
     spoil(put(empty / ENTRIES[0]), other_library)
     with pytest.raises(TrainerError, match=rf"{ENTRIES[0]}/{NAME}.*{words}.*pip install nvidia-cuda-nvrtc-cu1"):
@@ -114,13 +114,13 @@ def test_a_broken_one_is_named_and_the_next_is_taken(how: str, empty: Path, othe
     assert find_nvrtc("1")._library._name == str(right)
 
 
-def test_another_version_under_the_name_is_passed_over(empty: Path) -> None:
+def test_a_library_of_another_version_is_skipped(empty: Path) -> None:
     put(empty / ENTRIES[0], "libnvrtc.so.2")
     with pytest.raises(TrainerError, match=r"libnvrtc\.so\.2 is NVRTC 1\.2"):
         find_nvrtc("2")
 
 
-def test_none_at_all_says_what_to_install(empty: Path) -> None:
+def test_without_nvrtc_the_message_says_what_to_install(empty: Path) -> None:
     with pytest.raises(TrainerError, match=r"no usable libnvrtc\.so\.97 beside torch .*nvidia-cuda-nvrtc==97"):
         find_nvrtc("97")
 
@@ -138,7 +138,7 @@ def test_none_at_all_says_what_to_install(empty: Path) -> None:
         AssertionError("Invalid device id"),
     ],
 )
-def test_whatever_goes_wrong_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_error_becomes_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: torch.device) -> None:
         raise error
 

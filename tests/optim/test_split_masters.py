@@ -83,7 +83,7 @@ def test_the_weight_is_the_master_to_nearest_even() -> None:
     assert bits(joined(masters(torch.tensor([0x7F7FFFFF])))).item() == 0x7F7FFFFF
 
 
-def test_every_master_comes_back() -> None:
+def test_every_master_is_restored() -> None:
     master = of_uppers()
     assert torch.equal(bits(joined(master)), quiet(master))
     shuffled = master[torch.randperm(master.numel(), generator=torch.Generator().manual_seed(0))]
@@ -116,7 +116,7 @@ def test_kernels_keep_every_master(kind: type[Kernel]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 2**32, 2**28))
-def test_all_there_are(first: int, request: pytest.FixtureRequest) -> None:
+def test_all_masters_survive(first: int, request: pytest.FixtureRequest) -> None:
     """All 2^32 masters survive, 64 with one lower half together, in the functions and in the native kernel.
 
     Without --exhaustive, the test covers 2^24 around 1, and 2^24 that end with infinity and NaN, of both signs.
@@ -169,14 +169,14 @@ def test_updates_have_the_bits_of_masters_in_fp32(states: str) -> None:
         assert not torch.equal(whole["master"], page["master"])
 
 
-def test_bytes_a_parameter() -> None:
+def test_bytes_per_parameter() -> None:
     assert replace(form("fp32"), remainders=True).bytes_each == pytest.approx(10.0, abs=0.01)
     assert replace(form("8bit"), remainders=True).bytes_each == pytest.approx(4.04, abs=0.01)
     assert replace(form("lion_bf16"), remainders=True).bytes_each == pytest.approx(4.0, abs=0.01)
     assert replace(form("fp32"), remainders=True).whole == form("fp32")
 
 
-def test_what_a_drive_has_broken_stays_inside_its_block() -> None:
+def test_damage_on_a_drive_stays_inside_its_block() -> None:
     """Wrong counts give wrong numbers in their own block, and no access beyond it."""
     n = 1000
     fields, weights = with_remainders(random_page(n, form("fp32"))[0], replace(form("fp32"), remainders=True))

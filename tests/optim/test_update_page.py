@@ -64,7 +64,7 @@ def same(one: Page, other: Page) -> bool:
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
-def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) -> None:
+def test_elements_outside_the_parts_keep_their_bits(kind: type[Kernel], states: str) -> None:
     """The promise includes 8-bit moments, which decoding and encoding would change."""
     before, _ = random_page(N, form(states))
     fields, out = updated(kind(), PARTS, states=states)
@@ -81,7 +81,7 @@ def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) ->
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
-def test_a_page_without_parts_stays(kind: type[Kernel], states: str) -> None:
+def test_a_page_without_parts_is_unchanged(kind: type[Kernel], states: str) -> None:
     before, _ = random_page(N, form(states))
     fields, out = updated(kind(), [], states=states)
     assert same((fields, out), (before, torch.full_like(out, MARK)))
@@ -119,7 +119,7 @@ def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_lion_is_what_its_paper_says(moments: str, kind: type[Kernel]) -> None:
+def test_lion_follows_its_paper(moments: str, kind: type[Kernel]) -> None:
     """Five steps with changing settings and different parts match Algorithm 2 of Chen et al. 2023 in plain torch."""
     fields, grad = random_page(N, form(f"lion_{moments}"))
     fields["exp_avg"][100:200] = 0
@@ -174,7 +174,7 @@ def test_the_check_at_the_start_passes() -> None:
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
-def test_each_part_has_numbers_of_its_own(kind: type[Kernel], states: str) -> None:
+def test_each_part_has_its_own_hyperparameters(kind: type[Kernel], states: str) -> None:
     """Parameter groups have their own settings: a page of three parts equals three pages."""
     ends = [0, 4096, 4352, N]
     hypers = [

@@ -32,7 +32,7 @@ def step(plan: Plan) -> float:
     return plan.forecast.step
 
 
-def test_auto_takes_the_number_that_makes_a_step_shortest() -> None:
+def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     """On 40 GB, fewer recomputed blocks gain until their activations leave too little room for the weights."""
     here = read_machine("a100-40gb")
     config, plan = resolve_and_plan(wish(*BATCH), SHAPE, here)
@@ -126,7 +126,7 @@ def test_numbers_that_a_model_or_an_engine_does_not_have_are_refused() -> None:
 
 
 def test_a_resumed_run_keeps_its_number_on_a_gpu(tmp_path: Path) -> None:
-    """On a CPU the bits do not depend on it, so the plan chooses anew."""
+    """On a CPU the bits do not depend on it, so the plan chooses again."""
     config = wish(*BATCH, "model.mlp_chunk=off", "tiered.fetch_granularity=block", "--output", str(tmp_path))
     models = MemoryFallbacks(lambda: None, preset=SHAPE)
     models.source = models._preset

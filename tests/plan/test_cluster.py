@@ -11,7 +11,7 @@ from sample_plans import GB, SHAPES, machine, wish
 
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
-from offload_trainer.plan.parallel.comm_cost import GPUS, MEETS, NETWORK, NORMS, OUTBOX, exchange_of
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX, STEP_BARRIERS, exchange_of
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, range_of_rank, units_of
@@ -104,11 +104,11 @@ def test_seconds_of_the_links() -> None:
     later = planned(told, "--params", "gpu", nodes=2).forecast
     units, each = len(units_of(SHAPES["gpt2-medium"])), 2 * 3 * 1e-3
     assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)
-    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms + MEETS * each)
+    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms + STEP_BARRIERS * each)
     assert any("barriers" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
 
 
-def test_a_network_that_nobody_knows_leaves_the_step_unknown() -> None:
+def test_an_unknown_network_leaves_the_step_unknown() -> None:
     plan = planned(cluster(), "--params", "gpu", nodes=2)
     assert plan.forecast.seconds["backward"] is None
     assert "network" not in [one.place for one in planned(cluster(), "--params", "gpu", nodes=1).links]
@@ -134,7 +134,7 @@ def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> No
         assert in_all <= sum(times) * each * 1.01
 
 
-def test_machines_of_a_cluster_say_what_is_between_them() -> None:
+def test_machines_of_a_cluster_name_their_links() -> None:
     for name in CLUSTERS:
         found = read_machine(name)
         assert found.gpus in (4, 8)
@@ -157,10 +157,10 @@ def test_weak_scaling_of_the_command(capsys: pytest.CaptureFixture[str]) -> None
     assert rows[0]["scaling"] == 1 > rows[2]["scaling"] > 0
     assert any("links" in line or "network" in line for line in found["assumptions"])
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "scaling" in told
-    assert told.count("assumed: ") >= len(found["assumptions"])
-    assert all(f"{row['nodes']} nodes: tiered engine" in told for row in rows)
+    printed = capsys.readouterr().out
+    assert "scaling" in printed
+    assert printed.count("assumed: ") >= len(found["assumptions"])
+    assert all(f"{row['nodes']} nodes: tiered engine" in printed for row in rows)
 
 
 def test_one_number_of_machines_has_a_plans_own_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_one_number_of_machines_has_a_plans_own_keys(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("nodes", ["0", "1,x", "", "2000"])
-def test_numbers_that_are_none(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_of_nodes(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--machine", "8xh100-80gb", f"--nodes={nodes}"]) == 2
     assert "whole numbers from 1 to 1024" in capsys.readouterr().err
 

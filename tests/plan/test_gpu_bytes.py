@@ -168,7 +168,7 @@ def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
     assert block.kept.at(2, 1000) > 900 * block.kept.at(2, 1) > 0
 
 
-def test_dropout_and_plain_attention_hold_more(tmp_path: Path) -> None:
+def test_dropout_and_eager_attention_need_more(tmp_path: Path) -> None:
     """On a CPU, dropout disables fused attention, so its matrices grow with pairs of tokens; on a GPU it does not."""
     plain, dropping = (
         resolve_model(ModelSection(name="gpt2-mini", overrides=overrides), seed=0).shape
@@ -188,7 +188,7 @@ def test_dropout_and_plain_attention_hold_more(tmp_path: Path) -> None:
     assert eager.on_gpu.kinds[0].kept.pair > 0
 
 
-def test_what_cannot_be_counted_is_estimated_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise NotImplementedError
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_counted_is_estimated_and_said(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", ["Bamba", "BertGeneration", "FalconH1", "Gemma3", "Gemma4Text"])
-def test_what_once_could_not_be_counted_is(kind: str) -> None:
+def test_models_that_once_could_not_be_counted_are(kind: str) -> None:
     """These have recurrent state, unnamed blocks, a head that reads the body, a vision tower's blocks, or
     no token ids.
     """

@@ -97,7 +97,7 @@ def test_the_named_machine_refuses_too(capsys: pytest.CaptureFixture[str]) -> No
     assert "(sm_70) has no bf16 units" in capsys.readouterr().err
 
 
-def test_where_nothing_is_asked_for_the_card_decides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_dtype_depends_on_the_card(capsys: pytest.CaptureFixture[str]) -> None:
     shape = preset_shape("gpt2", item_bytes=2)
     for words, capability, dtype in (
         ([], (7, 0), "fp16"), ([], (8, 0), "bf16"), (["--dtype", "fp32"], (7, 0), "fp32"), ([], None, "bf16"),
@@ -196,7 +196,7 @@ BROKEN_GPU = RuntimeError(
 )
 
 
-def test_a_gpu_that_answers_nothing_is_refused_in_one_line_and_the_doctor_goes_on(
+def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def busy() -> None:
@@ -207,10 +207,10 @@ def test_a_gpu_that_answers_nothing_is_refused_in_one_line_and_the_doctor_goes_o
     faked(monkeypatch, capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
-    assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in told
-    assert "CUDA_VISIBLE_DEVICES=" in told
-    assert len(told.strip().splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert "torch finds a GPU but cannot use it: CUDA error: all CUDA-capable devices are busy" in printed
+    assert "CUDA_VISIBLE_DEVICES=" in printed
+    assert len(printed.strip().splitlines()) == 1
     config = load_config(["--model", "gpt2", "--output", str(tmp_path / "run")])
     checks = doctor.examine(config.placement, config.model, output=config.save.output, engine=engine_of(config))
     assert [(check.name, check.state) for check in checks if check.state == "failure"] == [("GPU", "failure")]
@@ -233,7 +233,7 @@ def test_without_a_usable_nvrtc_plan_and_doctor_work(
     assert f"it cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
 
 
-def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_variables_are_set_before_its_start_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
     def prepared(**environment: str) -> list[str | None]:
@@ -279,7 +279,7 @@ def test_a_driver_that_torch_does_not_use(
 # -- 16 bits ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_bench_times_what_the_card_has() -> None:
+def test_a_bench_times_the_cards_dtypes() -> None:
     assert dtypes_to_time(card((7, 0)), "fp16") == ["fp16", "fp32"]
     assert dtypes_to_time(card((9, 0)), "fp32") == ["bf16", "fp16", "fp32"]
     assert dtypes_to_time(replace(card((9, 0)), gpu=None), "bf16") == ["bf16", "fp32"]
@@ -323,7 +323,7 @@ def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) 
     )
 
 
-def test_a_cpu_takes_products_in_fp32() -> None:
+def test_a_cpu_multiplies_in_fp32() -> None:
     """A CPU without 16-bit units computes products in fp32 and rounds them."""
     shape = preset_shape("gpt2", item_bytes=2)
     assert shape

@@ -19,7 +19,7 @@ from offload_trainer.manifest import MANIFEST, differences, refuse_other_run
 SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
 
 
-def test_the_same_differs_in_nothing_and_what_is_not_known_neither() -> None:
+def test_equal_and_unknown_identities_do_not_differ() -> None:
     assert differences(SAVED, SAVED) == []
     unknown = dict.fromkeys(("tokens", "training rows", "text", "tokenizer", "validation text"))
     assert differences(SAVED, {"seed": 0, "seq_len": 32} | unknown) == []
@@ -27,7 +27,7 @@ def test_the_same_differs_in_nothing_and_what_is_not_known_neither() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "lines"),
     [
         (
             {"text": 78, "tokens": 120, "training rows": 4},
@@ -40,8 +40,8 @@ def test_the_same_differs_in_nothing_and_what_is_not_known_neither() -> None:
         ({"validation text": 5}, ["it was made without --validation-data, and this run has one"]),
     ],
 )
-def test_what_differs_is_told_in_words(changes: dict[str, object], told: list[str]) -> None:
-    assert differences(SAVED, SAVED | changes) == told
+def test_differences_are_described(changes: dict[str, object], lines: list[str]) -> None:
+    assert differences(SAVED, SAVED | changes) == lines
 
 
 def test_another_validation_text_and_none() -> None:
@@ -92,7 +92,7 @@ def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.Captu
     assert main(["--dry-run", *TINY, "--output", output, "--data", "nosuch.txt"]) == 2
 
 
-def test_a_plan_says_that_the_checkpoint_is_anothers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the manifest exists, since `plan` reads nothing else of a checkpoint."""
     output = tmp_path / "run"
     checkpoint = output / "checkpoints" / "step-00000002"

@@ -49,7 +49,7 @@ def uneven() -> ModelShape:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize(("ram", "speeds"), [(1.0, []), (0.4, [2.0, 1.0]), (0.0, [1.0])])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_each_rank_divides_its_stretches_as_if_it_were_alone(
+def test_each_rank_divides_its_ranges_as_if_it_were_alone(
     ranks: int, ram: float, speeds: list[float], ahead: bool
 ) -> None:
     units = units_of(uneven())
@@ -89,7 +89,7 @@ def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_units_that_lie_alike_give_the_same_pieces(ordered: bool) -> None:
+def test_units_of_equal_layout_give_the_same_pieces(ordered: bool) -> None:
     """The pieces equal those computed for each weight of each unit separately."""
     units, ranks = units_of(uneven()), 5
     each = [
@@ -132,7 +132,7 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(divided) == len(set(divided)) > 1
 
 
-def test_of_many_units_that_lie_alike_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_many_units_of_equal_layout_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     alone = norm_shards._given_of
 
@@ -145,7 +145,7 @@ def test_of_many_units_that_lie_alike_one_is_asked(monkeypatch: pytest.MonkeyPat
     assert asked == ["wte", "h.0.q", "h.0.f", "h.0.ln", "h.2.f", "h.2.ln"]
 
 
-def test_an_order_that_comes_again_is_walked_until_it_repeats_itself(seed: int) -> None:
+def test_a_repeated_order_is_simulated_until_it_repeats(seed: int) -> None:
     """The fetches equal those of the written-out repetition, for random units, orders and buffers."""
     draw = random.Random(seed)
     for _ in range(300):

@@ -16,15 +16,13 @@ from offload_trainer.plan.machine import Latency, Links, Rate, describe_rates, p
 from offload_trainer.run.machine_rates import _ranks_to_time
 
 
-def test_two_ranks_time_what_is_between_them_and_it_is_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
-    said: list[str] = []
-    found = link_rates.bench_links(known, ranks=2, say=said.append)
-    assert said == ["bench: links between 2 ranks"]
+    messages: list[str] = []
+    found = link_rates.bench_links(known, ranks=2, say=messages.append)
+    assert messages == ["bench: links between 2 ranks"]
     assert (found.ranks, found.message) == (2, known.message)
     timed = (found.to_device_at_once, found.from_device_at_once, found.all_gather, found.all_to_all)
     for one in timed:

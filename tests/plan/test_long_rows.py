@@ -69,7 +69,7 @@ def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does()
     assert not least.fits
 
 
-def test_the_wish_is_settled_so_that_the_engine_has_what_was_planned() -> None:
+def test_auto_is_resolved_for_the_engine_as_planned() -> None:
     small = needs(planned(80, "model.mlp_chunk=256", "--params", "nvme")) / GB + 0.01
     config, plan = resolve_and_plan(wish(*ROWS[:-2], "--params", "nvme"), wide(), machine(gpu=int(small * GB)))
     assert plan.mlp_chunk == config.model.mlp_chunk == workload(config, wide()).mlp_chunk > 0
@@ -79,7 +79,7 @@ def test_the_wish_is_settled_so_that_the_engine_has_what_was_planned() -> None:
     assert not off.fits
 
 
-def test_pieces_as_long_as_a_micro_batch_are_none() -> None:
+def test_pieces_as_long_as_a_micro_batch_are_not_tiles() -> None:
     assert planned(80, "model.mlp_chunk=32768").mlp_chunk == 0
     assert planned(80, "model.mlp_chunk=32767").mlp_chunk == 32767
     assert chunks_of(workload(wish("--seq-len", "512", "--micro-batch", "2"), wide())) == (512, 256)
@@ -165,7 +165,7 @@ def test_the_search_finds_each_length() -> None:
         assert len(asked) < 6
 
 
-def test_the_plan_says_it(tmp_path: Path) -> None:
+def test_the_plan_names_tiled_mlps(tmp_path: Path) -> None:
     """The plan states it for a described machine, without torch for a preset, and in the command's JSON."""
     plan = plan_elsewhere(wish("--model", "gpt2"), machine(gpu=24 * GB))
     assert plan.longest_row == 1024

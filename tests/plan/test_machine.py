@@ -116,11 +116,11 @@ def test_each_form_of_moments_is_timed_in_pages() -> None:
         made[update_key("native", states)](70_000, 32_768)(1)
 
 
-def test_a_profile_survives_json(timed: MachineProfile) -> None:
+def test_a_profile_round_trips_through_json(timed: MachineProfile) -> None:
     assert profile_from_json(json.loads(json.dumps(timed.to_json()))) == timed
 
 
-def test_rates_are_found_again_on_the_same_machine_only(
+def test_cached_rates_are_used_on_the_same_machine_only(
     timed: MachineProfile, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -274,7 +274,7 @@ def test_planning_for_another_machine_imports_no_torch() -> None:
     assert "params" in done.stdout
 
 
-def test_drives_of_a_machine_that_is_named_lie_where_nvme_says() -> None:
+def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
     """A named machine's drive figures apply to the user's directory; a probed machine has only its own drives."""
     named = read_machine("v100-32gb")
     machine, words = described(named, ["--nvme", "/my/path"])

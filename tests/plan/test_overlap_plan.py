@@ -56,7 +56,7 @@ def test_hidden_is_what_a_walk_through_the_units_gives(
     assert update + forward - hidden == pytest.approx(simulated(update, forward, parts))
 
 
-def test_only_the_first_micro_batch_hides_and_what_both_ask_of_one_thing_does_not() -> None:
+def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not_overlap() -> None:
     parts = [UnitShare(0.001, 0.001)] * 1000
     assert hidden_seconds(forecast(2.0, 4.0), parts, micro_batches=1, gpu=False) == pytest.approx(2.0, rel=0.01)
     assert hidden_seconds(forecast(2.0, 4.0), parts, micro_batches=4, gpu=False) == pytest.approx(1.0, rel=0.01)
@@ -89,7 +89,7 @@ def test_the_plan_counts_it_and_says_so() -> None:
     assert "update overlap with" not in plans["off"].describe()
 
 
-def test_auto_takes_it_where_it_hides_enough() -> None:
+def test_auto_overlaps_the_update_if_that_gains_enough() -> None:
     def chosen(*words: str, on: MachineProfile) -> tuple[bool, float, float]:
         plan = make_plan(wish(*words), SHAPES["gpt2"], on)
         assert isinstance(plan.sizes, TierSizes)
@@ -106,7 +106,7 @@ def test_auto_takes_it_where_it_hides_enough() -> None:
     assert chosen(*half, on=machine())[:2] == (True, 0.0)  # overlap costs nothing while the seconds are unknown
 
 
-def test_ratios_of_phases_that_run_at_once_are_not_kept() -> None:
+def test_ratios_of_overlapping_phases_are_not_stored() -> None:
     def kept(how: str) -> set[str]:
         found = make_plan(wish("--ram-fraction", "0", f"tiered.overlap={how}"), SHAPES["gpt2-medium"], timed()).forecast
         taken = {phase: [1.2 * (seconds or 0.0)] * 12 for phase, seconds in found.seconds.items()}
@@ -151,7 +151,7 @@ def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
     assert behind_the_backward(0.5, little, cpu, early=EarlyPages(1.0, last=0.2)).done == pytest.approx(0.4)
 
 
-def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
+def test_shared_resources_lengthen_the_backward() -> None:
     """A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time."""
     drive, weights = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.5, "", "drive", "sda")
     assert behind_the_backward(4.0, drive, weights).hidden == pytest.approx(0.5, rel=0.01)
@@ -218,7 +218,7 @@ def test_a_forward_waits_for_all_that_is_complete_last() -> None:
 
 
 @pytest.mark.parametrize(("share", "ranks"), [("0", 1), ("0.5", 1), ("0.5", 2)])
-def test_full_is_counted_itemised_and_said(share: str, ranks: int) -> None:
+def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks: int) -> None:
     words = ("--ram-fraction", share, "--engine", "tiered")
     plans = {
         how: make_plan(

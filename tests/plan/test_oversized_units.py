@@ -22,7 +22,7 @@ def planned(shape: ModelShape, gpu: float, *words: str) -> Plan:
 
 
 @pytest.mark.parametrize(("shape", "name"), [(WIDE, "the block transformer.h.0"), (WORDS, "transformer.wte")])
-def test_what_no_home_helps_is_named_with_its_bytes(shape: ModelShape, name: str) -> None:
+def test_a_unit_that_fits_nowhere_is_named_with_its_bytes(shape: ModelShape, name: str) -> None:
     size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
     plan = planned(shape, 2)  # half of it is CUDA's own memory and the reserve
     assert not plan.fits
@@ -33,7 +33,7 @@ def test_what_no_home_helps_is_named_with_its_bytes(shape: ModelShape, name: str
         plan.refuse(force=False)
 
 
-def test_what_is_small_enough_by_itself_is_not() -> None:
+def test_a_unit_that_fits_is_not_named() -> None:
     """The plan then lacks memory for something else."""
     plan = planned(WIDE, 2.7)
     assert not plan.fits

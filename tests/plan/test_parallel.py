@@ -82,7 +82,7 @@ def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tu
 
 @pytest.mark.parametrize("kind", ["ring", "all-to-all"])
 @pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
-def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, here: int) -> None:
+def test_bytes_through_a_nodes_network_equal_simulated_messages(kind: str, here: int) -> None:
     world = 16
     for group in (2, 4, 8, 16):
         for apart in (1, 2, 4, 8):
@@ -93,7 +93,7 @@ def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, her
             assert flow.network(here) == pytest.approx(network), (group, apart)
 
 
-def test_a_stage_that_cannot_be_is_refused() -> None:
+def test_an_impossible_stage_is_refused() -> None:
     stock = ("--engine", "deepspeed")
     with pytest.raises(UserError, match=r"zero_stage=2 keeps whole weights on each GPU.*use --params gpu"):
         wish(*stock, "deepspeed.zero_stage=2", "--params", "cpu")
@@ -164,7 +164,7 @@ def test_sequence_parallel_by_hand() -> None:
 # -- seconds ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() -> None:
+def test_rates_timed_between_ranks_count_if_no_links_are_described() -> None:
     flow = next(zero_collectives(work(), stage=2, trained=10**9))
     across = replace(flow, kind="all-to-all")
     timed = {"all_gather": rate(2e9), "all_to_all": rate(5e9)}
@@ -177,7 +177,7 @@ def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() 
 # -- available modes ---------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_divided_is_named() -> None:
+def test_models_that_cannot_be_divided_are_named() -> None:
     def told(*, tensor: int = 1, sequence: int = 1, **changed: object) -> str:
         return refusal(replace(SHAPE, **changed), tensor=tensor, sequence=sequence, seq_len=512)  # type: ignore[arg-type]
 
@@ -310,10 +310,10 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert by_name["ZeRO-3 over 8"]["link_bytes"] == 0 < by_name["ZeRO-3 over 8"]["pcie_bytes"]
     assert main([*WORDS, "--machine", "8xh100-80gb"]) == 0
-    told = capsys.readouterr().out
-    assert "rejected: tensor 2 x ZeRO-1 over 4, tensor 4 x ZeRO-1 over 2, tensor 8: transformers has no" in told
-    assert "fastest from 8.19 k tokens a step: " in told
-    assert "assumed: between GPUs: 360 GB/s each way" in told
+    printed = capsys.readouterr().out
+    assert "rejected: tensor 2 x ZeRO-1 over 4, tensor 4 x ZeRO-1 over 2, tensor 8: transformers has no" in printed
+    assert "fastest from 8.19 k tokens a step: " in printed
+    assert "assumed: between GPUs: 360 GB/s each way" in printed
 
 
 def test_modes_keep_the_length_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,13 +324,13 @@ def test_modes_keep_the_length_of_the_run(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["--machine", "8xh100-80gb", "--gpus", "1"], "there is only one rank: add --gpus N"),
         (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: with --parallel, one whole number"),
         (["--machine", "8xh100-80gb", "--nodes", "0"], "--nodes 0"),
     ],
 )
-def test_a_mistake_is_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_refused(words: list[str], expected_text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *words]) == 2
-    assert told in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_items_sum_to_the_tiers(name: str, homes: tuple[str, str]) -> None:
     assert {item.tier for item in plan.items} <= set(plan.tiers)
 
 
-def test_what_is_made_of_a_plan_is_not_the_plan() -> None:
+def test_changing_a_plans_json_does_not_change_the_plan() -> None:
     """A report adds rows to the JSON, and the plan still says that it fits."""
     plan = make_plan(wish(), SHAPES["gpt2"], machine())
     held = plan.to_json()
@@ -102,7 +102,7 @@ def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
     assert not make_plan(config, shape, machine(ram=need - 1)).fits
 
 
-def test_auto_takes_the_first_that_fits_and_says_why_not_the_others() -> None:
+def test_auto_uses_the_first_that_fits_and_says_why_not_the_others() -> None:
     shape = SHAPES["gpt2-xl"]
     chosen = {gpu: make_plan(wish(), shape, machine(gpu=gpu * GB)) for gpu in (80, 16)}
     assert (chosen[80].engine, chosen[80].homes) == ("tiered", "params gpu, optimizer gpu")
@@ -143,7 +143,7 @@ def test_auto_fills_the_gpu_then_ram_then_drives(gpu: int, ram: int) -> None:
     assert state.get("/ssd", 0) == pytest.approx(max(0.0, left) * total, rel=0.01, abs=1e6)
 
 
-def test_wishes_for_shares_are_kept() -> None:
+def test_configured_shares_are_kept() -> None:
     shape, here = SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=64 * GB)
 
     def shares(*words: str) -> tuple[float, float]:
@@ -162,7 +162,7 @@ def test_wishes_for_shares_are_kept() -> None:
     assert shares("--optimizer", "nvme") == (0, 0)
 
 
-def test_where_the_gpu_has_no_kernel_no_state_is_there() -> None:
+def test_no_state_is_on_a_gpu_without_a_kernel() -> None:
     shape, here = SHAPES["gpt2-xl"], dataclasses.replace(machine(gpu=80 * GB), no_state_on_gpu="no NVRTC")
     plan = make_plan(wish(), shape, here)
     assert plan.homes == "params gpu, optimizer RAM"
@@ -196,7 +196,7 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
         assert held[rank, RAM] == pytest.approx(each / 2, abs=ALIGN * len(units))
 
 
-def test_what_ranks_share_is_in_ram_once() -> None:
+def test_shared_state_is_in_ram_once() -> None:
     """Four ranks have one rank's state, sums and weights in RAM, four processes, and buffers to exchange gradients."""
 
     def items(world: int) -> dict[str, int]:
@@ -246,7 +246,7 @@ def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
     assert kept == world * each > 0
 
 
-def test_a_node_holds_the_weights_whole_and_its_ranks_share_of_all_else() -> None:
+def test_a_node_stores_all_weights_and_its_ranks_share_of_the_rest() -> None:
     """Four nodes of 2 ranks, compared with one node of 2, hold a quarter of the state each, up to a page's size."""
 
     def plan(nodes: int) -> Plan:
@@ -265,7 +265,7 @@ def test_a_node_holds_the_weights_whole_and_its_ranks_share_of_all_else() -> Non
     assert four.to_json()["chosen"]["nodes"] == 4
 
 
-def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
+def test_tiers_sum_to_the_state() -> None:
     """Each byte of state has one place for every share and number of drives; units completed last are in RAM."""
     units = units_of(SHAPES["gpt2"])
     total = sum(unit.trained for unit in units)
@@ -302,7 +302,7 @@ def test_weights_of_a_unit_do_not_overlap() -> None:
         assert trained == sorted(trained, reverse=True)
 
 
-def test_without_a_gpu_its_tier_stays_empty() -> None:
+def test_without_a_gpu_its_tier_is_empty() -> None:
     plan = make_plan(wish(), SHAPES["gpt2"], machine())
     assert plan.tiers["gpu"] == {"need": 0, "have": 0}
     assert plan.placement == Placement("gpu", "cpu")
@@ -370,7 +370,7 @@ def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
     assert json.loads(path.read_text()) == given
 
 
-def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
+def test_sums_of_several_micro_batches_are_on_the_gpu_if_they_fit() -> None:
     """The plan lists the sums in 4 or 2 bytes; the backward copies nothing out, and the update copies all
     of it once.
     """
@@ -392,7 +392,7 @@ def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
     assert once.sizes.gradients == "cpu"  # type: ignore[union-attr]
 
 
-def test_gradients_on_their_way_are_counted() -> None:
+def test_gradients_in_flight_are_counted() -> None:
     """The largest gradient and 256 MB are in flight on a GPU. A CPU adds to sums in RAM, with nothing in flight."""
     shape, e = SHAPES["gpt2-xl"], 2
     words = ("--gpu-fraction", "0", "--micro-batch", "1", "--params", "gpu")
@@ -428,7 +428,7 @@ def on_one_disk(free: int) -> MachineProfile:
     return replace(one, output=output, drives=(replace(one.drives[0], device=7),))
 
 
-def test_directories_on_one_filesystem_are_told_of_as_one() -> None:
+def test_directories_on_one_filesystem_are_reported_together() -> None:
     """They share one free-space figure, instead of each being listed with what the other leaves."""
     words = ("--optimizer", "nvme", "--save-every", "5", "save.keep=2")
     ample = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(500 * GB))
@@ -447,7 +447,7 @@ def test_directories_on_one_filesystem_are_told_of_as_one() -> None:
         assert f"{sizes[place]}   of 1 GB on the filesystem shared with {other}   DOES NOT FIT" in line
 
 
-def test_a_drive_that_is_not_used_and_a_row_that_does_not_fit_are_told_as_such() -> None:
+def test_an_unused_drive_and_a_row_that_does_not_fit_are_reported() -> None:
     plan = make_plan(wish("--ram-fraction", "1"), SHAPES["gpt2"], machine())
     assert "0 B   of 500 GB: not used by this plan" in plan.describe()
     assert "rows of any length: not even the shortest fit" in replace(plan, longest_row=0).describe()
@@ -455,7 +455,7 @@ def test_a_drive_that_is_not_used_and_a_row_that_does_not_fit_are_told_as_such()
 
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])
-def test_the_words_of_a_plan_are_english(gpu: int) -> None:
+def test_plans_use_plain_words(gpu: int) -> None:
     """Phrases that confused readers do not occur."""
     plans = [make_plan(wish("--ram-fraction", share), SHAPES["gpt2"], machine(gpu=gpu)) for share in ("0", "1")]
     for said in (plan.describe() for plan in plans):

@@ -110,7 +110,7 @@ def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path
     return folder
 
 
-def test_each_says_what_it_needs() -> None:
+def test_each_recipe_says_what_it_needs() -> None:
     assert {"run"} <= set.intersection(*(set(head) for head in HEADS.values()))
     assert {name for name, head in HEADS.items() if "plan" not in head} == NOT_PLANNED
     for path in RECIPES:
@@ -132,7 +132,7 @@ def test_memory_is_the_plans(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_each_trains_scaled_down(recipe: Path, tmp_path: Path) -> None:
+def test_each_recipe_trains_scaled_down(recipe: Path, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
     words: list[object] = [recipe, "--nvme", drive, "--ram-fraction", "0.5", "--steps", "2", "--seq-len", "32"]

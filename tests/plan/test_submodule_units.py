@@ -33,9 +33,11 @@ def block(number: int, **modules: tuple[tuple[int, ...], ...]) -> list[Weight]:
     ]
 
 
-def shape_of(*blocks: list[Weight], apart: tuple[str, ...], **more: tuple[str, ...]) -> ModelShape:
+def shape_of(*blocks: list[Weight], divisible: tuple[str, ...], **more: tuple[str, ...]) -> ModelShape:
     weights = [Weight("embed.weight", (999, WIDE), unit="embed"), *(weight for one in blocks for weight in one)]
-    return ModelShape(tuple(weights), layers=len(blocks), hidden=WIDE, vocabulary=999, context=64, apart=apart, **more)
+    return ModelShape(
+        tuple(weights), layers=len(blocks), hidden=WIDE, vocabulary=999, context=64, divisible=divisible, **more
+    )
 
 
 def names(shape: ModelShape) -> dict[str, list[str]]:
@@ -52,7 +54,7 @@ BOTH = ("layers.0", "layers.0.attn", "layers.0.mlp")
 
 
 def test_a_part_is_at_most_as_large_as_the_largest_that_cannot_be_divided() -> None:
-    shape = shape_of(block(0, **LLAMA), apart=BOTH)
+    shape = shape_of(block(0, **LLAMA), divisible=BOTH)
     assert names(divided(shape)) == {
         "embed": ["embed.weight"],
         "layers.0.attn": [f"layers.0.attn.{one}.w0" for one in "qko"],
@@ -63,16 +65,17 @@ def test_a_part_is_at_most_as_large_as_the_largest_that_cannot_be_divided() -> N
     kinds = {unit.name: (unit.block, unit.is_part, unit.small, unit.within) for unit in units_of(divided(shape))}
     assert kinds["layers.0.attn"] == kinds["layers.0.mlp.up"] == (True, True, False, "layers.0")
     assert kinds["layers.0"] == (False, False, True, "layers.0")  # it stays on the device
-    assert undivided(divided(shape)) == replace(shape, apart=())
+    assert undivided(divided(shape)) == replace(shape, divisible=())
 
 
-def test_what_a_trial_did_not_show_to_be_divisible_is_whole() -> None:
+def test_modules_that_no_probe_showed_divisible_are_whole() -> None:
     one = block(0, **LLAMA)
     mlp = ["layers.0.mlp.up.w0", "layers.0.mlp.down.w0"]
-    assert names(divided(shape_of(one, apart=BOTH[:2])))["layers.0.mlp"] == mlp
-    assert names(divided(shape_of(one, apart=BOTH, tiles=("layers.0.mlp",))))["layers.0.mlp"] == mlp
-    for apart in ((), BOTH[1:]):  # Modules inside cannot be fetched separately if the block itself cannot be divided.
-        shape = shape_of(one, apart=apart)
+    assert names(divided(shape_of(one, divisible=BOTH[:2])))["layers.0.mlp"] == mlp
+    assert names(divided(shape_of(one, divisible=BOTH, tiles=("layers.0.mlp",))))["layers.0.mlp"] == mlp
+    # Modules inside cannot be fetched separately if the block itself cannot be divided.
+    for divisible in ((), BOTH[1:]):
+        shape = shape_of(one, divisible=divisible)
         assert divided(shape) is shape
         assert not is_divided(shape)
 
@@ -80,21 +83,21 @@ def test_what_a_trial_did_not_show_to_be_divisible_is_whole() -> None:
 def test_experts_in_one_tensor_are_one_part_and_blocks_that_are_smaller_stay_whole() -> None:
     experts = block(0, attn__q=(SQUARE,) * 4, mlp__router=((2, WIDE),), mlp__experts=((2, *TALL), (2, *SQUARE)))
     dense = block(1, attn__q=(SQUARE,), mlp__up=(TALL,))
-    apart = tuple(f"layers.{number}{part}" for number in (0, 1) for part in ("", ".mlp"))
-    units = {unit.name: unit for unit in units_of(divided(shape_of(experts, dense, apart=apart)))}
+    divisible = tuple(f"layers.{number}{part}" for number in (0, 1) for part in ("", ".mlp"))
+    units = {unit.name: unit for unit in units_of(divided(shape_of(experts, dense, divisible=divisible)))}
     assert set(units) == {"embed", "layers.0", "layers.0.attn", "layers.0.mlp.experts", "layers.1"}
     assert units["layers.1"].block
     assert not units["layers.1"].is_part
     assert [place.weight.name for place in units["layers.0"].places] == ["layers.0.mlp.router.w0"]
 
 
-def test_many_little_modules_come_and_go_where_together_they_are_not_little() -> None:
+def test_many_small_modules_are_fetched_if_they_are_large_together() -> None:
     """A list of many small experts is one part if it is smaller than the largest matrix, or else many parts."""
     many = {f"mlp__experts__{number}": ((64, WIDE),) for number in range(32)}
-    shape = shape_of(block(0, attn__q=(TALL,), **many), apart=("layers.0", "layers.0.mlp", "layers.0.mlp.experts"))
+    shape = shape_of(block(0, attn__q=(TALL,), **many), divisible=("layers.0", "layers.0.mlp", "layers.0.mlp.experts"))
     units: dict[str, Unit] = {unit.name: unit for unit in units_of(divided(shape))}
     assert units["layers.0.mlp"].is_part  # all experts together are smaller than the matrix
-    larger = shape_of(block(0, attn__q=((WIDE, 1024),), **many), apart=shape.apart)
+    larger = shape_of(block(0, attn__q=((WIDE, 1024),), **many), divisible=shape.divisible)
     units = {unit.name: unit for unit in units_of(divided(larger))}
     assert units["layers.0"].elements <= 1 << 20
     assert sum(unit.is_part for unit in units.values()) > 24
@@ -122,7 +125,7 @@ def way(plan: Plan) -> tuple[str, int]:
     return "module" if parts else "block", plan.sizes.unit_buffers
 
 
-def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
+def test_each_fallback_is_used_if_the_one_before_does_not_fit() -> None:
     """Fewer buffers are tried before division, since they move nothing twice."""
     needs = []
     for fetch, count in RUNGS:
@@ -141,7 +144,7 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
     assert way(refused) == ("block", 3)  # the configured way
 
 
-def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_and_modes_use_the_same_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     compared = list[Plan]()
     taken = plan_command._planned_tiered
@@ -168,7 +171,7 @@ def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> 
         assert not plan.fits
 
 
-def test_a_preset_takes_fewer_buffers_too() -> None:
+def test_a_preset_uses_fewer_buffers_too() -> None:
     def planned(gpu: int, *words: str) -> Plan:
         return plan_elsewhere(load_config(["--model", "gpt2-xl", *AWAY, *words]), machine(gpu=gpu))
 
@@ -180,7 +183,7 @@ def test_a_preset_takes_fewer_buffers_too() -> None:
     assert way(planned(fewer.tiers["gpu"]["need"])) == ("block", 1)
 
 
-def test_what_is_asked_for_is_not_changed() -> None:
+def test_configured_values_are_not_changed() -> None:
     least = planned(ROOMY, "tiered.fetch_granularity=module", "tiered.weight_buffers=1").tiers["gpu"]["need"]
     assert not planned(least, "tiered.fetch_granularity=block").fits
     assert not planned(least, "tiered.weight_buffers=3").fits
@@ -194,7 +197,7 @@ def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
     assert told.too_large.startswith("transformer.h.0.attn alone has 33.6 MB of weights")
 
 
-def test_one_buffer_is_no_way_ahead() -> None:
+def test_one_buffer_prefetches_nothing() -> None:
     """A single buffer allows no overlap, so transfers add to the computing time."""
     timed = replace(
         machine(gpu=ROOMY).rates,

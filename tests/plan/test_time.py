@@ -37,7 +37,7 @@ def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, upd
     )
 
 
-def test_without_rates_nothing_is_claimed() -> None:
+def test_without_rates_seconds_are_unknown() -> None:
     plan = make_plan(wish(), SHAPES["gpt2"], machine())
     assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
     assert "unknown" in plan.describe()
@@ -57,7 +57,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
     assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9 + UPDATE_START)
 
 
-def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
+def test_the_rest_of_one_direction_runs_at_its_own_speed() -> None:
     """More is read than written if weights and gradients are on the drive too."""
     words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "tiered.master_format=fp32")
     shape = SHAPES["gpt2-medium"]
@@ -91,7 +91,7 @@ def test_compute_counts_the_recomputation() -> None:
     assert seconds["backward"] == pytest.approx((2 + more) * seconds["forward"] + copying, rel=1e-5)
 
 
-def test_what_is_no_product_takes_its_own_time() -> None:
+def test_work_other_than_products_takes_its_own_time() -> None:
     """Attention, elementwise operations, the loss, weights from memory and the embedding's gradients have their own
     rates; a checkpointed backward repeats the blocks' forward.
     """
@@ -154,7 +154,7 @@ def test_earlier_runs_correct_the_next_plan() -> None:
     assert make_plan(wish(), SHAPES["gpt2"], told, world=2).forecast.seconds["forward"] == 1.5 * two[0]["forward"]
 
 
-def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
+def test_the_fastest_that_fits_is_chosen_and_the_others_say_why() -> None:
     """All state in RAM with weights on a fast drive is faster than half of the state on the drive."""
     shape = SHAPES["gpt2-xl"]
     here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
@@ -248,7 +248,7 @@ def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
         wish("train.tokens_per_step=1024", "--accumulate", "2")
 
 
-def test_what_was_timed_fastest_is_used_unless_something_else_was_asked() -> None:
+def test_the_settings_timed_fastest_are_used_unless_others_are_configured() -> None:
     here = timed()
     words = "tiered.io_threads=8 tiered.io_block_bytes=1048576"
     quick = replace(here.drives[0], rates=replace(here.drives[0].rates, tried={"tiered.io_threads=2": 1.0, words: 2.0}))
@@ -268,7 +268,7 @@ def test_what_was_timed_fastest_is_used_unless_something_else_was_asked() -> Non
     assert (untimed.io_threads, untimed.speeds) == (wish().tiered.io_threads, (1, 1))
 
 
-def test_only_what_is_steady_corrects_later_plans() -> None:
+def test_only_steady_ratios_correct_later_plans() -> None:
     """Short runs, uneven steps, phases of milliseconds and ratios that only a wrong rate explains are ignored."""
     words = ("--ram-fraction", "0", "tiered.overlap=off")
     found = make_plan(wish(*words), SHAPES["gpt2"], timed()).forecast
@@ -289,7 +289,7 @@ def test_only_what_is_steady_corrects_later_plans() -> None:
     ]
 
 
-def test_the_update_takes_the_rate_of_its_form_of_moments() -> None:
+def test_the_update_uses_the_rate_of_its_moment_format() -> None:
     """If an earlier version timed only fp32, a fraction of that rate is used."""
     shape = SHAPES["gpt2"]
     rates = {"native": rate(1e9), "native.bf16": rate(5e8), "torch": rate(1e8), "torch.8bit": rate(1e6)}

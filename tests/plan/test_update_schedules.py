@@ -35,7 +35,7 @@ def sizes(plan: Plan) -> TierSizes:
 
 
 @pytest.mark.parametrize(("words", "way"), [(BOTH, FULL), (DRIVES, REMAINDER)])
-def test_the_fastest_is_taken_and_the_others_stand_beside_it(words: tuple[str, ...], way: str) -> None:
+def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[str, ...], way: str) -> None:
     """Each alternative has the seconds of a plan that asks for it."""
     plan = planned(*words)
     masters = {REMAINDER: "tiered.overlap=auto"}
@@ -58,7 +58,7 @@ def test_the_fastest_is_taken_and_the_others_stand_beside_it(words: tuple[str, .
 _ALL = (OFF, FORWARD, FULL, REMAINDER)
 
 
-def test_what_gains_less_than_a_twentieth_is_not_taken() -> None:
+def test_a_gain_below_five_percent_changes_nothing() -> None:
     plan = planned(*DRIVES, "tiered.master_format=fp32")
     steps = {one.words: one.seconds or 0.0 for one in plan.ways}
     assert 0.95 * steps[OFF] < steps[FULL] < steps[OFF]
@@ -66,7 +66,7 @@ def test_what_gains_less_than_a_twentieth_is_not_taken() -> None:
     assert sizes(plan).places == 1
 
 
-def test_two_places_only_where_the_disk_has_room() -> None:
+def test_two_copies_only_if_the_disk_has_room() -> None:
     second = next(item.bytes for item in planned(*BOTH).items if item.name == "state, second copy")
     need = planned(*BOTH).tiers["/ssd"]["need"]
     drive = timed().drives[0]
@@ -89,7 +89,7 @@ def test_two_places_only_where_the_disk_has_room() -> None:
         (("tiered.overlap=backward",), set()),
     ],
 )
-def test_what_is_asked_for_is_not_chosen_otherwise(words: tuple[str, ...], left: set[str]) -> None:
+def test_a_configured_schedule_is_kept(words: tuple[str, ...], left: set[str]) -> None:
     plan = planned(*BOTH, *words)
     assert {way.words for way in plan.ways} == left
     if "tiered.master_format=split" in words:
@@ -108,7 +108,7 @@ def test_what_is_asked_for_is_not_chosen_otherwise(words: tuple[str, ...], left:
         (("--dtype", "fp32"), {}, {REMAINDER: "--dtype fp32"}),
     ],
 )
-def test_what_a_run_does_not_allow_is_left_out_and_named(
+def test_impossible_schedules_are_left_out_and_named(
     words: tuple[str, ...], more: dict[str, object], out: dict[str, str]
 ) -> None:
     here = replace(
@@ -123,7 +123,7 @@ def test_what_a_run_does_not_allow_is_left_out_and_named(
             planned(*words, way, on=here, **more)
 
 
-def test_several_ranks_begin_no_step_ahead_unless_they_are_told_to() -> None:
+def test_several_ranks_speculate_only_if_configured() -> None:
     plan = planned(*BOTH[:4], world=2)
     assert not sizes(plan).ahead
     assert "auto ruled out tiered.overlap=backward with 2 ranks" in plan.describe()
@@ -169,7 +169,7 @@ def test_pages_in_ram_are_updated_during_the_backward_where_that_is_faster() -> 
     assert f"auto chose {FULL}" in plan.describe()
 
 
-def test_where_it_gains_little_nothing_is_said_of_it() -> None:
+def test_a_small_gain_is_not_mentioned() -> None:
     plan = on_a100(accumulate=32)
     assert plan.ways == ()
     assert not sizes(plan).ahead
@@ -225,7 +225,7 @@ def test_shadow_memory_is_spread_evenly_over_blocks_and_ranks(share: float, rank
 
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])
-def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_timing_brings(gpu: int) -> None:
+def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_decide(gpu: int) -> None:
     """It overlaps the update with the next forward, which needs no more bytes, unless there is no core for it."""
     on = machine(gpu=gpu)
     words = (*BOTH, "--gpu-fraction", "0")
@@ -245,7 +245,7 @@ def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_t
     assert sizes(planned(*words[:4], on=on, world=2)).overlap
 
 
-def test_fewer_bytes_are_taken_where_nothing_fits_without() -> None:
+def test_split_masters_are_chosen_if_nothing_else_fits() -> None:
     words = ("--ram-fraction", "1", "--params", "gpu", "model.activation_checkpointing=on")
     whole, short = planned(*words, "tiered.master_format=fp32"), planned(*words, "tiered.master_format=split")
     between = (whole.tiers["ram"]["need"] + short.tiers["ram"]["need"]) // 2

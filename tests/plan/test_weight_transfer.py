@@ -82,7 +82,7 @@ def test_rates_of_all_at_once() -> None:
         ({"all_gather": 2e10, "to_device_at_once": 1e10}, True),  # PCIe switches: GPUs share the path to memory
     ],
 )
-def test_the_faster_way_is_taken(links: dict[str, float], parts: bool) -> None:
+def test_the_faster_transfer_is_chosen(links: dict[str, float], parts: bool) -> None:
     plan = planned(node(**links))
     assert by_parts(plan) == parts
     (told,) = [note for note in plan.notes if note.startswith("weight transfer for 8 GPUs")]
@@ -96,7 +96,7 @@ def test_the_faster_way_is_taken(links: dict[str, float], parts: bool) -> None:
     )
 
 
-def test_both_numbers_are_the_arithmetics() -> None:
+def test_both_transfers_match_the_arithmetic() -> None:
     """The largest unit of gpt2-xl is its embedding: 50257 x 1600 weights of 2 bytes and the positions'."""
     plan = planned(node(between_gpus=3e11, to_device_at_once=2.5e10))
     largest = 2 * max(unit.elements for unit in units_of(SHAPES["gpt2-xl"]))
@@ -122,7 +122,7 @@ def test_seconds_and_bytes_of_a_plan() -> None:
     assert parts.tiers["gpu"]["need"] - direct.tiers["gpu"]["need"] == 8 * (512 << 20)
 
 
-def test_without_gpus_it_is_done_where_it_is_asked_for() -> None:
+def test_without_gpus_shards_are_gathered_only_on_request() -> None:
     here = node(gpu=0, all_gather=1e12)
     assert not by_parts(planned(here))
     assert by_parts(planned(here, "tiered.weight_transfer=all_gather"))
@@ -131,7 +131,7 @@ def test_without_gpus_it_is_done_where_it_is_asked_for() -> None:
     assert seconds_of(TransferBytes(10**9, 10**9), node(gpu=0), ranks=2) is None
 
 
-def test_a_wish_that_says_nothing_is_told() -> None:
+def test_a_setting_without_effect_is_noted() -> None:
     for words, gpus in ((("--params", "gpu"), 8), ((), 1)):
         plan = planned(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
         assert not by_parts(plan)

@@ -21,7 +21,7 @@ def inside(box: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.box
-def test_what_needs_more_than_the_limit_is_refused_and_nothing_written(box: Path, drive: Path, tmp_path: Path) -> None:
+def test_a_run_beyond_the_limit_is_refused_and_writes_nothing(box: Path, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "refused"
     done = inside(box, *RUN, "--nvme", drive, "--ram-fraction", "1", "--output", output)
     assert done.returncode == 2, done.stderr[-2000:]
@@ -31,7 +31,7 @@ def test_what_needs_more_than_the_limit_is_refused_and_nothing_written(box: Path
 
 @pytest.mark.slow
 @pytest.mark.box
-def test_what_the_plan_allows_runs_under_the_limit(box: Path, drive: Path, tmp_path: Path) -> None:
+def test_a_planned_run_stays_under_the_limit(box: Path, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "runs"
     done = inside(box, *RUN, "--nvme", drive, "--output", output)  # auto chooses a placement that fits
     assert done.returncode == 0, done.stderr[-2000:]

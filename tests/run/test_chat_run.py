@@ -38,7 +38,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("packing", ["off", "on"])
-def test_a_killed_run_goes_on_to_the_last_bit(packing: str, chat: Path, drive: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit_with_its_rows(packing: str, chat: Path, drive: Path, tmp_path: Path) -> None:
     """A killed run resumes with the same bits, including dropout, whose RNG depends on the position in the run."""
     words = [
         *WORDS,
@@ -80,31 +80,33 @@ def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: P
 
 
 def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
-    told = ask("prepare", *WORDS, "--data", chat, f"data.cache={tmp_path}", "--accumulate", "3").stderr
+    printed = ask("prepare", *WORDS, "--data", chat, f"data.cache={tmp_path}", "--accumulate", "3").stderr
     assert (
         "the first row:\n  given    'User: What follows one?\\nAssistant:'\n  learned  ' one and eno.<|endoftext|>'\n"
         "  given    '\\n'\n  padding  "
-    ) in told
-    padding = re.findall(r"padding  (\d+) x '<\|endoftext\|>'\n", told)
+    ) in printed
+    padding = re.findall(r"padding  (\d+) x '<\|endoftext\|>'\n", printed)
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN_TOKENIZER)
     text = "User: What follows one?\nAssistant: one and eno.<|endoftext|>\n"
     assert padding == [str(32 - len(tokenizer(text).input_ids))]
     # A fifth of the rows of 18 conversations is for validation.
-    assert "an epoch: 15 rows are 3 steps of 6 (--micro-batch x --accumulate x ranks); --steps 6 is 2.4 epochs" in told
+    assert (
+        "an epoch: 15 rows are 3 steps of 6 (--micro-batch x --accumulate x ranks); --steps 6 is 2.4 epochs" in printed
+    )
 
 
 def test_prepare_shows_a_row_of_plain_text(tmp_path: Path) -> None:
     """Text has one row shown as well, all of it learned; a pattern means all its files."""
     for name in ("part-1.txt", "part-2.txt"):
         (tmp_path / name).write_text("What follows one? Two.\n" * 60)
-    told = ask("prepare", *WORDS, "--data", tmp_path / "part-*.txt", f"data.cache={tmp_path}").stderr
-    assert " in 2 file(s) into " in told
-    (line,) = re.findall(r"the first row:\n  learned  '(.*)'\n", told)
+    printed = ask("prepare", *WORDS, "--data", tmp_path / "part-*.txt", f"data.cache={tmp_path}").stderr
+    assert " in 2 file(s) into " in printed
+    (line,) = re.findall(r"the first row:\n  learned  '(.*)'\n", printed)
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN_TOKENIZER)
     text = line.encode().decode("unicode_escape")
     assert text.startswith("What follows one? Two.\nWhat")
     assert len(tokenizer(text).input_ids) == 32
-    assert "padding" not in told
+    assert "padding" not in printed
 
 
 def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
@@ -114,8 +116,8 @@ def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path)
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     words = [*WORDS, "--data", file, f"data.cache={tmp_path}", "data.packing=on", "data.validation=0"]
-    told = ask("prepare", *words, "--seq-len", "256").stderr
-    shown = told[told.index("the first row:") :].splitlines()
+    printed = ask("prepare", *words, "--seq-len", "256").stderr
+    shown = printed[printed.index("the first row:") :].splitlines()
     lines = [line.strip() for line in shown if line.startswith("  ")]
     assert lines[:3] == [
         "conversation 1 of 3:",
@@ -127,17 +129,17 @@ def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path)
     (last,) = (line for line in lines if "لماذا" in line)
     assert r"\x1b[2J\x1b]0;title\x07\x9b\u202e" in last
     assert lines[-1].startswith("padding ")
-    assert all(letter.isprintable() for letter in told.replace("\n", ""))
+    assert all(letter.isprintable() for letter in printed.replace("\n", ""))
 
 
 def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
     words = [*WORDS, "--data", chat, f"data.cache={tmp_path}", f"data.chat_template={template}"]
-    told = ask("prepare", *words).stderr
-    assert "given    '[user] What follows one?\\n'\n  learned  '[assistant] one and eno.\\n'" in told
-    told = ask("prepare", *words, "data.format=text").stderr
-    assert "no field 'text'; there are: messages" in told
+    printed = ask("prepare", *words).stderr
+    assert "given    '[user] What follows one?\\n'\n  learned  '[assistant] one and eno.\\n'" in printed
+    printed = ask("prepare", *words, "data.format=text").stderr
+    assert "no field 'text'; there are: messages" in printed
     missing = ask("prepare", *WORDS, "--data", chat, f"data.chat_template={tmp_path}/none.jinja")
     assert missing.returncode == 2
     assert "none.jinja cannot be read: No such file or directory" in missing.stderr

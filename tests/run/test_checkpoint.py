@@ -58,11 +58,11 @@ def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:
     assert not exchange(tmp_path / "a", tmp_path / "nowhere")
 
 
-def test_only_what_a_save_has_named_is_pruned_or_resumed_from(tmp_path: Path) -> None:
+def test_only_named_checkpoints_are_pruned_or_resumed(tmp_path: Path) -> None:
     """Checkpoints that the user renamed, linked or added files to are never pruned or counted as reclaimable."""
-    said: list[str] = []
+    messages: list[str] = []
     for step in (1, 2, 3, 4):
-        save(tmp_path, step, keep=9, say=said.append)
+        save(tmp_path, step, keep=9, say=messages.append)
     root = tmp_path / "checkpoints"
     (root / "step-00000001").rename(root / "step-00000001-best")
     (root / "step-00000004").rename(root / "step-00000004.damaged")
@@ -74,18 +74,18 @@ def test_only_what_a_save_has_named_is_pruned_or_resumed_from(tmp_path: Path) ->
     assert find_resume("auto", output=tmp_path) == root / "step-00000003"
     assert bytes_that_go(root) == 0
     for step in (5, 6):
-        save(tmp_path, step, keep=1, say=said.append)
+        save(tmp_path, step, keep=1, say=messages.append)
     assert sorted(path.name for path in root.iterdir()) == [
         *(".step-x", "step-00000001-best", "step-00000002", "step-00000003", "step-00000004.damaged", "step-00000006"),
     ]
     read_manifest(tmp_path / "elsewhere/step-00000003")
-    told = "\n".join(said)
+    told = "\n".join(messages)
     assert "step-00000002 is not pruned: notes.txt in it is not the checkpoint's" in told
     assert "step-00000003 is not pruned: it is a link" in told
     assert bytes_that_go(root) == bytes_below(root / "step-00000006") > 0
 
 
-def test_what_a_killed_prune_left_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_a_killed_prune_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = tmp_path / "checkpoints"
     save(tmp_path, 2).rename(root / ".step-00000002.pruned")

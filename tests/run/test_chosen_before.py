@@ -44,7 +44,7 @@ def chosen(output: Path) -> dict:
     return json.loads((output / "plan.json").read_text())["chosen"]
 
 
-def test_a_run_goes_on_with_its_pieces_of_mlps(tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_mlp_chunks(tmp_path: Path) -> None:
     """A resumed run keeps its MLP chunks and its bits.
 
     A different choice, by the user or for lack of memory, is reported.
@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_its_pieces_of_mlps(tmp_path: Path) -> None:
     assert "note: model.mlp_chunk is 256; step-00000004 was saved with off" in less.text
 
 
-def test_a_run_goes_on_with_its_micro_batches(tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_micro_batches(tmp_path: Path) -> None:
     """A resumed run keeps its micro-batch size if only tokens_per_step is set.
 
     The first start had room for half of a step's 16 rows.

@@ -55,12 +55,12 @@ def test_a_copy_is_the_recipe_under_its_own_name(name: str, tmp_path: Path, caps
         ([name, "mine"], f"mine/{name}.yaml"),
     ):
         assert cli.main(["cp", *words]) == 0
-        told = capsys.readouterr().out
+        printed = capsys.readouterr().out
         text = (tmp_path / path).read_text()
         assert load_config([path]) == load_config([str(ROOT / f"configs/{name}.yaml")])
-        assert "configs/" not in text + told
+        assert "configs/" not in text + printed
         shell = f"'{path}'" if " " in path else path
-        assert told.startswith(f"{path}: written; offload-train {shell} ")
+        assert printed.startswith(f"{path}: written; offload-train {shell} ")
         assert f"# run:    offload-train {shell} " in text
 
 
@@ -88,14 +88,14 @@ def test_three_answers_make_a_configuration_with_its_plan(
     (tmp_path / "books.txt").write_text("It was the best of times. " * 500)
     answered(monkeypatch, "no-such-model", "gpt2-mini", "nowhere.txt", "books.txt", "nowhere", "ssd")
     assert cli.main(["init", *SMALL, "--write", "mine.yaml"]) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     for refused in (
         "no-such-model: neither a preset",
         "no such file or directory: nowhere.txt",
         "nowhere: no such",
     ):
-        assert refused in told.err
-    assert "mine.yaml: written; `offload-train mine.yaml` trains" in told.out
+        assert refused in printed.err
+    assert "mine.yaml: written; `offload-train mine.yaml` trains" in printed.out
     words = [*SMALL, "--model", "gpt2-mini", "--data", "books.txt", "--nvme", "ssd"]
     assert load_config(["mine.yaml"]) == load_config(words)
     assert cli.main(["plan", "mine.yaml"]) == 0
@@ -107,7 +107,7 @@ def test_three_answers_make_a_configuration_with_its_plan(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["books.txt", "mine.yaml", "ssd"]
 
 
-def test_what_is_said_is_not_asked_and_nothing_means_the_default(
+def test_given_answers_are_not_asked_and_an_empty_one_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "small.yaml").write_text("data:\n  path: [builtin]\n")
@@ -121,7 +121,7 @@ def test_what_is_said_is_not_asked_and_nothing_means_the_default(
     assert load_config(["train.yaml"]) == load_config(["small.yaml", *SMALL, "--model", "gpt2-mini"])
 
 
-def test_what_does_not_fit_is_not_written(
+def test_a_configuration_that_does_not_fit_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answered(monkeypatch, "gpt2-10b", "builtin", "")
@@ -177,7 +177,7 @@ def completed(shell: str, line: str, folder: Path) -> list[str]:
         ("offload-train export --opt", []),
     ],
 )
-def test_what_a_shell_offers(shell: str, line: str, offered: list[str], tmp_path: Path) -> None:
+def test_shell_completions(shell: str, line: str, offered: list[str], tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     for name in ("books.txt", "mine.yaml"):
         (tmp_path / name).touch()

@@ -39,7 +39,7 @@ def rows(*runs: Path) -> dict[str, tuple[str, ...]]:
     return {row[0]: row[1:] for row in rest}
 
 
-def test_what_differs_and_what_it_did(tmp_path: Path) -> None:
+def test_differing_settings_and_their_results(tmp_path: Path) -> None:
     one = a_run(tmp_path / "one", "--lr", "1e-3")
     evaluation = EvalRecord(step=6, validation_loss=3.5, perplexity=33.1, bits_per_byte=1.25)
     (one / "evaluations.jsonl").write_text(evaluation.to_json() + "\n")
@@ -75,7 +75,7 @@ def test_tokens_a_second_agree_with_seconds_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA X"])
-def test_homes_are_told_as_the_run_told_them(gpu: str | None, tmp_path: Path) -> None:
+def test_placements_are_described_as_by_the_run(gpu: str | None, tmp_path: Path) -> None:
     """Placements are reported as in the run: without a GPU its memory is RAM, and overlap has the key's words."""
     run = a_run(tmp_path / "one", "--params", "gpu", "tiered.overlap=forward")
     (run / "machine.json").write_text(json.dumps({"gpu": gpu}))
@@ -124,7 +124,7 @@ def test_the_page_is_not_cut(tmp_path: Path) -> None:
     assert seen((tmp_path / "page.html").read_text(), tmp_path) == []
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+def test_directories_without_a_run_are_named(tmp_path: Path) -> None:
     for words, told in (
         ([], "report needs at least one RUN"),
         (["--csv", "runs/a"], "--csv: unknown flag"),

@@ -22,7 +22,7 @@ def states(checks: list[doctor.Check]) -> dict[str, str]:
     return {check.name: check.state for check in checks}
 
 
-def test_this_machine_is_well(drive: Path, tmp_path: Path) -> None:
+def test_this_machine_passes(drive: Path, tmp_path: Path) -> None:
     done = ask("doctor", "--json", "--nvme", drive, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)}
@@ -77,7 +77,7 @@ def test_little_room_for_the_output_is_no_failure() -> None:
     assert (check.state, bool(check.fix)) == ("warning", True)
 
 
-def test_the_compilers_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise TrainerError("DeepSpeed's kernel cpu_adam could not be built: fatal error: omp.h: No such file")
 
@@ -98,7 +98,7 @@ def test_the_compilers_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], 8 << 20, []),  # cudaHostRegister does not count against it
     ],
 )
-def test_locked_memory_bounds_async_io_alone(words: list[str], limit: int | None, states: list[str]) -> None:
+def test_locked_memory_limits_only_async_io(words: list[str], limit: int | None, states: list[str]) -> None:
     machine = replace(read_machine("v100-32gb"), memlock_bytes=limit)
     config = load_config(words)
     assert [check.state for check in doctor._memlock(config.placement, engine_of(config), machine)] == states

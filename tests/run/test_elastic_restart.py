@@ -70,7 +70,7 @@ def test_killed_ranks_are_restarted(nodes: int, alone: Run, seed: int, tmp_path:
     assert_same_run(Run(0, text, output), alone)
 
 
-def test_a_run_that_is_warned_is_not_restarted(alone: Run, tmp_path: Path) -> None:
+def test_a_preempted_run_is_not_restarted(alone: Run, tmp_path: Path) -> None:
     """torchrun ends with the run, which has saved its step; the same command resumes."""
     warning, go, output = tmp_path / "evicted", tmp_path / "go", tmp_path / "out"
     metrics, words = output / "metrics.jsonl", [f"train.stop_on=[{warning}]", "--output", output]

@@ -85,8 +85,8 @@ def test_an_epoch_of_a_mixture_is_the_mixtures(text: Path, tmp_path: Path) -> No
     other.write_text("another text with other words in it. " * 40)
     words = [*WORDS, "--data", text, other, "data.mixture=[1,3]", "--epochs", "1"]
     run = call(*words, output=tmp_path / "run")
-    told = next(line for line in run.text.splitlines() if "mixture, in an epoch of" in line)
-    rows = int(told.split("in an epoch of ")[1].split()[0])
+    printed = next(line for line in run.text.splitlines() if "mixture, in an epoch of" in line)
+    rows = int(printed.split("in an epoch of ")[1].split()[0])
     assert rows == rows_of(run)
     assert len(run.steps) == math.ceil(rows / 6)
 

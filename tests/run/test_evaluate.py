@@ -107,15 +107,15 @@ def test_figures_are_those_of_transformers(run: Path, tasks: Path, expected: dic
     """All figures are equal, with the weights in memory, read for each call, and from the export."""
     assert expected.keys() == set(TASKS)
     assert 0 < expected["ours_generate"]["chrf,none"] < 100
-    said: list[str] = []
+    messages: list[str] = []
     for number, (source, most) in enumerate(((run, None), (run, 0), (run.parent / "exported", 0))):
-        done = evaluate(source, wish(tasks), write=tmp_path / f"{number}.json", say=said.append, most_bytes=most)
+        done = evaluate(source, wish(tasks), write=tmp_path / f"{number}.json", say=messages.append, most_bytes=most)
         found = json.loads(done.json)
         assert found["results"] == json.loads(json.dumps(expected))
         assert json.loads((tmp_path / f"{number}.json").read_text()) == found
         assert found["model_name"].endswith(("step-00000040", "exported"))
-    assert sum("read from the disk" in line for line in said) == 2
-    before = evaluate(run / "checkpoints/step-00000020", wish(tasks, tasks=("ours_rolling",)), say=said.append)
+    assert sum("read from the disk" in line for line in messages) == 2
+    before = evaluate(run / "checkpoints/step-00000020", wish(tasks, tasks=("ours_rolling",)), say=messages.append)
     figure = json.loads(before.json)["results"]["ours_rolling"]["word_perplexity,none"]
     assert figure != pytest.approx(expected["ours_rolling"]["word_perplexity,none"])
     assert before.written is None
@@ -144,7 +144,7 @@ def test_limits_and_json(run: Path, tasks: Path, tmp_path: Path, capsys: pytest.
     assert found == json.loads((tmp_path / "other.json").read_text())
 
 
-def test_a_task_that_there_is_not(run: Path, tasks: Path, tmp_path: Path) -> None:
+def test_an_unknown_task(run: Path, tasks: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no task ours_chioce among its \d+; did you mean ours_choice\?"):
         evaluate(run, wish(tasks, tasks=("ours_chioce",)), write=tmp_path / "a.json", say=lambda line: None)
     (tmp_path / "lost.yaml").write_text((tasks / "ours_rolling.yaml").read_text().replace("data.jsonl", "gone.jsonl"))
@@ -154,7 +154,7 @@ def test_a_task_that_there_is_not(run: Path, tasks: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "a.json").exists()
 
 
-def test_what_holds_no_model(run: Path, tasks: Path, tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_a_directory_without_a_model(run: Path, tasks: Path, tmp_path: Path, expected: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"neither a checkpoint .* nor a run directory that holds one"):
         evaluate(tmp_path, wish(tasks), say=lambda line: None)
     for file in (run.parent / "exported").iterdir():
@@ -208,7 +208,7 @@ def test_without_lm_eval(run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["eval", "--tasks", "a"], "eval needs one SOURCE; got nothing"),
         (["eval", "a", "b", "--tasks", "a"], "eval needs one SOURCE; got a, b"),
@@ -219,6 +219,6 @@ def test_without_lm_eval(run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
         (["eval", "a", "--tasks", "a", "--include-path", "nowhere"], "--include-path nowhere: no such directory"),
     ],
 )
-def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(words: list[str], expected_text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
-    assert told in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err

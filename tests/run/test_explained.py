@@ -21,7 +21,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "expected_text"),
     [
         (TrainerError("a drive failed"), 1, "a drive failed"),
         (UserError("no such key"), 2, "no such key"),
@@ -34,11 +34,11 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/out/a"), 1, "/out/a: Permission denied"),
     ],
 )
-def test_ends_in_one_line(error: BaseException, code: int, told: str, tmp_path: Path) -> None:
+def test_ends_in_one_line(error: BaseException, code: int, expected_text: str, tmp_path: Path) -> None:
     """The line is on the screen and last in log.txt."""
     assert exit_code(error) == code
-    assert str(explain(error)).startswith(told)
-    assert logged(error, tmp_path).startswith(f"ended: {told}")
+    assert str(explain(error)).startswith(expected_text)
+    assert logged(error, tmp_path).startswith(f"ended: {expected_text}")
 
 
 def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def logged(error: BaseException, folder: Path) -> str:
     return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
 
 
-def test_no_inodes_is_not_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_inodes_are_not_missing_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=64, f_favail=0))
     assert reason(NO_SPACE) == "No inodes left: the filesystem holds 64 files and takes no more, whatever their size"
     bare = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -70,9 +70,7 @@ def test_no_inodes_is_not_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(NO_SPACE) == "No space left on device"
 
 
-def test_a_filesystem_is_looked_at_before_what_fills_it_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_filesystem_is_examined_before_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The filesystem is examined before a failed save is removed, which would free the inode that it lacked."""
     final = tmp_path / "step-00000002"
 
@@ -103,13 +101,13 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_are_shown_even_if_they_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are shown even if the disk of the cache is full."""
     monkeypatch.setattr(rate_cache, "refuse_unwritable", lambda: None)
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
     monkeypatch.setattr(bench, "bench_sums", lambda machine, *_, **__: f"{machine}, sums too")
     monkeypatch.setattr(rate_cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
-    said: list[str] = []
+    messages: list[str] = []
     facts = {"output": ".", "dtype": "bf16", "page": 4096, "ranks": 1, "drive_bytes": None}
-    assert machine_rates.bench_here(PlacementSection(), **facts, say=said.append) == "measured, sums too"  # type: ignore[arg-type]
-    assert said[-1] == "note: these rates could not be saved for later plans: No space left on device"
+    assert machine_rates.bench_here(PlacementSection(), **facts, say=messages.append) == "measured, sums too"  # type: ignore[arg-type]
+    assert messages[-1] == "note: these rates could not be saved for later plans: No space left on device"

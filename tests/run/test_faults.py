@@ -213,7 +213,7 @@ def test_the_drive_s_mount_vanishes(disk: Path, alone: Run, tmp_path: Path) -> N
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def test_sigkill_is_told_of_by_the_next_run(words: list, alone: Run, tmp_path: Path) -> None:
+def test_the_next_run_reports_a_sigkill(words: list, alone: Run, tmp_path: Path) -> None:
     output = tmp_path / "out"
     killed = call_and_kill(*words, output=output, when=once_saved(output, 4, lambda: None), number=KILL, hold=19)
     assert killed.code == -9

@@ -22,7 +22,7 @@ from offload_trainer.export.sources import opened
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
 from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.runs import aligned, run_table, runs_in
-from offload_trainer.storage.locks import open_lock, take
+from offload_trainer.storage.locks import open_lock, try_lock
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 TOKENS = 12
@@ -62,20 +62,20 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     tokenizer = load_tokenizer(str(exported))
     ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]
     expected = likeliest(exported, ids)
-    said: list[str] = []
+    messages: list[str] = []
     places = ((run, None), (run, 0), (exported, None), (exported, 0))
     for path, most in places:
-        with inference_model(path, say=said.append, most_bytes=most) as found:
+        with inference_model(path, say=messages.append, most_bytes=most) as found:
             assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
-    assert sum("read from the disk for each token" in line for line in said) == 2
+    assert sum("read from the disk for each token" in line for line in messages) == 2
     texts = {
-        sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=said.append, most_bytes=most)
+        sample(path, "What", tokens=TOKENS, temperature=0.9, seed=seed, say=messages.append, most_bytes=most)
         for path, most in places
         for seed in (1, 2)
     }
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
-    assert sample(run, "", tokens=2, temperature=0, say=said.append)
+    assert sample(run, "", tokens=2, temperature=0, say=messages.append)
 
 
 def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
                 assert torch.equal(found.model(given).logits, expected)
 
 
-def test_what_a_run_without_checkpoints_left_is_read_again_and_again(run: Path, tmp_path: Path) -> None:
+def test_final_weights_can_be_read_repeatedly(run: Path, tmp_path: Path) -> None:
     words = [*TINY, "--steps", "1", "--save-every", "0", "--data", run.parent / "chat.jsonl"]
     left = call(*words, output=tmp_path / "left").output
     expected = likeliest(left / "export", [5, 6, 7])
@@ -115,7 +115,7 @@ def test_what_a_run_without_checkpoints_left_is_read_again_and_again(run: Path, 
             assert found.generate([5, 6, 7], tokens=TOKENS, temperature=0, seed=0) == expected
 
 
-def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
+def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
     with opened(run, mixed=False) as source:
         model = empty_model(source.model)
         asked: list[str] = []
@@ -133,18 +133,18 @@ def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
         read_as_called(model, source.shapes, read)
         InferenceModel(model, load_tokenizer(str(source.model))).generate([5, 6, 7], tokens=3, temperature=0, seed=0)
         assert set(asked) == set(source.shapes)
-        assert asked.count("transformer.wte.weight") == 6  # as embedding and as head, for three tokens
+        assert asked.count("transformer.wte.weight") == 6  # three tokens, each through the embedding and the head
         assert held() == 0
         assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
 
 
-def test_weights_that_were_not_read_are_no_text(run: Path) -> None:
+def test_unread_weights_generate_no_text(run: Path) -> None:
     model = empty_model(run / "model")
     with pytest.raises(TrainerError, match="the model's logits are not numbers"):
         InferenceModel(model, load_tokenizer(str(run / "model"))).generate([5], tokens=1, temperature=0, seed=0)
 
 
-def test_answers_follow_all_that_was_said(run: Path, exported: Path) -> None:
+def test_answers_follow_the_whole_conversation(run: Path, exported: Path) -> None:
     tokenizer = load_tokenizer(str(exported))
     answers = chat(
         run,
@@ -172,12 +172,12 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert cli.main(["runs", str(run.parent)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("done")
     assert cli.main(["runs", str(run), "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["steps"], told["saved"], told["state"]) == (2, 2, 2, "done")
+    (printed,) = json.loads(capsys.readouterr().out)
+    assert (printed["step"], printed["steps"], printed["saved"], printed["state"]) == (2, 2, 2, "done")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["sample"], "sample needs one SOURCE; got nothing"),
         (["chat", "a", "b"], "chat needs one SOURCE; got a, b"),
@@ -192,9 +192,9 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         (["runs", "nowhere"], "nowhere: no such directory"),
     ],
 )
-def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(words: list[str], expected_text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
-    assert told in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err
 
 
 def test_a_run_without_a_template_has_no_chat(run: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) ->
     return made
 
 
-def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
+def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     done = directory(tmp_path, "a/done", steps=3, saved=(2, 3))
     record = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)
     (done / "evaluations.jsonl").write_text(record.to_json() + "\n")
@@ -253,7 +253,7 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
     (directory(tmp_path, "h", steps=9, saved=()) / "pages").write_text(f"{tmp_path / 'gone'}\n")
     lock = open_lock(alive / ".lock", create=True)
     try:
-        take(lock)
+        try_lock(lock)
         found = runs_in(tmp_path)
     finally:
         os.close(lock)

@@ -36,7 +36,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-def test_a_node_that_is_not_heard_of_ends_the_others(
+def test_a_node_without_heartbeats_ends_the_others(
     store: dist.TCPStore, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node without heartbeats ends the others; one that reported its end does not."""
@@ -44,15 +44,15 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     first, second, third = (_Heartbeats(store, NODES, number=number) for number in range(3))
     for one in (first, second, third):
-        one.tell()
+        one.beat()
     for now[0] in (0.1, 0.2, 0.3):
-        assert first.listen() is None
-        second.tell()
+        assert first.find_lost_node() is None
+        second.beat()
     now[0] = 0.4
-    assert first.listen() == "node 2 (ranks 4 to 5) has sent no heartbeat for 0.3 s"
-    second.tell()
-    third.tell_the_end()
-    assert first.listen() is None  # a node that has ended is not monitored
+    assert first.find_lost_node() == "node 2 (ranks 4 to 5) has sent no heartbeat for 0.3 s"
+    second.beat()
+    third.send_end()
+    assert first.find_lost_node() is None  # a node that has ended is not monitored
     now[0] = 0.8
     with pytest.raises(Lost):
         _exchange_heartbeats(first, said.append)
@@ -60,7 +60,7 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
     assert line.startswith("node 1 (ranks 2 to 3) has sent no heartbeat for 0.3 s, and the run ends. The same command")
 
 
-def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str]) -> None:
+def test_a_vanished_store_ends_the_nodes(store: dist.TCPStore, said: list[str]) -> None:
     store.set_timeout(timedelta(seconds=1))
     beats = _Heartbeats(
         store, NODES, number=0
@@ -70,7 +70,7 @@ def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str
     assert said[0].startswith("the launcher of the first node cannot be reached (")
 
 
-def test_a_store_that_does_not_answer_ends_them(store: dist.TCPStore, said: list[str]) -> None:
+def test_a_store_that_does_not_answer_ends_the_nodes(store: dist.TCPStore, said: list[str]) -> None:
     with pytest.raises(Lost):
         module._guard(_Heartbeats(store, NODES, number=0), said.append)
     assert said[0].startswith("the launcher of the first node has not answered for 0.6 s, and the run ends.")
@@ -83,7 +83,7 @@ def test_a_node_that_has_ended_says_so(store: dist.TCPStore, said: list[str]) ->
     assert (said, store.get("beat/0")) == ([], b"ended")
 
 
-def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_join_informs_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's failure to start reaches other nodes through the launcher's store, signed."""
     _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "LOCAL_RANK": "1"}
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.Mo
     place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    ranks.tell_not_coming("--lrr: unknown flag")
+    ranks.announce_failed_join("--lrr: unknown flag")
     with pytest.raises(PeerFailed):
         ranks.join()
     monkeypatch.setenv("GROUP_RANK", "0")

@@ -124,7 +124,9 @@ def test_a_run_has_the_bits_of_plain_torch(
     assert type(AutoProcessor.from_pretrained(tmp_path / "out")) is LlavaProcessor
 
 
-def test_a_killed_run_goes_on_to_the_last_bit(run: Callable[..., list[Any]], drive: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit_with_its_rows(
+    run: Callable[..., list[Any]], drive: Path, tmp_path: Path
+) -> None:
     """The rows are shuffled, and some are for validation."""
     words = run("--nvme", drive, "data.shuffle=true", "data.validation=0.2", "--steps", 6)
     whole, again = whole_and_resumed(*words, folder=tmp_path)

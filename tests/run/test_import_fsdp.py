@@ -92,7 +92,7 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     fsdp2_checkpoint(tmp_path, ranks=1)
     given = ["--model", str(model)]

@@ -139,7 +139,7 @@ def test_the_next_losses_are_the_trainers(
     assert expected[-1] < expected[0]
 
 
-def test_the_command_goes_on_from_an_import(tmp_path: Path) -> None:
+def test_the_command_resumes_from_an_import(tmp_path: Path) -> None:
     """`import` and then the training command: its losses are those of torch's AdamW going on from the same files."""
     tokenizer = load_tokenizer("builtin")
     trainer = trained(
@@ -275,7 +275,7 @@ class Other:
     """A class that no checkpoint needs."""
 
 
-def test_what_cannot_be_read_is_refused(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
+def test_unreadable_checkpoints_are_refused(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
     _, output, frozen = source
     folder = copy_of(output / f"checkpoint-{STEPS}", tmp_path / "changed")
     changed(folder, lambda saved: saved.update(extra=Other()))

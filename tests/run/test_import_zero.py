@@ -33,7 +33,7 @@ CASES += [(zero, 2, ["model.freeze=['embed_tokens']"]) for zero in ("1", "2", "3
 
 @pytest.mark.ops
 @pytest.mark.parametrize(("zero", "ranks", "freezing"), CASES)
-def test_state_and_next_losses_are_deepspeeds(zero: str, ranks: int, freezing: list[str], tmp_path: Path) -> None:
+def test_state_and_next_losses_match_deepspeed(zero: str, ranks: int, freezing: list[str], tmp_path: Path) -> None:
     """The imported state has DeepSpeed's bits, from its files and from its universal files, and goes on as it does."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     words = ["--dtype", "fp32", "model.activation_checkpointing=off", *freezing]

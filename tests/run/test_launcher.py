@@ -28,7 +28,7 @@ from offload_trainer.settings import load_config
         ([-signal.SIGTERM, -signal.SIGTERM], (0, -signal.SIGTERM)),
     ],
 )
-def test_the_rank_that_the_others_followed_is_told(codes: list[int], first: tuple[int, int]) -> None:
+def test_the_first_failed_rank_is_reported(codes: list[int], first: tuple[int, int]) -> None:
     assert first_failure({rank: Ended(code, timestamp=rank) for rank, code in enumerate(codes)}) == first
 
 
@@ -54,11 +54,11 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             of(*uneven)
 
 
-def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher names the checkpoint to resume from by the files in the run directory."""
 
     def told(failed: dict[int, Ended], *, stopped: int = 0) -> int:
-        return launcher._told(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
+        return launcher._report_failure(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
 
     killed = {1: Ended(-signal.SIGKILL, timestamp=0)}
     for kept, where in (
@@ -141,7 +141,7 @@ sys.exit(launcher.run_ranks([], count=2))
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "told"),
+    ("fault", "code", "expected_text"),
     [
         ("fails", 3, ["15"]),  # the other one gets SIGTERM, and ends
         ("ignores", 3, ["15"]),  # it does not end, and is killed
@@ -149,17 +149,19 @@ sys.exit(launcher.run_ranks([], count=2))
         ("hangs", 128 + 15, ["10 15", "10 15"]),  # one stands still, so the other ends without it: it is killed
     ],
 )
-def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, told: list[str], tmp_path: Path) -> None:
+def test_the_launcher_ends_ranks_and_passes_signals_on(
+    fault: str, code: int, expected_text: list[str], tmp_path: Path
+) -> None:
     script = tmp_path / "launched.py"
     script.write_text(LAUNCHED)
     done = run_script(script, tmp_path, fault)
     assert done.returncode == code, done.stderr
-    assert [path.read_text().strip() for path in sorted(tmp_path.glob("told-*"))] == told
+    assert [path.read_text().strip() for path in sorted(tmp_path.glob("told-*"))] == expected_text
     assert done.stderr == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
 
 
 @pytest.mark.parametrize(
-    ("told", "whole"),
+    ("expected_text", "whole"),
     [
         (
             "a rank has not come; the same command resumes",
@@ -171,10 +173,10 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, to
         ),
     ],
 )
-def test_an_error_says_from_where_it_goes_on(told: str, whole: str, tmp_path: Path) -> None:
+def test_an_error_says_where_the_run_resumes(expected_text: str, whole: str, tmp_path: Path) -> None:
     """A training error says where the rerun resumes, unless the message says so already."""
-    assert with_resume_hint(told, ["train", "--output", str(tmp_path)]) == whole
-    assert with_resume_hint(told, ["export", str(tmp_path)]) == told
+    assert with_resume_hint(expected_text, ["train", "--output", str(tmp_path)]) == whole
+    assert with_resume_hint(expected_text, ["export", str(tmp_path)]) == expected_text
 
 
 LEFT = """

@@ -57,8 +57,8 @@ def meshes(made: list[Listener], *, patience: float = 300.0) -> list[Mesh]:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_is_sent_arrives(apart: bool, seed: int) -> None:
-    """Messages of every size arrive in order, in all directions at once, whether a thread sends them or the caller."""
+def test_messages_arrive_whole_and_in_order(apart: bool, seed: int) -> None:
+    """Messages of every size arrive in order, in all directions, whether a thread sends them or the caller."""
     dice = random.Random(seed)
     sizes = [[[dice.choice([0, 1, 7, 4096, 3_000_001]) for _ in range(4)] for _ in range(COUNT)] for _ in range(COUNT)]
 
@@ -102,7 +102,7 @@ def test_ranks_exchange_tensors_as_torch_does(monkeypatch: pytest.MonkeyPatch) -
         assert all(torch.equal(values, wanted) for values in (*whole, *sums))
 
 
-def test_what_ranks_tell_is_json() -> None:
+def test_values_between_ranks_are_json() -> None:
     """A value without a JSON form is an error for its sender; a malformed message is an error for its receiver."""
     told = ranks._encode({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2)})
     assert str(ranks._decode(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2]}"
@@ -113,7 +113,7 @@ def test_what_ranks_tell_is_json() -> None:
             ranks._decode(wrong, list)
 
 
-def test_one_that_has_gone_and_one_that_is_late() -> None:
+def test_a_closed_and_a_late_rank() -> None:
     with listeners() as made:
         every = meshes(made, patience=0.2)
         with pytest.raises(PeerTimeout, match="Rank 1, Rank 2 failed to come") as late:
@@ -143,7 +143,7 @@ def test_half_a_message_never_becomes_the_head_of_another() -> None:
             first.exchange([], [(1, memoryview(bytearray(4)))])
 
 
-def test_nodes_that_know_other_secrets_are_refused() -> None:
+def test_nodes_with_other_secrets_are_refused() -> None:
     with listeners(2, apart=True, known=(b"one", b"other")) as made:
 
         def meet(rank: int) -> type[Exception] | None:
@@ -173,7 +173,7 @@ def test_strangers_of_the_network_are_refused(head: bytes) -> None:
                 assert stranger.recv(1 << 16) == b""
 
 
-def test_one_who_passes_on_what_both_say_is_refused() -> None:
+def test_a_relay_is_refused() -> None:
     """A relay between two ranks is refused, since each proof covers the dialled address."""
     with listeners(2, apart=True) as made, socket.create_server(("127.0.0.1", 0)) as relay:
 
@@ -208,7 +208,7 @@ print(connection.recv(100), flush=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root alone can")
-def test_another_user_in_the_place_of_a_rank_is_told_nothing() -> None:
+def test_nothing_is_sent_to_another_user_in_the_place_of_a_rank() -> None:
     run = secrets.token_hex(8)
     words = [sys.executable, "-c", SQUATTER, _name(run, 0)[1:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as squatter:

@@ -161,6 +161,6 @@ def test_one_message_and_nothing_written(name: str, places: Path, monkeypatch: p
     assert done.returncode == 2, done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
-    told = [line for line in done.stderr.splitlines() if line.startswith("offload-train: ")]
-    assert len(told) == 1, done.stderr
+    printed = [line for line in done.stderr.splitlines() if line.startswith("offload-train: ")]
+    assert len(printed) == 1, done.stderr
     assert _tree(places) == before

@@ -95,7 +95,7 @@ def resume_hint(words: Sequence[object], output: Path, *, folder: Path, alone: R
 
 
 def cut(run: Path, to: Path) -> Path:
-    """Copy a run as it was after its first checkpoint."""
+    """Return a copy of a run that was killed after its first checkpoint."""
     shutil.copytree(run, to)
     for later in sorted((to / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(later)
@@ -137,7 +137,7 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
     assert [step["step"] for step in Run(0, "", tmp_path / "out").steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_port_that_is_held_is_the_stores_and_nobody_elses() -> None:
+def test_only_the_store_listens_on_the_port() -> None:
     bound, port = held_port()
     with bound:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -173,17 +173,17 @@ def test_nodes_without_a_secret_are_refused(secret: str, monkeypatch: pytest.Mon
 def test_nodes_of_other_secrets_are_refused(tmp_path: Path) -> None:
     """Nodes with different secrets are refused, and the first one learns it through the launcher's store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = []
+    messages = []
     for node in range(NODES):
         place = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": NODES, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, ranks.SECRET: f"the secret of node {node}"}
         place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
-        told.append(tmp_path / f"told-{node}")
+        messages.append(tmp_path / f"told-{node}")
         env = {name: str(value) for name, value in place.items()}
         words = [*WORDS, *by(2), "--output", tmp_path / "out"]
-        told.append(start(COMMAND, *words, stdout=told[-1], stderr=told[-1], **env))  # type: ignore[arg-type]
-    codes = [one.wait(300) for one in told[1::2]]  # type: ignore[union-attr]
-    first, second = (path.read_text() for path in told[::2])  # type: ignore[union-attr]
+        messages.append(start(COMMAND, *words, stdout=messages[-1], stderr=messages[-1], **env))  # type: ignore[arg-type]
+    codes = [one.wait(300) for one in messages[1::2]]  # type: ignore[union-attr]
+    first, second = (path.read_text() for path in messages[::2])  # type: ignore[union-attr]
     assert codes == [2, 2], f"{first}\n{second}"
     assert f"give every node the same {ranks.SECRET}" in first
     assert "a rank does not come, and its note is not signed with this run's secret" in first
@@ -196,4 +196,4 @@ def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pyt
     refuse_unseen(tmp_path, first=0)
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="must be on a filesystem that all nodes share"):
-        checks._look(tmp_path / ".seen-0123")
+        checks._read_token(tmp_path / ".seen-0123")

@@ -19,7 +19,7 @@ def told(output: Path, *keys: str) -> list[list[float]]:
     return [[line.get(key, 0.0) for key in keys] for line in lines]  # `hidden` is recorded only if it is not zero
 
 
-def test_lines_say_the_same_but_for_when(drive: Path, tmp_path: Path) -> None:
+def test_lines_match_those_of_a_run_without_overlap(drive: Path, tmp_path: Path) -> None:
     """Overlap changes no loss or norm, and without it no time is hidden."""
     found = {}
     for how in ("off", "forward", "backward"):
@@ -41,7 +41,7 @@ def test_lines_say_the_same_but_for_when(drive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["forward", "backward"])
-def test_killed_it_goes_on_as_it_would_have(how: str, drive: Path, tmp_path: Path) -> None:
+def test_a_killed_overlapped_run_resumes_bit_for_bit(how: str, drive: Path, tmp_path: Path) -> None:
     words = ["--nvme", drive, *TINY, *ALL, "--steps", 6, "--save-every", 2, f"tiered.overlap={how}"]
     whole = call(*words, output=tmp_path / "whole")
     output = tmp_path / "killed"

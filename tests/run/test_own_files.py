@@ -48,7 +48,7 @@ def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: P
 @pytest.mark.parametrize(
     "make", [lambda p: p.symlink_to("elsewhere"), os.mkfifo, Path.mkdir], ids=["link", "fifo", "dir"]
 )
-def test_what_is_no_file_is_in_the_way_of_any_run(make: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_links_and_directories_in_place_of_files_are_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     refuse_strangers(tmp_path)
     make(tmp_path / "log.txt")
@@ -56,14 +56,14 @@ def test_what_is_no_file_is_in_the_way_of_any_run(make: Callable[[Path], Any], t
         refuse_strangers(tmp_path)
 
 
-def test_what_is_not_a_runs_is_nobodys_business(tmp_path: Path) -> None:
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
     refuse_strangers(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "checkpoints").mkdir()
     refuse_strangers(tmp_path)
 
 
-def test_the_very_configuration_that_is_trained_with_stays(tmp_path: Path) -> None:
+def test_the_configuration_in_use_is_kept(tmp_path: Path) -> None:
     """The configuration file in use is not overwritten: training refuses, and so does `plan` for a named directory."""
     config = tmp_path / "config.yaml"
     config.write_text(f"# mine\nsave: {{output: {tmp_path}}}\n")
@@ -97,7 +97,7 @@ def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "tuned.yaml").read_text() == "mine"
 
 
-# -- an older run in a directory that nobody named ---------------------------------------------------------------------
+# -- an older run in the default directory -----------------------------------------------------------------------------
 
 
 def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
@@ -151,7 +151,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 @pytest.mark.usefixtures("hang")
 @pytest.mark.parametrize("what", READERS)
-def test_a_pipe_is_not_waited_for(what: str, tmp_path: Path) -> None:
+def test_a_pipe_does_not_block(what: str, tmp_path: Path) -> None:
     name, read = READERS[what]
     (tmp_path / "here").mkdir()
     os.mkfifo(tmp_path / "here" / name)

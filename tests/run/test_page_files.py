@@ -48,8 +48,8 @@ def killed(where: str, number: int, *words: object, output: Path) -> None:
 
 def gone_on(run: Run) -> int | None:
     """Return the step of the page files from which a run says that it resumes."""
-    said = [line for line in run.text.splitlines() if "resuming from the page files" in line]
-    return int(said[0].split(" step ")[1].split(";")[0]) if said else None
+    printed = [line for line in run.text.splitlines() if "resuming from the page files" in line]
+    return int(printed[0].split(" step ")[1].split(";")[0]) if printed else None
 
 
 def said_before(*words: object, output: Path) -> str:
@@ -94,7 +94,7 @@ def test_a_kill_at_any_moment_changes_no_bit(
     assert "note: page files" not in run.text
 
 
-def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """Repeated kills keep the same directory, and one during the start changes nothing in it."""
     words = ["--nvme", place, *ALL]
     killed("record", 2, *words, output=tmp_path / "run")
@@ -107,7 +107,7 @@ def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path
     assert left(run.output) == alone
 
 
-def test_a_killed_run_of_micro_batches_side_by_side_has_the_bits_of_one_after_the_other(
+def test_a_killed_breadth_first_run_has_the_bits_of_depth_first(
     place: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     dropout = [f"model.overrides.{key}_pdrop=0.2" for key in ("resid", "embd", "attn")]
@@ -136,7 +136,7 @@ def test_a_killed_run_of_compiled_blocks_has_the_bits_of_one_that_was_not(
     assert left(run.output) == expected
 
 
-def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_a_resumed_run_keeps_fetching_by_the_module(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A run with fetches by module resumes so, although whole blocks would fit, since its pages have that layout."""
     words = ["--nvme", place, *ALL, "--params", "nvme"]
     killed("record", 3, *words, "tiered.fetch_granularity=module", "tiered.weight_buffers=1", output=tmp_path / "run")
@@ -146,7 +146,7 @@ def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[s
     assert left(run.output) == alone
 
 
-def test_a_loss_scale_and_steps_that_were_skipped_go_on(place: Path, tmp_path: Path) -> None:
+def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path) -> None:
     """Loss scale, skipped steps and stochastically rounded 8-bit moments resume, also on two drives."""
     other = place / "other"
     other.mkdir()
@@ -186,7 +186,7 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     assert left(run.output)["steps"] == alone["steps"]
 
 
-def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_complete_keeps_its_page_files(place: Path, tmp_path: Path) -> None:
     """If fewer steps are requested than the page files have, they become a checkpoint before they are removed."""
     words = ["--nvme", place, *ALL, "--save-every", 100]
     killed("record", 4, *words, output=tmp_path / "run")
@@ -196,7 +196,7 @@ def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: 
     assert not list((place / "offload-trainer").iterdir())
 
 
-# -- where they cannot be gone on from ---------------------------------------------------------------------------------
+# -- page files that cannot be resumed ---------------------------------------------------------------------------------
 
 
 REFUSED = [
@@ -218,10 +218,10 @@ def refused(*words: object, output: Path) -> str:
     """Return the message of a start that cannot use the page files."""
     run = call(*words, output=output, check=False)
     assert run.code == 2, run.text
-    said = [line for line in run.text.splitlines() if "the page files that this run has left" in line]
-    assert said, run.text
-    assert "cannot be resumed from, and are kept" in said[0]
-    return said[0]
+    printed = [line for line in run.text.splitlines() if "the page files that this run has left" in line]
+    assert printed, run.text
+    assert "cannot be resumed from, and are kept" in printed[0]
+    return printed[0]
 
 
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
@@ -243,7 +243,7 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
 
 
 @pytest.mark.parametrize("words", [["--ram-fraction", "0.5"], []])
-def test_resume_never_lets_go_of_them(words: list[str], place: Path, tmp_path: Path) -> None:
+def test_resume_never_discards_page_files(words: list[str], place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
     run = call("--nvme", place, *ALL, *words, "--resume", "never", output=tmp_path / "run")
     assert gone_on(run) is None
@@ -253,7 +253,7 @@ def test_resume_never_lets_go_of_them(words: list[str], place: Path, tmp_path: P
     assert not list((place / "offload-trainer").iterdir())
 
 
-def test_an_older_checkpoint_lets_go_of_them_where_it_is_named(place: Path, tmp_path: Path) -> None:
+def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: Path) -> None:
     words = ["--nvme", place, *ALL, "--save-every", 2]
     killed("line", 6, *words, output=tmp_path / "run")  # the save of step 4 has waited for that of step 2
     said = refused(*words, "--ram-fraction", "0.5", output=tmp_path / "run")
@@ -265,9 +265,7 @@ def test_an_older_checkpoint_lets_go_of_them_where_it_is_named(place: Path, tmp_
     assert "removed what 1 run(s) left that died" in run.text
 
 
-def test_checksums_of_what_else_is_on_drives_do_not_keep_a_run_from_resuming(
-    place: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
+def test_checksums_of_other_files_do_not_prevent_resuming(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words = ["--nvme", place, *ALL, "--params", "nvme", "tiered.checksums=true"]
     killed("record", 2, *words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
@@ -341,7 +339,7 @@ def test_the_older_slot_counts_only_with_its_pages(
     assert left(run.output) == alone
 
 
-def test_directories_that_are_not_there_are_asked_for(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_missing_directories_are_named(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A missing drive or page list is an error that names it, and the run resumes once it is back."""
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("record", 2, *words, output=output)
@@ -356,7 +354,7 @@ def test_directories_that_are_not_there_are_asked_for(place: Path, tmp_path: Pat
     assert left(run.output) == alone
 
 
-def test_a_temporary_file_that_a_kill_left_goes(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_a_temporary_file_of_a_killed_run_is_removed(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("record", 2, *words, output=output)
     (lease,) = (place / "offload-trainer").iterdir()
@@ -385,9 +383,7 @@ def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path
     assert folders_in(tmp_path / "run/pages") == []
 
 
-def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
-    place: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
+def test_auto_state_copies_are_those_of_the_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A resumed run keeps its number of state copies, although `auto` may choose another now."""
     words = [word for word in ["--nvme", place, *ALL] if word != "tiered.state_copies=2"]
     killed("record", 3, *words, "tiered.state_copies=2", output=tmp_path / "run")
@@ -400,7 +396,7 @@ def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
     assert left(run.output) == alone
 
 
-def test_settings_that_steer_it_are_told(place: Path, tmp_path: Path) -> None:
+def test_changed_settings_are_reported(place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
     before = config_to_resume(load_config(["--output", str(tmp_path / "run")]).save)
     assert (before["model"]["mlp_chunk"], before["train"]["micro_batch_size"]) == ("off", 2)
@@ -413,7 +409,7 @@ def test_settings_that_steer_it_are_told(place: Path, tmp_path: Path) -> None:
 # -- what else looks at them -------------------------------------------------------------------------------------------
 
 
-def test_other_runs_leave_them_and_their_own_takes_them(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words = ["--nvme", place, *ALL]
     killed("record", 3, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
@@ -428,7 +424,7 @@ def test_other_runs_leave_them_and_their_own_takes_them(place: Path, tmp_path: P
     assert not lease.exists()
 
 
-def test_where_a_run_directory_is_gone_they_stay_and_others_say_so(
+def test_page_files_of_a_lost_run_directory_stay_and_are_reported(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     """Page files whose run directory is missing stay, and resume the run once the directory is back."""
@@ -437,12 +433,12 @@ def test_where_a_run_directory_is_gone_they_stay_and_others_say_so(
     (lease,) = (place / "offload-trainer").iterdir()
     (tmp_path / "run").rename(tmp_path / "moved")
     assert dead_runs(place) == []
-    told: list[str] = []
-    with DriveLease(place, say=told.append) as other:
+    messages: list[str] = []
+    with DriveLease(place, say=messages.append) as other:
         assert other.removed == []
     assert [
-        line for line in told if f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
-    ] == told
+        line for line in messages if f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
+    ] == messages
     (tmp_path / "moved").rename(tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 3
@@ -478,7 +474,7 @@ def test_remainders_of_masters_are_nothing_to_export(place: Path, tmp_path: Path
         assert why in told.stderr
 
 
-def test_after_an_error_they_are_there(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """After a write error the page files still have the state of the step before."""
     words = ["--nvme", place, *ALL]
     faulty = HELPERS / "run_with_fault.py"

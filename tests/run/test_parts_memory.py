@@ -20,7 +20,7 @@ WORDS = ["--seq-len", str(long_rows.TOKENS), "--micro-batch", "1", "--dtype", "f
 @pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.skipif(torch.cuda.is_available(), reason="host memory has the activations where the CPU computes")
-def test_ranks_hold_what_is_planned_of_parts(tmp_path: Path) -> None:
+def test_ranks_need_the_planned_memory_for_parts(tmp_path: Path) -> None:
     """Ranks hold at most 5 % more than planned; a process's own memory was measured once, and varies between machines.
 
     `long_rows.py inputs` has all cases and their losses; tests/engine/test_tensor_parallel.py tests the bits.

@@ -23,7 +23,7 @@ def wishes(*words: str) -> dict[str, Any]:
     return load_config([*words]).model_dump(mode="json")
 
 
-def test_ranks_that_are_alike_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_other_programs(wishes())  # a single rank
     others(monkeypatch)
     refuse_other_programs(wishes())
@@ -31,7 +31,7 @@ def test_ranks_that_are_alike_begin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "expected_text"),
     [
         ({"torch": "2.1"}, f"torch: rank 2 has 2.1, rank 0 {torch.__version__}"),
         ({"offload_trainer": "0"}, "offload_trainer: rank 2 has 0, rank 0 "),
@@ -40,11 +40,11 @@ def test_ranks_that_are_alike_begin(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"optim.lr": 0.5, "train.seed": 9}, "train.seed: rank 2 has 9, rank 0 "),
     ],
 )
-def test_another_program_is_named(changed: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_is_named(changed: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others(monkeypatch, **changed)
     with pytest.raises(UserError) as refused:
         refuse_other_programs(wishes("--lr", "1e-3"))
-    assert told in str(refused.value)
+    assert expected_text in str(refused.value)
     assert "every rank with the same command" in str(refused.value)
 
 
@@ -58,7 +58,7 @@ def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_other_data(identity, layout)
 
 
-def test_rank_0_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     others(monkeypatch, rank=2, torch="2.1")
     with pytest.raises(PeerFailed) as silent:
         refuse_other_programs(wishes())

@@ -92,7 +92,7 @@ def _refused_by_another_number(*words: object, output: Path) -> None:
         assert folders_in(output / "pages") == [folder]
 
 
-def test_pages_that_no_number_of_ranks_cuts_go_on_with_another(
+def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(
     place: Path,  # noqa: F811
     tmp_path: Path,
     alone: Callable[[int], dict[str, Any]],

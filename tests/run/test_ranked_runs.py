@@ -21,9 +21,9 @@ def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
     alone = call(*FOUR, "--accumulate", 6, output=tmp_path / "alone")
     ended = call_ranks(*FOUR, "--accumulate", 2, output=tmp_path / "out", script=[FAULTY, "full-part", 1])
     assert [run.code for run in ended] == [1, 1, 1]
-    told = [[line for line in run.text.splitlines() if line.startswith("offload-train")] for run in ended]
-    assert [len(lines) for lines in told] == [0, 1, 0], told
-    assert "exp_avg.safetensors: No space left on device" in told[1][0]
+    printed = [[line for line in run.text.splitlines() if line.startswith("offload-train")] for run in ended]
+    assert [len(lines) for lines in printed] == [0, 1, 0], printed
+    assert "exp_avg.safetensors: No space left on device" in printed[1][0]
     assert "No space left on device" in (tmp_path / "out/log.txt").read_text().splitlines()[-1]
     checkpoints = tmp_path / "out/checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]

@@ -74,9 +74,9 @@ def seen(page: str, folder: Path, *, script: str = MEASURE) -> list[str]:
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
     words += [f"--user-data-dir={folder / 'browser'}", f"--window-size={max(WIDTHS)},3000"]
     done = subprocess.run([*words, str(folder / "frames.html")], capture_output=True, text=True, timeout=300)
-    told = re.search("MEASURED(.*)END", done.stdout, re.DOTALL)
-    assert told, done.stdout[-500:] + done.stderr[-2000:]
-    return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    printed = re.search("MEASURED(.*)END", done.stdout, re.DOTALL)
+    assert printed, done.stdout[-500:] + done.stderr[-2000:]
+    return json.loads(printed[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
 def page_of(folder: Path) -> str:
@@ -100,7 +100,7 @@ def page_of(folder: Path) -> str:
         evaluations=evaluations,
         plan=plan,
         measured={"tiers": {place: 10**12, "ram": 10**11}, "seconds": {"forward": 90.0, "update": 9e4, "save": 3e4}},
-        said=[("Notes", [f"a step writes 13 GB to {place}"]), *wear(rows)],
+        advice=[("Notes", [f"a step writes 13 GB to {place}"]), *wear(rows)],
     )
     return (folder / "report.html").read_text()
 
@@ -150,7 +150,7 @@ def words_of(line: str) -> str:
         (machine(gpu=40, ram=64), ("--accumulate", "4")),
     ],
 )
-def test_each_number_is_that_of_a_plan_of_its_own(here: MachineProfile, given: tuple[str, ...]) -> None:
+def test_each_number_is_that_of_a_separate_plan(here: MachineProfile, given: tuple[str, ...]) -> None:
     run = planned(here, *given)
     now, told = run.plan, dict(advice(run))
     assert SMALLER in told
@@ -182,7 +182,7 @@ def _is_told(line: str, other: Plan, now: Plan) -> None:
             assert shown.groups() == (format_bytes(room["need"]), format_bytes(now.tiers[tier]["need"]))
 
 
-def test_more_of_the_state_in_ram_is_told_with_what_it_saves() -> None:
+def test_more_state_in_ram_is_advised_with_its_gain() -> None:
     told = dict(advice(planned(machine(gpu=8, ram=24), "--ram-fraction", "0.25")))[FASTER]
     (line,) = [line for line in told if "--ram-fraction" in line]
     assert re.search(r"^\d+% of the optimizer state in RAM .*s a step instead of .* s, .* s less; .*it fits", line)
@@ -200,7 +200,7 @@ def test_a_share_that_does_not_fit_says_how_much_is_missing() -> None:
     assert re.search(r"--ram-fraction .*it does not fit: ram needs [\d.]+ GB and has 12 GB$", line)
 
 
-def test_without_a_timed_machine_only_bytes_are_told() -> None:
+def test_without_a_timed_machine_advice_is_about_bytes() -> None:
     here = replace(machine(gpu=8, ram=24), rates=Rates())
     here = replace(here, drives=tuple(replace(drive, rates=None) for drive in here.drives))
     run = planned(here)
@@ -211,7 +211,7 @@ def test_without_a_timed_machine_only_bytes_are_told() -> None:
     assert not [line for line in told[SMALLER] if "a step instead of" in line]
 
 
-def test_wear_is_what_was_counted() -> None:
+def test_wear_is_the_counted_bytes() -> None:
     rows = [a_step(step, nvme_written_bytes=2 * 10**9) for step in (1, 2, 3)]
     ((heading, (line,)),) = wear(rows)
     assert heading == "Wear of the drives"

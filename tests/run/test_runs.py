@@ -80,7 +80,7 @@ def finished(shared: Path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
 @pytest.mark.parametrize("name", ["tiered", "tiered nvme"])
-def test_the_tiered_engine_is_plain_torch_to_the_last_bit(name: str, finished) -> None:
+def test_the_tiered_engine_has_the_bits_of_plain_torch(name: str, finished) -> None:
     """The tiered engine has plain torch's losses, norms, masters and moments, with the kernel chosen by `auto`."""
     assert_same_run(finished(name), finished("plain"))
 
@@ -97,7 +97,7 @@ def test_every_placement_follows_plain_torch(name: str, finished) -> None:
 
 
 @pytest.mark.ops
-def test_homes_agree_among_themselves(finished) -> None:
+def test_placements_agree_with_each_other(finished) -> None:
     runs = [finished(name).losses for name in STOCK if name != "zero-2 gpu"]
     for step, losses in enumerate(zip(*runs, strict=True)):
         assert max(losses) - min(losses) < 1e-2, step
@@ -188,7 +188,7 @@ def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) 
 
 
 @pytest.mark.ops
-def test_on_demand_where_none_can_be_made(drive: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_on_demand_that_cannot_be_made(drive: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/save").touch()
     words = ["--nvme", drive, *TINY, "--steps", 3, "train.eval_every=0", "--save-every", 0]
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path:
     assert "seed: it has 0, this run 1" in run.text
 
 
-def test_back_to_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
+def test_resume_from_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
     """Resuming an older checkpoint in its directory is refused while newer ones exist, which a rerun would take."""
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)
@@ -270,7 +270,7 @@ def test_back_to_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> N
     assert_same_run(call(*words("plain", drive), "--resume", older, output=output), finished("plain"))
 
 
-def test_nothing_starts_anew_over_damaged_checkpoints(finished, drive: Path, tmp_path: Path) -> None:
+def test_no_run_starts_over_damaged_checkpoints(finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)
     for manifest in output.glob("checkpoints/*/MANIFEST.json"):
@@ -367,7 +367,7 @@ def test_accumulation_equals_one_large_batch(finished, drive: Path, tmp_path: Pa
 
 @pytest.mark.ops
 @pytest.mark.parametrize("name", ["tiered nvme", "plain", "zero-3 cpu"])
-def test_frozen_parameters_do_not_move_and_come_along(name: str, drive: Path, tmp_path: Path) -> None:
+def test_frozen_parameters_are_unchanged_and_saved(name: str, drive: Path, tmp_path: Path) -> None:
     args = ["--nvme", drive, *TINY, "--steps", 4, "--save-every", 2, "train.eval_every=0", *PLACEMENTS[name]]
     run = call(*args, 'model.freeze=["wpe"]', output=tmp_path / "out")
     assert len(run.losses) == 4
@@ -458,7 +458,7 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected_text"),
     [
         (["only"], "export needs SOURCE and DEST"),
         (["a", "b", "--dtype", "int4"], "--dtype fp16, bf16, fp32"),
@@ -469,14 +469,14 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
         (["/nowhere", "b"], "/nowhere: no such directory; `offload-train runs` lists runs"),
     ],
 )
-def test_exports_that_are_refused(words: list[str], told: str) -> None:
+def test_exports_that_are_refused(words: list[str], expected_text: str) -> None:
     done = ask("export", *words)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected_text in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_export_says_what_it_is_of(finished, tmp_path: Path) -> None:
+def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
     """The model card has the run's numbers, and a second export to the same place is refused."""
     run = finished("plain")
     export(run.output, tmp_path / "hf", "bf16")
@@ -579,7 +579,7 @@ def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_run_that_has_ended_meanwhile_is_resumed(tmp_path: Path) -> None:
     """A start chooses its checkpoint again once it has the directory's lock.
 
     Here the first run ends with a newer checkpoint while the second start checks the older one. A directory named

@@ -64,7 +64,7 @@ def unpicklers(tree: ast.Module) -> set[str]:
 READER = "run/foreign/pickles.py"  # the one module that reads pickles, those of imports
 
 
-def test_no_source_of_ours_reads_pickles() -> None:
+def test_only_one_module_reads_pickles() -> None:
     package = Path(__file__).resolve().parents[2] / "offload_trainer"
     for path in package.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -83,7 +83,7 @@ def test_no_source_of_ours_reads_pickles() -> None:
     assert unpicklers(ast.parse("dist.broadcast_object_list([x])"))
 
 
-def test_a_model_s_own_code_does_not_run_unasked(tmp_path: Path) -> None:
+def test_a_models_own_code_needs_permission(tmp_path: Path) -> None:
     auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

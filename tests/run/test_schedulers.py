@@ -84,7 +84,7 @@ def test_kubernetes_accepts_the_job(tmp_path: Path) -> None:
     assert "'containers' is a required property" in incomplete
 
 
-def test_kubernetes_treats_each_exit_code_as_meant() -> None:
+def test_kubernetes_handles_each_exit_code() -> None:
     spec = JOB["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -123,7 +123,7 @@ print(resources.use_spot, resources.job_recovery)
 @pytest.mark.network
 @pytest.mark.slow
 def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
-    """SkyPilot, in an environment of its own, makes a task of the file, and refuses a value of the wrong type."""
+    """SkyPilot, in a separate environment, makes a task of the file, and refuses a value of the wrong type."""
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv/bin/python"
     install("skypilot>=0.14", python=python)
@@ -142,7 +142,7 @@ def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
     assert "max_restarts_on_errors" in refused.stderr + refused.stdout
 
 
-def test_skypilot_recovers_what_was_warned() -> None:
+def test_skypilot_recovers_a_preempted_job() -> None:
     assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
     name, *words = shlex.split(TASK["run"].replace("\\\n", ""))
     assert name == "offload-train"
@@ -181,7 +181,7 @@ def of_batch_file(name: str) -> str:
 @pytest.mark.parametrize(
     ("code", "ends", "requeued"), [(0, "", False), (2, "", False), (STOPPED, "", True), (STOPPED, "yes", False)]
 )
-def test_the_batch_file_requeues_only_what_was_warned(code: int, ends: str, requeued: bool, tmp_path: Path) -> None:
+def test_the_batch_file_requeues_only_preempted_jobs(code: int, ends: str, requeued: bool, tmp_path: Path) -> None:
     """A warned job is requeued; one that has finished or failed, or that Slurm ends itself, is not."""
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("offload-train", TRAIN)):
@@ -257,8 +257,8 @@ def submit(*words: object, folder: Path, **extra: str) -> str:
 def facts(job: str) -> dict[str, str]:
     """Return what Slurm says about a job."""
     words = ["scontrol", "--oneliner", "show", "job", job]
-    told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return dict(word.partition("=")[::2] for word in told.split())
+    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return dict(word.partition("=")[::2] for word in printed.split())
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_a_job_preempted_three_times_has_the_bits_of_a_run_left_alone(tmp_path: 
         f'$(({EVERY} * (start + 1))) {tmp_path}/warned-$start "$@"\n'
     )
     command.chmod(0o755)
-    (tmp_path / f"warned-{PREEMPTIONS}").touch()  # the last start goes on to the end
+    (tmp_path / f"warned-{PREEMPTIONS}").touch()  # the last start trains to the end
     output, log = tmp_path / "out", tmp_path / "log"
     metrics = output / "metrics.jsonl"
     shape = ["--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}"]

@@ -1,4 +1,4 @@
-"""Tests of `offload-train serve`: what the page is told, whom the server answers, and how it controls a run."""
+"""Tests of `offload-train serve`: the page's data, the hosts that the server answers, and control of a run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def steps_of(run: Follower) -> list[int]:
     return [point.step for point in run.points]
 
 
-def test_an_appended_step_is_told_within_two_seconds_and_only_once(tmp_path: Path) -> None:
+def test_an_appended_step_is_sent_within_two_seconds_and_only_once(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", steps=3)
     with served(run) as server:
         (first,) = data(server)
@@ -188,17 +188,27 @@ def test_control_needs_the_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "signal_name"), [("", "SIGHUP"), ("nohup", "SIGTERM")])
-def test_stop_signals_the_process_that_has_the_lock_once(tmp_path: Path, how: str, signal_name: str) -> None:
+def test_a_run_gets_one_stop_signal_from_all_servers(tmp_path: Path, how: str, signal_name: str) -> None:
+    """A second SIGTERM would end a run unsaved. The next run in the directory gets a signal again."""
     run = a_run(tmp_path / "run")
-    with holding(run, how) as process, served(run, token=TOKEN) as server:
-        assert data(server)[0]["running"]
-        for _ in range(2):
-            assert ask(server, "/run/0/stop", method="POST", **{TOKEN_HEADER: TOKEN})[0] == 200
-        assert process.stdout
-        assert process.stdout.readline() == f"{signal_name}\n"
-        time.sleep(0.2)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.stdout.read() == ""  # the second request sent nothing
+    for _ in range(2):
+        with (
+            holding(run, how) as process,
+            served(run, token=TOKEN) as first,
+            served(run, token=TOKEN) as second,
+        ):
+            assert process.stdout
+            assert data(first)[0]["running"]
+            answers = []
+            for number, server in enumerate((first, second, first)):
+                answers.append(ask(server, "/run/0/stop", method="POST", **{TOKEN_HEADER: TOKEN})[:2])
+                if number == 0:
+                    assert process.stdout.readline() == f"{signal_name}\n"
+            assert answers[0] == (200, "the run finishes this step, saves and stops")
+            assert answers[1:] == [(200, "the run was asked to stop already")] * 2
+            time.sleep(0.2)
+            os.kill(process.pid, signal.SIGKILL)
+            assert process.stdout.read() == ""
 
 
 def test_a_pid_that_does_not_hold_the_lock_is_not_signalled(tmp_path: Path) -> None:

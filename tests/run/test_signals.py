@@ -76,7 +76,7 @@ def test_a_signal_once_stderr_is_gone(number: signal.Signals, kind: str) -> None
 
 
 @pytest.mark.parametrize("number", STOPPING[1:])
-def test_a_second_one_ends_at_once_and_a_third_kills(number: signal.Signals) -> None:
+def test_a_second_signal_ends_immediately_and_a_third_kills(number: signal.Signals) -> None:
     def work() -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with pytest.raises(Stopped, match="unsaved") as caught, stop_at_once(), waiting(say=None):
@@ -125,7 +125,7 @@ def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_with_nothing_to_save_a_signal_ends_at_once(number: signal.Signals) -> None:
+def test_with_nothing_to_save_a_signal_ends_immediately(number: signal.Signals) -> None:
     def work() -> int:
         with pytest.raises(Stopped, match="nothing to save") as caught, stop_at_once():
             send(number)
@@ -134,7 +134,7 @@ def test_with_nothing_to_save_a_signal_ends_at_once(number: signal.Signals) -> N
     assert in_a_fork(work) == 128 + number
 
 
-def test_nohup_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_at_once(), waiting(say=None) as asked:
         send(signal.SIGHUP)
@@ -142,7 +142,7 @@ def test_nohup_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_a_wish_for_a_checkpoint() -> None:
+def test_sigusr1_requests_a_checkpoint() -> None:
     with no_checkpoint_yet():
         send(signal.SIGUSR1)
         with waiting(say=None) as asked:
@@ -181,7 +181,7 @@ def test_a_stop_that_a_library_swallows_is_raised_again(
     assert capfd.readouterr().err == ""
 
 
-def test_a_second_one_that_a_library_swallows_is_raised_again() -> None:
+def test_a_second_signal_that_a_library_swallows_is_raised_again() -> None:
     def work() -> None:
         send(signal.SIGINT)
         swallow_and_wait(signal.SIGINT)
@@ -217,7 +217,7 @@ def _before_a_name_is_known(number: int) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [_in_set_name, _in_a_conversion, _before_a_name_is_known])
-def test_a_stop_that_is_made_another_error_is_a_stop(interrupted: Callable[[int], None]) -> None:
+def test_a_stop_converted_to_another_error_is_a_stop(interrupted: Callable[[int], None]) -> None:
     with pytest.raises(Stopped, match="stopped by SIGTERM") as caught, stop_at_once():
         interrupted(signal.SIGTERM)
     assert exit_code(caught.value) == 143
@@ -228,7 +228,7 @@ def test_a_stop_that_is_made_another_error_is_a_stop(interrupted: Callable[[int]
 
 
 @pytest.mark.parametrize("package", ["offload_trainer.run", "offload_trainers"])
-def test_a_name_that_is_not_there_is_a_stop_in_a_library_and_a_bug_in_ours(package: str) -> None:
+def test_a_name_error_is_a_stop_in_a_library_and_a_bug_in_the_package(package: str) -> None:
     """A NameError after a signal is a stop in a library's code, and a bug in this package's."""
     code = compile("try:\n    send(15)\n    before = 1\nfinally:\n    before\n", "<string>", "exec")
     with pytest.raises(NameError if package == "offload_trainer.run" else Stopped), stop_at_once():
@@ -242,12 +242,12 @@ def _tidied_in_vain() -> None:
         raise OSError("no space")
 
 
-def test_an_error_while_a_stop_is_tidied_up_stays_one() -> None:
+def test_an_error_during_cleanup_is_reported() -> None:
     with pytest.raises(OSError, match="no space"), stop_at_once():
         _tidied_in_vain()
 
 
-def test_what_is_tidied_up_on_the_way_out_is_left_in_peace() -> None:
+def test_cleanup_is_not_interrupted() -> None:
     """Cleanup after a stop is not interrupted by the repeating alarm, which would leave files half closed."""
     closed = []
 

@@ -44,9 +44,9 @@ def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: 
     before = planned(drive, tmp_path / "run", *MANY)
     assert before.plan.forecast.step is None
     assert machine_rates.is_due(before)
-    told: list[str] = []
-    machine = machine_rates.rates_at_start(before, say=told.append)
-    assert [line.partition(" ")[0] for line in told] == ["measured"]
+    messages: list[str] = []
+    machine = machine_rates.rates_at_start(before, say=messages.append)
+    assert [line.partition(" ")[0] for line in messages] == ["measured"]
     assert not list((drive / "offload-trainer").glob("run-*"))
     after = plan_run(before.config, again=replace(before, machine=machine))
     assert all(bound.seconds is not None for bound in after.plan.forecast.bounds)
@@ -140,25 +140,25 @@ def test_a_drive_that_fails_leaves_the_defaults(
     cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = planned(drive, tmp_path / "run", *MANY)
-    told: list[str] = []
+    messages: list[str] = []
 
     def full(self: DriveFile, path: Path, size: int) -> None:
         raise machine_rates.TrainerError(f"{path}: no space left")
 
     monkeypatch.setattr(DriveFile, "__init__", full)
-    assert machine_rates.rates_at_start(before, say=told.append) == before.machine
-    assert "no space left" in told[0]
-    assert told[0].startswith("note: this machine's speed could not be measured")
+    assert machine_rates.rates_at_start(before, say=messages.append) == before.machine
+    assert "no space left" in messages[0]
+    assert messages[0].startswith("note: this machine's speed could not be measured")
     assert not cache_file().exists()
 
 
 def test_the_command_says_what_it_measured_and_chose(cache: Path, drive: Path, tmp_path: Path) -> None:
     words = (*TINY, *MANY, "--nvme", str(drive), "--optimizer", "nvme", "--ram-fraction", "0", "--save-every", "0")
     run = call_and_kill(*words, output=tmp_path / "run", when=lambda lines: len(lines) > 2, number=signal.SIGTERM)
-    told = run.text.splitlines()
-    measured = next(number for number, line in enumerate(told) if line.startswith("measured this machine in"))
-    assert told[measured + 1].startswith("chose ")
-    assert told[measured + 2].startswith("plan: ")
+    printed = run.text.splitlines()
+    measured = next(number for number, line in enumerate(printed) if line.startswith("measured this machine in"))
+    assert printed[measured + 1].startswith("chose ")
+    assert printed[measured + 2].startswith("plan: ")
     assert run.text.count("plan: ") == 1
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert None not in plan["seconds"].values()

@@ -17,7 +17,7 @@ from offload_trainer.run.planning import Planned
 from offload_trainer.settings import load_config
 
 
-def test_a_look_at_a_free_directory_keeps_no_run_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_a_free_directory_blocks_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check for another run holds the lock for an instant only, and blocks no start."""
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
@@ -26,7 +26,7 @@ def test_a_look_at_a_free_directory_keeps_no_run_out_of_it(tmp_path: Path, monke
             fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_does_not_wait_long_for_a_living_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(directory.time, "sleep", waits.append)
     with (

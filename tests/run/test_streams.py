@@ -32,7 +32,7 @@ def say_much() -> None:
 
 
 @pytest.mark.parametrize("kind", GONE)
-def test_what_is_said_to_nobody(kind: str) -> None:
+def test_output_without_a_reader(kind: str) -> None:
     """Once a line is lost, no later write fails, even one to the bare descriptor."""
 
     def work() -> None:
@@ -47,11 +47,11 @@ def test_what_is_said_to_nobody(kind: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code"), [(["--help"], 0), (["--print-config"], 0), (["trian"], 2), (["export", "/nowhere", "b"], 2)]
 )
-def test_commands_that_nobody_reads(kind: str, words: list[str], code: int) -> None:
+def test_commands_without_a_reader(kind: str, words: list[str], code: int) -> None:
     assert in_a_fork(lambda: main(words), streams=lambda: lose_streams(kind)) == code
 
 
-def test_the_log_goes_on_without_a_screen(tmp_path: Path) -> None:
+def test_the_log_continues_without_a_terminal(tmp_path: Path) -> None:
     """The log file gets each line before the screen, also without the command's stream replacement."""
 
     def work() -> None:
@@ -82,7 +82,7 @@ def test_output_that_was_asked_for_must_arrive() -> None:
     assert in_a_fork(work, streams=stderr_to_full) == 0
 
 
-def test_closed_streams_are_no_file_s(tmp_path: Path) -> None:
+def test_closed_streams_are_not_reused_by_files(tmp_path: Path) -> None:
     """The next file opened after `2>&-` does not become descriptor 2 and receive messages."""
 
     def work() -> None:
@@ -99,7 +99,7 @@ def test_closed_streams_are_no_file_s(tmp_path: Path) -> None:
     assert (tmp_path / "weights").read_bytes() == b""
 
 
-def test_names_that_are_no_text(capfd: pytest.CaptureFixture[str]) -> None:
+def test_names_that_are_not_utf8(capfd: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         with lasting_streams():
             print("/out/\udcff", flush=True)

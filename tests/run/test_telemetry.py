@@ -110,7 +110,7 @@ def test_a_phase_waits_for_the_device_at_both_edges(monkeypatch):
 
 
 def test_phases_of_a_stream_are_timed_by_events_that_nothing_waits_for_before_the_step_ends(monkeypatch):
-    """The device computes 2 s of a forward and 5 s of a backward, which are launched at once."""
+    """The device computes 2 s of a forward and 5 s of a backward, which are launched together."""
     waits, marks, done = [], iter([10.0, 12.0, 12.0, 17.0]), []
 
     class Event:
@@ -236,7 +236,7 @@ def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_json_has_no_word_for_is_null(bad):
+def test_values_that_json_lacks_are_null(bad):
     phases = {"data": 0.0, "forward": bad, "backward": 0.0, "update": 0.0}
     line = a_step(loss=bad, grad_norm=bad, phases=phases).to_json()
     found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
@@ -284,7 +284,7 @@ def test_one_system_call_a_line(tmp_path, monkeypatch):
     lines.close()
 
 
-def test_a_full_drive_is_said(tmp_path, monkeypatch):
+def test_a_full_drive_is_reported(tmp_path, monkeypatch):
     lines = JsonLines(tmp_path / "m.jsonl")
     monkeypatch.setattr(sinks.os, "write", lambda fd, data: 3)
     with pytest.raises(TrainerError, match="3 of 12 bytes"):
@@ -300,14 +300,14 @@ def test_a_full_drive_is_said(tmp_path, monkeypatch):
         full.close()
 
 
-def test_resuming_drops_what_is_redone_and_what_a_kill_tore(tmp_path):
+def test_resuming_drops_repeated_and_torn_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = [a_step(step).to_json() for step in range(1, 8)]
     path.write_text("\n".join(whole) + "\n" + whole[0][:55])
     lines = JsonLines(path)
     lines.truncate_after(4)
     assert path.read_text().splitlines() == whole[:4]
-    lines.write(whole[4])  # to the new file, not the one that it replaced
+    lines.write(whole[4])  # must go to the new file, not to the one that it replaced
     assert path.read_text() == "\n".join(whole[:5]) + "\n"
     assert [record.step for record in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -349,20 +349,20 @@ def test_a_kill_within_the_truncation_leaves_the_old_file(tmp_path, monkeypatch)
 
 
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
-    said = []
-    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=said.append, live=False))
+    messages = []
+    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=messages.append, live=False))
     for step in (1, 2, 3):
         first.step(a_step(step))
     first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=perplexity(2.0), bits_per_byte=None))
     first.close()
-    assert said[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
+    assert messages[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
 
-    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=said.append, live=False))
+    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=messages.append, live=False))
     for step in (3, 4):
         again.step(a_step(step, loss=1.0))
     again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=perplexity(1.0), bits_per_byte=0.5))
     again.close()
-    assert said[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
+    assert messages[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
     assert [(r.step, r.loss) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
         (1, 3.99),
         (2, 3.98),
@@ -376,32 +376,32 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
 
 
 def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
-    said = []
+    messages = []
     now = iter([100.5, 102.0, 104.0, 105.0])  # the first step took half a second
     monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
-    shown = Screen(45, initial=40, say=said.append, bounds={"backward": "compute"}, live=False)
+    shown = Screen(45, initial=40, say=messages.append, bounds={"backward": "compute"}, live=False)
     for step in range(41, 46):  # a line for every two steps
         last = {"skipped": True, "loss": None, "grad_norm": None, "phases": {}}
         shown.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
     shown.close()
-    assert said == [
+    assert messages == [
         "step 42/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  3 s left  norm 1.5  rate 0.0003",
         "step 44/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  1 s left  norm 1.5  rate 0.0003",
         "step 45/45  loss -  1.02 k tokens/s  backward 32% (compute)  0 s left  norm -  rate 0.0003  skipped",
     ]
 
 
-def test_short_runs_say_every_step():
-    said = []
-    shown = Screen(3, initial=0, say=said.append, live=False)
+def test_short_runs_print_every_step():
+    messages = []
+    shown = Screen(3, initial=0, say=messages.append, live=False)
     for step in (1, 2, 3):
         shown.step(a_step(step))
-    assert len(said) == 3
+    assert len(messages) == 3
 
 
 def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
-    said = []
-    shown = Screen(10, initial=5, say=said.append, live=True)
+    messages = []
+    shown = Screen(10, initial=5, say=messages.append, live=True)
     shown.step(a_step(6))
     shown.step(a_step(7))
     shown.say("between")
@@ -411,7 +411,7 @@ def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
     assert "5/10" in captured.err
     assert "7/10" in captured.err
     assert "loss 3.9300  1.02 k tokens/s  backward 40%" in captured.err
-    assert said == ["between"]
+    assert messages == ["between"]
 
 
 def test_what_a_step_waits_for_is_its_longest_phase():
@@ -441,20 +441,20 @@ def test_speed_is_of_the_last_steps_together():
     assert all(re.search(r"wait (8|9)\d%", line) for line in said[1:])  # also when the last step did not wait
 
 
-def test_no_drive_is_told_of_where_nothing_is_kept_on_one():
+def test_no_drive_is_mentioned_if_none_is_used():
     """No drive speed is shown without state on drives, although checkpoints and logs move bytes."""
     shown = Screen(1, initial=0, say=(said := []).append, live=False, drives=False)
     shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
     assert "drive" not in said[0]
 
 
-def test_a_drive_is_told_of_where_it_takes_more_than_logs():
-    shown = Screen(1, initial=0, say=(said := []).append, live=False)
+def test_a_drive_is_mentioned_if_it_stores_more_than_logs():
+    shown = Screen(1, initial=0, say=(messages := []).append, live=False)
     shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
-    assert "  drive 3 GB/s  " in said[0]  # 1.5 GB in half a second
+    assert "  drive 3 GB/s  " in messages[0]  # 1.5 GB in half a second
     assert drive_speed([a_step(nvme_read_bytes=None, nvme_written_bytes=None)]) == 0
-    Screen(1, initial=0, say=said.append, live=False).step(a_step())  # 8 kB a second
-    assert "drive" not in said[1]
+    Screen(1, initial=0, say=messages.append, live=False).step(a_step())  # 8 kB a second
+    assert "drive" not in messages[1]
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_a_drive_is_told_of_where_it_takes_more_than_logs():
         (True, {"TERM": "dumb"}, False),
     ],
 )
-def test_where_there_is_a_live_line(monkeypatch, terminal, variables, live):
+def test_a_live_line_needs_a_terminal(monkeypatch, terminal, variables, live):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():
@@ -570,7 +570,7 @@ def report(path, **changes) -> str:
         "evaluations": [],
         "plan": PLAN,
         "measured": MEASURED,
-        "said": [],
+        "advice": [],
     }
     write_report(path / "report.html", **{**content, **changes})
     assert os.listdir(path) == ["report.html"]
@@ -597,7 +597,7 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
         title="<b>$x & co",
         rows=rows,
         evaluations=evaluations,
-        said=[("Notes", ["<script>alert(1)</script>"])],
+        advice=[("Notes", ["<script>alert(1)</script>"])],
     )
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "b"} & set(page.tags)
@@ -616,7 +616,7 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
     assert first[1] < last[1]
 
 
-def test_a_row_has_something_to_say(tmp_path):
+def test_rows_without_values_are_left_out_of_the_report(tmp_path):
     """A tier without memory has no row, and a phase without a prediction is not shown as predicted to take 0 s."""
     plan = {"tiers": {"gpu": {"need": 0, "have": 0}}, "seconds": {"forward": 1.0, "save": 0.0}}
     text = report(
@@ -632,7 +632,7 @@ def test_a_row_has_something_to_say(tmp_path):
     assert "0 B" not in text
 
 
-def test_what_has_no_value_is_not_there(tmp_path):
+def test_sections_without_values_are_left_out(tmp_path):
     """Charts without points, columns without numbers and headings without lines are left out."""
     evaluations = [EvalRecord(step=1, validation_loss=3.0, perplexity=20.1, bits_per_byte=None)]
     nothing = {"tiers": {}, "seconds": {}}
@@ -659,7 +659,7 @@ def test_memory_is_drawn_by_tier(tmp_path):
     assert len(held) == 1
 
 
-def test_what_this_process_holds(tmp_path, monkeypatch):
+def test_memory_of_this_process(tmp_path, monkeypatch):
     assert set(meters.memory_now([])) <= {"ram", "gpu"}
     (tmp_path / "page").write_bytes(b"x" * 8192)
     cuda = SimpleNamespace(is_initialized=lambda: True, memory_allocated=lambda: 12345)

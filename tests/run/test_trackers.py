@@ -32,13 +32,13 @@ def tracked(directory: Path, *, done: int = 0) -> Tracked:
 
 def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int = 0) -> list[str]:
     """Log steps and an evaluation to these trackers, and close them; return the messages."""
-    said: list[str] = []
-    sink = Trackers(names, tracked(directory, done=done), say=said.append)
+    messages: list[str] = []
+    sink = Trackers(names, tracked(directory, done=done), say=messages.append)
     for step in steps:
         sink.step(a_step(step, grad_norm=None if step == 2 else 1.5))
     sink.evaluation(EVALUATION)
     sink.close()
-    return said
+    return messages
 
 
 # -- each of the four ------------------------------------------------------------------------------------------------
@@ -151,9 +151,7 @@ def test_trackio_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
-def test_one_that_is_missing_is_the_users_to_install(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tracker_names_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(UserError, match=rf"save.trackers={name}: .*pip install 'offload-trainer\[{name}\]'"):
         Trackers([name], tracked(tmp_path), say=print)
@@ -175,7 +173,7 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None =
     return ended
 
 
-def test_one_that_fails_is_left_out_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_tracker_is_dropped_and_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
     def failing(numbers: dict[str, float], step: int) -> None:
@@ -189,7 +187,7 @@ def test_one_that_fails_is_left_out_and_said_once(tmp_path: Path, monkeypatch: p
     assert ended == ["good"]
 
 
-def test_one_that_stands_still_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_tracker_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, entered = threading.Event(), threading.Event()
     monkeypatch.setattr(trackers, "_WAITING", 2)
     monkeypatch.setattr(trackers, "_LAST", 0.05)
@@ -199,23 +197,21 @@ def test_one_that_stands_still_holds_up_no_step(tmp_path: Path, monkeypatch: pyt
         go.wait(300)
 
     put(monkeypatch, "slow", stuck)
-    said: list[str] = []
-    sink = Trackers(["slow"], tracked(tmp_path), say=said.append)
+    messages: list[str] = []
+    sink = Trackers(["slow"], tracked(tmp_path), say=messages.append)
     sink.step(a_step(1))
     assert entered.wait(300)
     for step in (2, 3, 4, 5):  # two are queued, and two are dropped
         sink.step(a_step(step))
     sink.close()
     go.set()
-    assert said == [
+    assert messages == [
         "note: slow: 2 steps behind, so some are left out there",
         "note: slow: not all was taken within 0 s; metrics.jsonl has it",
     ]
 
 
-def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_continues_the_trackers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list = []
     put(monkeypatch, "one", lambda *_: None, begun=begun)
     for done in (0, 2, 0):
@@ -226,7 +222,7 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_one_does_not(
         run(tmp_path, "one", done=2)
 
 
-def test_one_that_cannot_begin_refuses_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(run: Tracked, identity: str | None) -> _Tracker:
         raise OSError("no route to host")
 
@@ -248,7 +244,7 @@ def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = ["save.trackers=trackio", "save.project=of mine", "--steps", "3", "--output", str(tmp_path / "out")]
     config = load_config([*TINY, *words])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(name, "")  # monkeypatch restores what it has set
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     threads = torch.get_num_threads()

@@ -57,7 +57,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
         answers = all_gather_json(said)
         agreed.append(said)
         if len(agreed) == at:
-            asked.stop = signal.SIGTERM  # as the handler does
+            asked.stop = signal.SIGTERM  # the handler sets it
         return answers
 
     monkeypatch.setattr(trainer, "all_gather_json", slowly)

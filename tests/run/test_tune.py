@@ -30,7 +30,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float | None]) 
     return tried
 
 
-def test_each_group_goes_on_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_starts_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = outcomes(monkeypatch, {"": 2.0, "a": 1.5, "b": 1.8, "a c": None, "a d": 1.2})
     trials = tune.tune([], [("a", "b"), ("c", "d")], phase="step", steps=4, say=lambda line: None)
     assert tried == ["", "a", "b", "a c", "a d"]
@@ -39,7 +39,7 @@ def test_each_group_goes_on_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch
     assert [trial.failed for trial in trials if trial.words == "a c"] == ["killed by signal 9"]
 
 
-def test_a_gain_within_the_noise_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gain_within_the_noise_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(monkeypatch, {"": 2.0, "a": 1.97})
     assert tune.tune([], [("a",)], phase="step", steps=4, say=lambda line: None)[0].words == ""
 

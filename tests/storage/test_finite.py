@@ -89,9 +89,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("name", "field", "value"), PLANTED)
-def test_no_checkpoint_is_made_of_it_and_none_is_gone_back_to(
-    name: str, field: str, value: float, tmp_path: Path
-) -> None:
+def test_no_checkpoint_with_nan_is_saved_or_resumed(name: str, field: str, value: float, tmp_path: Path) -> None:
     """An invalid value prevents a save, which keeps the older checkpoint, and a load from a file with one."""
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     (tmp_path / "run/model").mkdir(parents=True)

@@ -26,7 +26,7 @@ def test_two_leases_do_not_touch_each_other(tmp_path: Path) -> None:
     assert not two.path.exists()
 
 
-def test_a_dead_run_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
+def test_a_dead_run_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from offload_trainer.storage.scratch_dir import DriveLease\n"
         "lease = DriveLease(Path(sys.argv[1])); (lease.path / 'state').write_text('x'); os.kill(os.getpid(), 9)"
@@ -55,7 +55,7 @@ def written(path, text):
         os.kill(os.getpid(), 9)
     write(path, text)
 scratch_dir.write_text = written
-scratch_dir.keep_listed(folder / "pages", [lease.path for lease in leases])
+scratch_dir.write_list(folder / "pages", [lease.path for lease in leases])
 os.kill(os.getpid(), 9)
 """
 

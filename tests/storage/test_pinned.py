@@ -43,7 +43,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return made
 
 
-def test_it_is_let_go_of_with_its_last_view_and_before_it_is_unmapped(runtime: Runtime) -> None:
+def test_memory_is_unpinned_with_its_last_view_before_it_is_unmapped(runtime: Runtime) -> None:
     buffer = host_memory.host_buffer(1 << 20, pinned=True)
     view = buffer[4096:8192].view(torch.float32)
     del buffer
@@ -67,7 +67,7 @@ def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.Monkey
     assert not runtime.pinned
 
 
-def test_of_what_all_ranks_of_a_node_read_each_pins_its_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_pins_its_own_mapping_of_shared_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank of a node pins only its own part of a buffer that all of them read.
 
     If each pinned all outboxes of eight ranks, an embedding of 5e8 weights would take 17 GB of pinned memory a rank.
@@ -86,7 +86,7 @@ def test_of_what_all_ranks_of_a_node_read_each_pins_its_own(runtime: Runtime, mo
     assert [int(part.unique()) for part in found.values()] == [0, 1, 2]
 
 
-def test_what_cannot_be_pinned_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
     with pytest.raises(TrainerError, match=r"CUDA cannot pin 8\.19 kB of host memory \(error 2\)"):
         host_memory.host_buffer(8192, pinned=True)

@@ -46,12 +46,12 @@ def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "alone").read_bytes()
 
 
-def test_what_nobody_has_written_is_no_file() -> None:
+def test_unwritten_parts_make_no_file() -> None:
     with pytest.raises(AssertionError, match="follows byte 8"):
         file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     os.symlink("/dev/full", tmp_path / "x")
     writer = PlacedWriter(tmp_path / "x", ENTRIES)
     with pytest.raises(TrainerError, match=r"x: No space left on device after 0 bytes; free space"):

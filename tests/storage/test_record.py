@@ -17,7 +17,7 @@ def written(path: Path, *contents: bytes) -> Record:
     return record
 
 
-def test_the_newest_is_read_and_the_next_goes_on_from_it(tmp_path: Path) -> None:
+def test_the_newest_record_is_read_and_the_next_follows_it(tmp_path: Path) -> None:
     path = tmp_path / "record"
     written(path).close()
     with pytest.raises(ValueError, match="neither of its two slots is whole: it holds zeros alone"):

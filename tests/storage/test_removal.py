@@ -21,8 +21,8 @@ from offload_trainer.storage.owned_dirs import (
     MARK,
     NotOwned,
     ScratchDirectory,
-    anew,
     clear,
+    fresh_directory,
     made_as,
     remove,
     remove_dead,
@@ -102,7 +102,7 @@ def test_every_removal_is_known() -> None:
         assert "rm -r" not in path.read_text(), path
 
 
-def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
+def test_the_walk_finds_removals(tmp_path: Path) -> None:
     for text, name in (
         ("import shutil\nshutil.rmtree('x')", "rmtree"),
         ("from shutil import rmtree", "rmtree"),
@@ -212,7 +212,7 @@ STAYS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("case", STAYS)
-def test_what_a_lease_did_not_make_stays(case: str, tmp_path: Path) -> None:
+def test_directories_that_no_lease_created_stay(case: str, tmp_path: Path) -> None:
     """A directory that a lease did not make stays, and the plan does not count it as free."""
     if case.startswith("another") and os.geteuid() != 0:
         pytest.skip("only root can make another user's files")
@@ -222,14 +222,14 @@ def test_what_a_lease_did_not_make_stays(case: str, tmp_path: Path) -> None:
     before = sorted(path for path in kept.rglob("*"))
     assert before
     assert dead_runs(tmp_path) == []
-    said: list[str] = []
-    with DriveLease(tmp_path, say=said.append) as lease:
+    messages: list[str] = []
+    with DriveLease(tmp_path, say=messages.append) as lease:
         assert lease.removed == []
     assert sorted(path for path in kept.rglob("*")) == before
-    assert said == []
+    assert messages == []
 
 
-def test_a_bench_says_what_it_removes(tmp_path: Path) -> None:
+def test_a_bench_reports_what_it_removes(tmp_path: Path) -> None:
     from offload_trainer.machine.bench import Budget, bench_machine
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.storage.transfer import ThreadedTransfers
@@ -237,7 +237,7 @@ def test_a_bench_says_what_it_removes(tmp_path: Path) -> None:
     (tmp_path / "offload-trainer").mkdir()
     left = dead_lease(tmp_path / "offload-trainer")
     machine = probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path))
-    said: list[str] = []
+    messages: list[str] = []
     budget = Budget(drive_bytes=1 << 20, drive_seconds=0.01, try_seconds=0.01, update_elements=1000)
     bench_machine(
         machine,
@@ -245,10 +245,10 @@ def test_a_bench_says_what_it_removes(tmp_path: Path) -> None:
         updates=[],
         dtypes=[],
         budget=budget,
-        say=said.append,
+        say=messages.append,
     )
     assert not left.exists()
-    assert f"{left.parent}: removed what 1 run(s) left that died" in said
+    assert f"{left.parent}: removed what 1 run(s) left that died" in messages
 
 
 # -- the one function --------------------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ def test_no_link_is_followed_and_nothing_outside_touched(tmp_path: Path) -> None
 
 @ROOT
 def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
-    said: list[str] = []
-    place = ScratchDirectory(tmp_path / "place", what="a test in", say=said.append)
+    messages: list[str] = []
+    place = ScratchDirectory(tmp_path / "place", what="a test in", say=messages.append)
     (place.path / "mounted").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place.path / "mounted")]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -279,14 +279,14 @@ def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
         (place.path / "mounted/work").write_text("precious")
         place.close()
         assert (place.path / "mounted/work").read_text() == "precious"
-        assert "another filesystem is mounted there" in said[0]
+        assert "another filesystem is mounted there" in messages[0]
     finally:
         subprocess.run(["umount", "-l", place.path / "mounted"], check=True)
     remove_dead(place.path, what="a test in")
     assert not place.path.exists()
 
 
-def test_a_removal_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_removal_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal that was killed is completed later, since the mark is removed last."""
     unlink, left = os.unlink, 0
 
@@ -313,7 +313,7 @@ def test_a_removal_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: p
         assert not place.path.exists()
 
 
-def test_what_is_in_use_is_not_removed(tmp_path: Path) -> None:
+def test_directories_in_use_are_not_removed(tmp_path: Path) -> None:
     with ScratchDirectory(tmp_path / "place", what="a test in") as place, pytest.raises(BlockingIOError):
         remove_dead(place.path, what="a test in")
     with pytest.raises(FileNotFoundError):
@@ -322,17 +322,17 @@ def test_what_is_in_use_is_not_removed(tmp_path: Path) -> None:
         remove(tmp_path, made_as("a test in", tmp_path.name))
 
 
-def test_a_place_is_made_anew_only_over_its_own_kind(tmp_path: Path) -> None:
+def test_a_scratch_directory_replaces_only_its_own_kind(tmp_path: Path) -> None:
     (died(ScratchDirectory(tmp_path / "demo", what="the demo in")) / "old").touch()
-    assert list(anew(tmp_path / "demo", what="the demo in").iterdir()) == [tmp_path / "demo" / MARK]
+    assert list(fresh_directory(tmp_path / "demo", what="the demo in").iterdir()) == [tmp_path / "demo" / MARK]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/work").touch()
     with pytest.raises(NotOwned, match="this program did not make it"):
-        anew(tmp_path / "mine", what="the demo in")
+        fresh_directory(tmp_path / "mine", what="the demo in")
     assert (tmp_path / "mine/work").exists()
 
 
-def test_what_a_kill_left_of_an_exchange_goes_back(tmp_path: Path) -> None:
+def test_an_exchange_that_was_killed_is_undone(tmp_path: Path) -> None:
     """A directory that a killed exchange left in the workplace is restored.
 
     Where two names cannot be exchanged, the only complete copy is there for an instant.
@@ -348,7 +348,7 @@ def test_what_a_kill_left_of_an_exchange_goes_back(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [final]
 
 
-def test_an_export_does_not_remove_what_is_in_its_way(tmp_path: Path) -> None:
+def test_an_export_keeps_a_users_directory(tmp_path: Path) -> None:
     """An export keeps a user's `.NAME.tmp` and reports it."""
     mine = tmp_path / ".hf.tmp"
     mine.mkdir()

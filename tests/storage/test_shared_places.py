@@ -79,9 +79,9 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
     works = filesystem in ("local", "nfs")
     root_of(tmp_path).mkdir()
     left = dead_lease(root_of(tmp_path))
-    said: list[str] = []
+    messages: list[str] = []
     assert dead_runs(tmp_path) == ([left] if works else [])
-    with DriveLease(tmp_path, say=said.append) as one, DriveLease(tmp_path, say=said.append) as two:
+    with DriveLease(tmp_path, say=messages.append) as one, DriveLease(tmp_path, say=messages.append) as two:
         assert one.removed == ([left] if works else [])
         assert two.removed == []
         assert left.exists() != works
@@ -93,23 +93,23 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
                 is_alive(one.path)
     assert not one.path.exists()  # its own process recognises it
     assert not two.path.exists()
-    notes = [line for line in said if "locks do not work on" in line]
+    notes = [line for line in messages if "locks do not work on" in line]
     assert len(notes) == (0 if works else 2)  # one for each lease
 
 
 def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
     works = filesystem in ("local", "nfs")
-    said: list[str] = []
+    messages: list[str] = []
     for step in (1, 2, 3):
-        save(tmp_path, step, keep=2, say=said.append)
+        save(tmp_path, step, keep=2, say=messages.append)
     root = tmp_path / "checkpoints"
     assert [path.name[-1] for path in complete_checkpoints(root)] == (["2", "3"] if works else ["1", "2", "3"])
-    assert any("older checkpoints are not pruned: locks do not work there" in line for line in said) != works
+    assert any("older checkpoints are not pruned: locks do not work there" in line for line in messages) != works
     oldest = complete_checkpoints(root)[0]
     with reading(oldest):
-        save(tmp_path, 4, keep=1, say=said.append)
+        save(tmp_path, 4, keep=1, say=messages.append)
         assert oldest.exists()
-    save(tmp_path, 5, keep=1, say=said.append)
+    save(tmp_path, 5, keep=1, say=messages.append)
     assert len(complete_checkpoints(root)) == (1 if works else 5)
 
 
@@ -140,26 +140,26 @@ def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.Capture
     refuse_second(output)
 
 
-def test_a_turn_is_waited_for_with_words_and_not_for_ever(filesystem: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_waiting_for_a_lock_is_reported_and_limited(filesystem: str, tmp_path: Path) -> None:
+    messages: list[str] = []
     if filesystem not in ("local", "nfs"):
-        with pytest.raises(locks.NoLocks), locks.turn(tmp_path / "turn", say=said.append):
+        with pytest.raises(locks.NoLocks), locks.exclusive_lock(tmp_path / "turn", say=messages.append):
             pass
         return
-    with locks.turn(tmp_path / "turn", say=said.append):
-        second = locks.turn(tmp_path / "turn", say=said.append, patience=0)
+    with locks.exclusive_lock(tmp_path / "turn", say=messages.append):
+        second = locks.exclusive_lock(tmp_path / "turn", say=messages.append, patience=0)
         with pytest.raises(TrainerError, match="turn: another process has held this lock for 0 s"):
             second.__enter__()
-        assert said == []
+        assert messages == []
     descriptor = locks.open_lock(tmp_path / "turn")
-    locks.take(descriptor)
+    locks.try_lock(descriptor)
 
     def hear(line: str) -> None:
-        said.append(line)
+        messages.append(line)
         os.close(descriptor)
 
-    with locks.turn(tmp_path / "turn", say=hear):
-        assert "turn, which another process holds; for at most 60 s" in said[0]
+    with locks.exclusive_lock(tmp_path / "turn", say=hear):
+        assert "turn, which another process holds; for at most 60 s" in messages[0]
 
 
 # -- owners and links on a drive ---------------------------------------------------------------------------------------
@@ -218,24 +218,24 @@ def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> N
             ask(tmp_path)
 
 
-def test_nothing_is_called_removed_that_stayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root_of(tmp_path).mkdir()
     left = dead_lease(root_of(tmp_path))
 
     def refused(name: object, **words: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), name)
 
-    said: list[str] = []
+    messages: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", refused)
-        lease = DriveLease(tmp_path, say=said.append)
+        lease = DriveLease(tmp_path, say=messages.append)
     assert lease.removed == []
-    assert said == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
+    assert messages == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
     lease.close()
 
 
 @pytest.mark.parametrize("thing", ["a lock that is held", "a pipe"])
-def test_nothing_beside_the_leases_holds_a_start_up(thing: str, tmp_path: Path) -> None:
+def test_no_common_lock_delays_a_start(thing: str, tmp_path: Path) -> None:
     """No lock around all leases exists that another process could hold."""
     root_of(tmp_path).mkdir()
     place = root_of(tmp_path) / ".lock"
@@ -291,7 +291,7 @@ def test_two_users_share_a_drive() -> None:
         assert leases(12346, "die") == "offload-trainer-12346 0"
         left = sorted(path.parent.name for path in drive.glob("*/run-*"))
         assert left == ["offload-trainer", "offload-trainer-12346"]
-        assert dead_runs(drive) == []  # for a third user, root
+        assert dead_runs(drive) == []  # the list of a third user, root
         leases(12346, "end")
         assert [path.parent.name for path in drive.glob("*/run-*")] == ["offload-trainer"]
         leases(12345, "end")
@@ -336,17 +336,17 @@ def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
 @ROOT
 def test_another_users_checkpoints_are_not_counted_as_free(tmp_path: Path) -> None:
     """The plan counts only checkpoints that this user can remove."""
-    said: list[str] = []
+    messages: list[str] = []
     for step in (1, 2, 3):
-        save(tmp_path, step, keep=9, say=said.append)
+        save(tmp_path, step, keep=9, say=messages.append)
     root = tmp_path / "checkpoints"
     whole = bytes_that_go(root)
     for path in (root / "step-00000001", *(root / "step-00000001").rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     assert 0 < bytes_that_go(root) < whole
-    save(tmp_path, 4, keep=1, say=said.append)
+    save(tmp_path, 4, keep=1, say=messages.append)
     assert [path.name for path in complete_checkpoints(root)] == ["step-00000001", "step-00000004"]
-    assert any("step-00000001 is not pruned" in line for line in said)
+    assert any("step-00000001 is not pruned" in line for line in messages)
 
 
 # -- power cuts --------------------------------------------------------------------------------------------------------
@@ -376,13 +376,13 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_lines_of_metrics_last_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
+def test_metrics_are_durable_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     final = save(tmp_path, 1, growing=[tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"])
     assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
 
 
-def test_new_parents_of_a_directory_last(synced: list[str], tmp_path: Path) -> None:
+def test_new_parents_of_a_directory_are_durable(synced: list[str], tmp_path: Path) -> None:
     with held(tmp_path / "a/b/c", Log(loud=False)):
         assert synced[:3] == [f"sync {tmp_path}", f"sync {tmp_path}/a", f"sync {tmp_path}/a/b"]
 
@@ -455,7 +455,7 @@ def test_a_damaged_kernel_is_built_again(damage: str, kernel: Callable[[], Path]
     assert kernel.count == 2  # type: ignore[attr-defined]
 
 
-def test_kernels_lie_where_only_this_user_writes(
+def test_kernels_are_cached_where_only_this_user_writes(
     filesystem: str, kernel: Callable[[], Path], synced: list[str], tmp_path: Path
 ) -> None:
     library = kernel()
@@ -494,7 +494,7 @@ def test_kernels_that_another_user_may_have_planted_are_not_loaded(kernel: Calla
     assert kernel.count == 2  # type: ignore[attr-defined]
 
 
-def test_rates_kept_by_several_at_once_are_all_kept(
+def test_rates_stored_concurrently_are_all_kept(
     filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
 ) -> None:
     """Each thread opens the lock separately, as a process would."""

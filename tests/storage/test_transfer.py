@@ -30,7 +30,7 @@ def filled(size: int, seed: int) -> torch.Tensor:
     return buffer.copy_(torch.randint(256, (size,), dtype=torch.uint8, generator=generator))
 
 
-def test_many_at_once_arrive_whole(transfers: ThreadedTransfers, drive: Path) -> None:
+def test_many_concurrent_transfers_are_complete(transfers: ThreadedTransfers, drive: Path) -> None:
     file = DriveFile(drive / "many", 40 * 20480)
     written = [filled(20480, seed) for seed in range(40)]
     for future in [transfers.write(file, number * 20480, data) for number, data in enumerate(written)]:
@@ -51,7 +51,7 @@ def test_a_new_file_holds_zeros(transfers: ThreadedTransfers, drive: Path) -> No
 
 
 @pytest.mark.parametrize("way", ["preadv", "pwritev"])
-def test_partial_transfers_go_on_and_errors_are_told(
+def test_partial_transfers_continue_and_errors_are_reported(
     way: str, transfers: ThreadedTransfers, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, data = DriveFile(drive / f"partial-{way}", 16384), filled(16384, 2)
@@ -100,7 +100,7 @@ def test_without_direct_io_the_same_bytes(drive: Path, monkeypatch: pytest.Monke
     file.close()
 
 
-def test_checks_follow_stretches_of_other_sizes(transfers: ThreadedTransfers, drive: Path) -> None:
+def test_checks_follow_ranges_of_other_sizes(transfers: ThreadedTransfers, drive: Path) -> None:
     checked = CheckedTransfers(transfers)
     file, data = DriveFile(drive / "checked", 65536), filled(65536, 5)
     for start in (0, 16384):
@@ -148,15 +148,15 @@ def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive:
     file.close()
 
 
-def test_futures_tell_in_whatever_order() -> None:
-    told: list[object] = []
+def test_futures_complete_in_any_order() -> None:
+    messages: list[object] = []
     future = Future(parts=2)
-    future.then(told.append)
+    future.then(messages.append)
     future.finish_part()
-    assert told == []
+    assert messages == []
     error = TrainerError("broken")
     future.finish_part(error)
-    future.then(told.append)
-    assert told == [error, error]
+    future.then(messages.append)
+    assert messages == [error, error]
     with pytest.raises(TrainerError, match="broken"):
         future.wait()

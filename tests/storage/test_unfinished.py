@@ -10,7 +10,7 @@ import pytest
 
 from offload_trainer.retention import WORK, remove_leftovers
 from offload_trainer.storage import owned_dirs
-from offload_trainer.storage.locks import take
+from offload_trainer.storage.locks import try_lock
 from offload_trainer.storage.owned_dirs import MARK, NotOwned, is_unfinished, remove_dead, replacing
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
 
@@ -23,7 +23,7 @@ def leave(path: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["nothing", "an empty mark"])
-def test_it_is_in_nobody_s_way(how: str, tmp_path: Path) -> None:
+def test_an_unfinished_directory_blocks_no_start(how: str, tmp_path: Path) -> None:
     """A directory left so blocks no export to the same place, save of the same step, or lease on the same drive."""
     leave(tmp_path / ".export.tmp", how)
     with replacing(tmp_path / "export", what="the export to") as new:
@@ -41,7 +41,7 @@ def test_it_is_in_nobody_s_way(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a file beside it", "a word in the mark", "a link for a mark", "a link", "a file"])
-def test_what_may_be_somebody_s_stays(what: str, tmp_path: Path) -> None:
+def test_directories_that_may_be_a_users_stay(what: str, tmp_path: Path) -> None:
     place = tmp_path / ".export.tmp"
     if what == "a link":
         leave(tmp_path / "theirs", "nothing")
@@ -63,7 +63,7 @@ def test_what_may_be_somebody_s_stays(what: str, tmp_path: Path) -> None:
     assert os.path.lexists(place)
 
 
-def test_one_that_is_being_made_stays(tmp_path: Path) -> None:
+def test_a_directory_that_is_being_created_stays(tmp_path: Path) -> None:
     place = leave(tmp_path / ".step-00000002.tmp", "an empty mark")
     with open(place / MARK) as maker:
         fcntl.flock(maker, fcntl.LOCK_EX)
@@ -82,14 +82,14 @@ def test_a_lease_that_is_taken_for_dead_while_it_is_made(
     def meanwhile(place: Path) -> None:
         if not taken:
             taken.append(place)
-            monkeypatch.setattr(owned_dirs, "take", take)
+            monkeypatch.setattr(owned_dirs, "try_lock", try_lock)
             assert owned_dirs.remove_unfinished(place)
-            monkeypatch.setattr(owned_dirs, "take", locked)
+            monkeypatch.setattr(owned_dirs, "try_lock", locked)
 
     def locked(descriptor: int, *, shared: bool = False) -> None:
         if when == "before its lock":
             meanwhile(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent)
-        take(descriptor, shared=shared)
+        try_lock(descriptor, shared=shared)
 
     def opened(path: Path, *, create: bool = False) -> int:
         if create and when == "before its mark":
@@ -97,7 +97,7 @@ def test_a_lease_that_is_taken_for_dead_while_it_is_made(
         return open_lock(path, create=create)
 
     open_lock = owned_dirs.open_lock
-    monkeypatch.setattr(owned_dirs, "take", locked)
+    monkeypatch.setattr(owned_dirs, "try_lock", locked)
     monkeypatch.setattr(owned_dirs, "open_lock", opened)
     with DriveLease(tmp_path) as lease:
         assert len(taken) == 1

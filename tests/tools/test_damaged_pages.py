@@ -23,6 +23,6 @@ def test_damaged_pages(blind: bool, seed: int) -> None:
         env=environment(),
         check=False,
     )
-    told = f"{done.stdout}\n{done.stderr}"
-    assert done.returncode == blind, told
-    assert ("give other bytes" if blind else "50 damages, 3 of them by the command") in told
+    printed = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == blind, printed
+    assert ("give other bytes" if blind else "50 damages, 3 of them by the command") in printed

@@ -28,7 +28,7 @@ def watch() -> Watch:
     return Watch()
 
 
-def test_a_file_may_take_any_time_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_does_not_fail_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only CPU time counts, so a process that waits for a busy machine is not late."""
     monkeypatch.setattr(fuzz_files, "SECONDS", 0.05)
     with fuzz_files.bounded():
@@ -36,7 +36,7 @@ def test_a_file_may_take_any_time_of_a_busy_machine(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_whatever_a_file_holds(
+def test_any_content_of_a_file_is_handled(
     name: str, watch: Watch, seed: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "")
@@ -46,7 +46,7 @@ def test_whatever_a_file_holds(
     assert came["taken"] > 0
 
 
-def test_the_fuzzer_sees_what_must_not_happen(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzzer_finds_failures(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzzer detects tracebacks, messages that are long or have escapes, reads of other files, and endless work."""
     (tmp_path / "secret").write_text("")
     folder = tmp_path / "inside"

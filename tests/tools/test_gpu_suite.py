@@ -71,7 +71,7 @@ def rehearsed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_passes_its_rehearsal_and_says_that_it_is_one(rehearsed: Callable[[str], Path], stage: str) -> None:
+def test_every_stage_passes_its_rehearsal_and_says_so(rehearsed: Callable[[str], Path], stage: str) -> None:
     folder = rehearsed(stage)
     said = (folder / "said").read_text()
     found = json.loads((folder / f"{stage}.json").read_text())
@@ -114,7 +114,7 @@ def test_speed_leaves_a_trace_that_a_browser_reads(rehearsed: Callable[[str], Pa
     assert all(ratio > 0 for ratio in against.values())
 
 
-def test_every_way_of_the_update_has_its_row_and_bits(rehearsed: Callable[[str], Path]) -> None:
+def test_every_update_schedule_has_its_row_and_bits(rehearsed: Callable[[str], Path]) -> None:
     """Every update method has a row with the same last loss, so the updates are equal."""
     rows = json.loads((rehearsed("ways") / "ways.json").read_text())["rows"]
     assert [row["case"] for row in rows] == list(ways.CASES)
@@ -125,7 +125,7 @@ def test_every_way_of_the_update_has_its_row_and_bits(rehearsed: Callable[[str],
     assert {size["remainders"] for size in chosen} == {False, True}
 
 
-def test_no_case_of_ours_leaves_its_overlap_to_auto() -> None:
+def test_every_case_sets_its_overlap() -> None:
     """Every case names its overlap: `auto` turns it off on a machine without rates and would leave gaps in tables."""
     homes = [parity._home("gpu", shares, tiny=False) for shares in parity.SHARES]
     ours = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values(), *ways.CASES.values(), *homes]
@@ -145,18 +145,18 @@ def test_no_case_of_ours_leaves_its_overlap_to_auto() -> None:
             assert way is None or f"overlap {way}" in name
 
 
-def test_check_writes_rates_that_a_plan_elsewhere_takes(rehearsed: Callable[[str], Path]) -> None:
+def test_check_writes_rates_for_plans_of_that_machine(rehearsed: Callable[[str], Path]) -> None:
     words = ["plan", "--json", "--machine", rehearsed("check") / "bench.json"]
     done = subprocess.run([sys.executable, "-m", "offload_trainer", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seconds"]["forward"] > 0
 
 
-def test_the_tests_that_are_run_on_a_gpu_are_there() -> None:
+def test_the_tests_for_a_gpu_exist() -> None:
     assert [file for file in the_tests.COMPUTING if not (ROOT / file).exists()] == []
 
 
-def test_every_case_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
+def test_the_command_line_accepts_every_case(tmp_path: Path) -> None:
     drive = ["--nvme", str(tmp_path), "--engine", "tiered", "--params", "gpu"]
     given = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values()]
     words = [
@@ -204,7 +204,7 @@ def test_rows_whose_update_is_the_fallback_are_marked() -> None:
     assert (outcome(words) == "ok") == (chosen.name == "native")
 
 
-def test_some_cases_alone_are_run(tmp_path: Path) -> None:
+def test_selected_cases_are_run(tmp_path: Path) -> None:
     """--only runs the cases that an earlier stage had no time for."""
     done = suite("ways", tmp_path, "--rehearse", "--only", "two places")
     assert done.returncode == 0, done.stderr
@@ -212,7 +212,7 @@ def test_some_cases_alone_are_run(tmp_path: Path) -> None:
     assert [row["case"] for row in rows] == [name for name in ways.CASES if "two places" in name]
 
 
-def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
+def test_cases_without_time_are_reported(tmp_path: Path) -> None:
     done = suite("8b", tmp_path, "--rehearse", "--seconds", "13")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "8b.json").read_text())
@@ -259,14 +259,14 @@ def test_a_process_that_dies_costs_only_its_own_row(stage: Stage) -> None:
         large.build(["--model", "gpt2-10b", "--engine", "plain"])
 
 
-def test_what_is_never_exported_needs_no_room(stage: Stage) -> None:
+def test_cases_without_an_export_need_no_room_for_it(stage: Stage) -> None:
     with stage.worker("one") as one:
         about = one.build([*TINY, "--engine", "tiered"])
         assert not [item for item in about["plan"]["items"] if item["name"] in ("export", "checkpoints")]
         assert one.ask("steps", count=2)["steps"][1]["loss"] > 0
 
 
-def test_an_answer_that_takes_too_long_ends_the_process_and_is_said(stage: Stage) -> None:
+def test_a_process_without_an_answer_is_ended_and_reported(stage: Stage) -> None:
     with stage.worker("slow") as slow:
         slow.rest()
         stage._end = 0.0
@@ -296,7 +296,7 @@ def test_the_stage_itself_imports_no_torch() -> None:
     assert _code_of(code) == 0
 
 
-def test_a_cap_is_what_the_plan_and_the_allocator_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     fractions: list[float] = []
     gigabyte = 10**9
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (130 * gigabyte, 140 * gigabyte))
@@ -309,7 +309,7 @@ def test_a_cap_is_what_the_plan_and_the_allocator_see(monkeypatch: pytest.Monkey
     assert fractions == [pytest.approx(33.5 / 140)]
 
 
-def test_forks_of_the_libraries_may_still_begin_cuda() -> None:
+def test_forks_may_still_initialise_cuda() -> None:
     """Loading the libraries leaves CUDA uninitialised, since the kill tests fork, and forks could not use it."""
     code = (
         "import torch\n"

@@ -66,7 +66,7 @@ def steps(output: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_each_command_does_what_it_says(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
+def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
     """Every command works with a wheel built from the source distribution.
 
     They are a shortened demo and then, in an empty directory: recipe, text, conversations, kill and resume, report,

@@ -20,7 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 import offline_bundle  # noqa: E402
 from offline_bundle import BUNDLED, INSTALL, LARGEST, RIVALS, THERE, command, pinned, requirements, same  # noqa: E402
 
-from offload_trainer.optim import kernel_cache  # noqa: E402
+from offload_trainer.optim import kernel_cache, kernels  # noqa: E402
 from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
 from offload_trainer.optim.prebuilt_kernels import LEVELS  # noqa: E402
 
@@ -40,7 +40,7 @@ def needs(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_what_a_bundled_package_needs_is_bundled(name: str) -> None:
+def test_needs_of_a_bundled_package_are_bundled(name: str) -> None:
     assert needs(name) <= {same(one) for one in (*BUNDLED, *THERE)}
 
 
@@ -53,7 +53,7 @@ def test_every_need_of_the_package_is_bundled_or_there() -> None:
     assert own - {"deepspeed", "bitsandbytes"} <= {same(one) for one in (*BUNDLED, *THERE)}
 
 
-def test_what_is_asked_for_is_pinned_and_for_that_machine_alone(tmp_path: Path) -> None:
+def test_the_bundle_is_pinned_and_for_one_machine(tmp_path: Path) -> None:
     words = command(tmp_path, python="3.12", more=["transformers==5.23.0"])
     assert {"--only-binary=:all:", "--no-deps", "cp312", "manylinux_2_28_x86_64", "transformers==5.23.0"} <= set(words)
     assert all("==" in pin for pin in pinned())
@@ -62,9 +62,7 @@ def test_what_is_asked_for_is_pinned_and_for_that_machine_alone(tmp_path: Path) 
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are built ahead for x86-64")
-def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prebuilt_kernel_is_used_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = kernel_cache._line_of_features()
     here = frozenset(line.partition(":")[2].split())
     level = next((name for name, (_, needed) in LEVELS.items() if needed <= here), None)
@@ -88,6 +86,7 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
 
     without = f"flags: {' '.join(here - {'fma'})}"  # a processor that cannot run it
     monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: without)
+    kernels._checked_native.cache_clear()
     assert choose_kernel("auto")[0].name == "torch"
     monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: line)
     installed = next(cache.rglob(made.name))
@@ -98,7 +97,7 @@ def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
     assert (kernel.name, "no-such-compiler" in words) == ("torch", True), words
 
 
-def test_processors_that_kernels_are_built_for_are_known_by_what_their_code_uses() -> None:
+def test_levels_require_the_features_that_their_code_uses() -> None:
     """The best level comes first, and requires every feature of the later ones."""
     needed = [flags for _, flags in LEVELS.values()]
     assert all(more > fewer for more, fewer in pairwise(needed))

@@ -37,7 +37,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["changed", "gone", "of another mode", "moved away", "a link elsewhere"])
-def test_a_file_of_the_user_s_that_is_touched(harm: str, tmp_path: Path) -> None:
+def test_a_changed_file_of_the_user_is_found(harm: str, tmp_path: Path) -> None:
     sentinels = Sentinels()
     sentinels.plant(tmp_path, "mine")
     assert sentinels.check() == 8
@@ -57,7 +57,7 @@ def test_a_file_of_the_user_s_that_is_touched(harm: str, tmp_path: Path) -> None
         sentinels.check()
 
 
-def test_what_the_user_renames_stays_known(tmp_path: Path) -> None:
+def test_files_renamed_by_the_user_are_followed(tmp_path: Path) -> None:
     sentinels = Sentinels()
     sentinels.plant(tmp_path, "mine")
     sentinels.move(tmp_path / "mine", tmp_path / "yours")
@@ -79,7 +79,7 @@ def checkpoint(path: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("harm", ["a flipped bit", "cut short", "one more file"])
-def test_a_checkpoint_that_is_not_whole(harm: str, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_found(harm: str, tmp_path: Path) -> None:
     made = checkpoint(tmp_path / "step-00000001", 1)
     assert verify_checkpoint(made) == 2
     if harm == "a flipped bit":
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_not_whole(harm: str, tmp_path: Path) -> None:
         verify_checkpoint(made)
 
 
-def test_a_checkpoint_pruned_against_the_rule(tmp_path: Path) -> None:
+def test_a_wrongly_pruned_checkpoint_is_found(tmp_path: Path) -> None:
     world = World(tmp_path)
     trial = Trial(KINDS[0], world.runs / "run", every=1, keep=2, on_disk=False)
     for step in range(1, STEPS + 1):
@@ -111,7 +111,7 @@ def test_a_checkpoint_pruned_against_the_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["another loss", "a step twice"])
-def test_metrics_that_are_not_those_of_the_run_left_alone(other: str, tmp_path: Path) -> None:
+def test_wrong_metrics_are_found(other: str, tmp_path: Path) -> None:
     world = World(tmp_path)
     trial = Trial(KINDS[0], world.runs / "run", every=1, keep=2, on_disk=False)
     keys = {"tokens": 64, "grad_norm": 1.0, "lr": 1e-3, "loss_scale": 1.0, "skipped": False}
@@ -136,7 +136,7 @@ def test_a_dead_run_s_directory_on_a_drive(tmp_path: Path) -> None:
         world.check_drives(world.drives, [])
 
 
-def test_tensors_count_and_not_their_order(tmp_path: Path) -> None:
+def test_the_order_of_tensors_does_not_matter(tmp_path: Path) -> None:
     def write(name: str, first: bytes, *order: str) -> Path:
         held = {"a": first, "b": b"45"}
         entries, place = {}, 0

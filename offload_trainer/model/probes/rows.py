@@ -5,10 +5,10 @@
                                                                          attention sees both pieces
 
 transformers derives a mask between documents from positions that restart, if an architecture passes them on and carries
-no other state from token to token (recurrent ones do). Pieces of a row need a model that is position-wise but for
-attention. A list of such architectures would soon be outdated. So a tiny model of the same kind (tiny_model.py) runs
-both ways, and a third way that must differ: without positions, or with attention inside pieces only. That run shows
-that the probe would notice a difference.
+no other state from token to token (recurrent ones do). Pieces of a row need a model that is position-wise
+except for attention. A list of such architectures would soon be outdated. So a tiny model of the same kind
+(tiny_model.py) runs both ways, and a third way that must differ: without positions, or with attention inside pieces
+only. That run shows that the probe would notice a difference.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _compare_documents(tiny: PreTrainedModel) -> tuple[float, float]:
     documents = [random_ids(tiny, 1, length) for length in _LENGTHS]
     row = torch.cat(documents, 1)
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
-    apart = torch.cat([_logits(tiny, ids) for ids in documents], 1)
+    separate = torch.cat([_logits(tiny, ids) for ids in documents], 1)
     packed, crossed = _logits(tiny, row, position_ids=positions), _logits(tiny, row)
-    return _difference(packed, apart), _difference(crossed, apart)
+    return _difference(packed, separate), _difference(crossed, separate)
 
 
 def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
@@ -110,7 +110,7 @@ def _compare_pieces(tiny: PreTrainedModel) -> tuple[float, float]:
     def in_pieces() -> torch.Tensor:
         return torch.cat(_logits(tiny, pieces, position_ids=places).chunk(_PIECES), 1)
 
-    with attention.apart():
+    with attention.whole_rows():
         alone = in_pieces()
     return _difference(in_pieces(), whole), _difference(alone, whole)
 

@@ -44,15 +44,15 @@ _Order = tuple[tuple[str, ...], tuple[str, ...]]  # names of weights in the orde
 _ROW = 24  # tokens
 
 
-def in_parts(source: ModelSource) -> ModelSource:
+def with_divided_blocks(source: ModelSource) -> ModelSource:
     """Return the model with its blocks divided into submodules, or unchanged if no block can be divided."""
     trusted = source.section.trust_remote_code
     model = meta_model(source.config, trust_remote_code=trusted)
-    names, needs = apart(model, trust_remote_code=trusted)
-    return replace(source, shape=divided(replace(source.shape, apart=tuple(names), needs=tuple(needs))))
+    names, needs = divisible_modules(model, trust_remote_code=trusted)
+    return replace(source, shape=divided(replace(source.shape, divisible=tuple(names), needs=tuple(needs))))
 
 
-def apart(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[list[str], list[Needs]]:
+def divisible_modules(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[list[str], list[Needs]]:
     """Return the names of blocks and of modules inside them whose children can be fetched separately, and their order.
 
     The result is empty if a tiny model of the same kind does not run.
@@ -191,27 +191,27 @@ def _one_at_a_time(parts: Sequence[nn.Module]) -> Iterator[None]:
     held = {part: [(weight, weight.data) for weight in part.parameters()] for part in parts}
     there: list[nn.Module] = []
 
-    def send_away(part: nn.Module) -> None:
+    def unload(part: nn.Module) -> None:
         for weight, values in held[part]:
             weight.data = values.new_full((1,), torch.nan).expand(values.shape)
 
-    def bring(part: nn.Module) -> None:
+    def load(part: nn.Module) -> None:
         if there == [part]:
             return
         for other in there:
-            send_away(other)
+            unload(other)
         there[:] = [part]
         for weight, values in held[part]:
             weight.data = values
 
     hooks = [
-        module.register_forward_pre_hook(lambda *_, part=part: bring(part))
+        module.register_forward_pre_hook(lambda *_, part=part: load(part))
         for part in parts
         for module in part.modules()
     ]
     try:
         for part in parts:
-            send_away(part)
+            unload(part)
         yield
     finally:
         for hook in hooks:

@@ -6,10 +6,10 @@
              ──copy──> ring ──thread──────> sums in RAM or on drives   all other gradients (host_accumulator.py)
 
 Autograd's thread waits only if too many bytes are in flight, on the device (`InFlight`) or in the host ring buffer
-(`Ring`), and then only for the oldest copy. Gradients from
-several uses of a tied weight are added on the device first, as autograd does. Norms are computed as gradients arrive.
-`norm` sums them in the model's order, so that neither the placement nor the order of arrival changes a bit of it.
-`Gradients` serves one rank; with several ranks `ranks/sharded_gradients.py` takes its place.
+(`Ring`), and then only for the oldest copy. Gradients from several uses of a tied weight are added on the device first,
+as autograd does. Norms are computed as gradients arrive, and summed in the model's order, so that neither the placement
+nor the order of arrival changes a bit of the total. `Gradients` serves one rank; with several ranks
+`ranks/sharded_gradients.py` takes its place.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ class StagedSums:
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, node: Node) -> None:
         """Allocate `stagings` buffers for blocks with sums on a drive; all other such units share one buffer."""
         self._units, self._store, self._node = tuple(units), store, node
-        away = [unit for unit in units if on_drive(store.homes[unit.index])]
+        on_drives = [unit for unit in units if on_drive(store.homes[unit.index])]
         self._stagings = {
-            True: self._make([unit for unit in away if unit.block], stagings),
-            False: self._make([unit for unit in away if not unit.block], 1),
+            True: self._make([unit for unit in on_drives if unit.block], stagings),
+            False: self._make([unit for unit in on_drives if not unit.block], 1),
         }
         self._written: set[int] = set()  # units whose earlier sums are on their drive
 

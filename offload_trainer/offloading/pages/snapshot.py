@@ -48,12 +48,12 @@ class PageSnapshot:
         Raises:
             TrainerError: the snapshot was closed.
         """
-        away = deque(number for number in self._numbers if self._store.in_memory(number) is None)
+        pending = deque(number for number in self._numbers if self._store.in_memory(number) is None)
         free = self._store.buffers(SAVE_BUFFERS)
         arriving: deque[tuple[torch.Tensor, Future]] = deque()
         for number in self._numbers:
-            while free and away:
-                following, buffer = away.popleft(), free.pop()
+            while free and pending:
+                following, buffer = pending.popleft(), free.pop()
                 data = buffer[: self._store.bytes_of(following)]
                 future = self._store.read(following, data, copy=self._copies[following])
                 arriving.append((buffer, future))

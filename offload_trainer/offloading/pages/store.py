@@ -146,9 +146,9 @@ class PageStore:
         """Return at most `count` host buffers (uint8), each large enough for any page on the device or on drives."""
         copied = any(page.home == DEVICE for page in self.pages)
         pages = zip(self._sizes, self.pages, strict=True)
-        away = [size for size, page in pages if on_drive(page.home) or page.home == DEVICE]
+        staged = [size for size, page in pages if on_drive(page.home) or page.home == DEVICE]
         pinned = self._device.is_cuda and copied
-        return [host_buffer(max(away), pinned=pinned) for _ in range(min(count, len(away)))]
+        return [host_buffer(max(staged), pinned=pinned) for _ in range(min(count, len(staged)))]
 
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the page's fields in `data`, the page's bytes."""

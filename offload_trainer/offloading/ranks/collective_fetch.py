@@ -30,7 +30,7 @@ Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the d
 
 
 class WeightFetches:
-    """The sources from which this rank fetches the units in `store`: by itself, or with the other ranks of its node."""
+    """The sources from which this rank fetches the units in `store`, alone or together with its node's other ranks."""
 
     def __init__(self, store: UnitStore, *, node: Node, gpus: bool) -> None:
         """Allocate shared buffers and start threads if there are several ranks. All ranks call it."""
@@ -49,8 +49,8 @@ class WeightFetches:
         """
         host = self._store.host(unit)
         if host is not None:
-            return self._gathers.want(unit, host) if self._gathers else host
-        return self._reads.want(unit) if self._reads else lambda buffer: self._store.read(unit, 0, buffer)
+            return self._gathers.request(unit, host) if self._gathers else host
+        return self._reads.request(unit) if self._reads else lambda buffer: self._store.read(unit, 0, buffer)
 
     def cancel(self) -> None:
         """Fail the fetches that have not begun, because other ranks may never join them."""
@@ -84,11 +84,11 @@ class Turn:
         if closed is None:
             self._destination.finish_part()
         else:
-            self._tell(closed)
+            self._notify(closed)
 
     def begin_alone(self, error: BaseException | None) -> None:
         self._begun = True
-        self._destination.then(lambda closed: self._tell(error or closed))
+        self._destination.then(lambda closed: self._notify(error or closed))
 
     def begin_together(self, thread: Workers) -> None:
         """Wait for the destination and report this rank's turn, on `thread`."""
@@ -100,7 +100,7 @@ class Turn:
             except RuntimeError:
                 return  # closed before there was a destination
             self.together = True
-            self._tell(None)
+            self._notify(None)
 
         thread.put(wait_for_destination)
 
@@ -111,13 +111,13 @@ class Turn:
                 self._closed = closed
             self._destination.finish_part(closed)
         if not self._begun:
-            self._tell(closed)
+            self._notify(closed)
 
     @property
     def is_over(self) -> bool:
         return self._begun and self._destination.done
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _notify(self, error: BaseException | None) -> None:
         with self._lock:
             then, self._then = self._then, None
         if then is not None:
@@ -176,7 +176,7 @@ class SharedReads:
         self._error: BaseException | None = None
         self._turns, self._copies = Turns(rounds, "shared reads"), Workers(1, "shared copies")
 
-    def want(self, unit: int) -> Read:
+    def request(self, unit: int) -> Read:
         """Announce that this rank needs the unit next; return a function that fills a buffer with it."""
         turn = self._turns.announce(unit)
 
@@ -257,7 +257,7 @@ class WeightAllGather:
         """Start the gathering thread; only that thread uses `join`."""
         self._node, self._join, self._turns = node, join, Turns(rounds, "gathers")
 
-    def want(self, unit: int, host: torch.Tensor) -> PendingGather:
+    def request(self, unit: int, host: torch.Tensor) -> PendingGather:
         """Announce that this rank needs the unit `host` next, and return the fetch."""
         turn, rank = self._turns.announce(unit), self._node.rank - self._node.local_ranks.start
         return PendingGather(turn, host, rank=rank, ranks=len(self._node.local_ranks), join=self._join)

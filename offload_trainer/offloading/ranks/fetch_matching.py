@@ -48,7 +48,7 @@ class FetchMatching:
         """
         assert what >= 0
 
-        def look() -> None:
+        def poll() -> None:
             try:
                 together = set(self._round(what)) == {what}
             except BaseException as error:
@@ -56,7 +56,7 @@ class FetchMatching:
             else:
                 then(together, None)
 
-        self._thread.put(look)
+        self._thread.put(poll)
 
     def _round(self, mine: int) -> list[int]:
         if self._error is not None:

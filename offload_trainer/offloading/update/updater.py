@@ -31,7 +31,7 @@ from offload_trainer.offloading.update.page_pipeline import PagePipeline, Pendin
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, within
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.matrix_kernel import MatrixKernel
 from offload_trainer.plan.tiered.update_staging import Route, device_slot
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
@@ -339,7 +339,7 @@ class Updater:
         page = route.page
         fields = self._store.fields(route.number, data)
         params = step.params
-        parts = within(params.ranges[page.unit], page.start, page.start + page.elements)
+        parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
         if rest and not self._store.format.remainders:  # split masters are complete only with all weights in `out`
             _copy_rest(fields["master"], out, parts)
         kernel.update_page(

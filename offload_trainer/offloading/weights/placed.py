@@ -85,7 +85,7 @@ class PlacedWeights:
             self._quantised[unit].dequantise(packed[: self._stored[unit]] if resident is None else resident, memory)
 
     def packed_elements(self, *, of_blocks: bool) -> int:
-        """Return the size of `packed` beside each of the device's buffers for blocks, or for other modules."""
+        """Return the size of the buffer `packed` that each device buffer for blocks, or for other modules, has."""
         size = self.dtype.itemsize
         return packed_bytes(self.units, self.homes, of_blocks=of_blocks, item_bytes=size) // size
 

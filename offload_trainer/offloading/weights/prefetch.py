@@ -58,7 +58,7 @@ class _Slot:
     """A ring buffer on the device."""
 
     buffer: torch.Tensor
-    packed: torch.Tensor  # where quantised weights arrive, before they are dequantised into `buffer`
+    packed: torch.Tensor  # receives quantised weights, which are then dequantised into `buffer`
     arrival: DeviceCopy | None = None  # None: the copy has completed
 
 

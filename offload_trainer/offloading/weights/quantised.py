@@ -135,7 +135,7 @@ def _dequantise(
 def _table(device: torch.device) -> torch.Tensor:
     """Return the numbers that the codes of int8 select: k / 127 for code k + 128; code 0 is -1 too.
 
-    bitsandbytes' create_linear_map has 4e-9 beside its zero, so rounded values would be rounded again.
+    bitsandbytes' create_linear_map also has the number 4e-9, so rounded values would be rounded again.
     """
     return (torch.arange(-128, 128) / 127).clamp(min=-1).to(device)
 
@@ -145,7 +145,7 @@ def _bitsandbytes(format: str) -> ModuleType:
     """Import bitsandbytes.functional. Raises TrainerError if it cannot be imported."""
     try:
         from bitsandbytes import functional
-    except Exception as error:  # its import loads a library of its own, and may raise anything
+    except Exception as error:  # its import loads a compiled library, and may raise anything
         raise TrainerError(
             f"base={format!r} needs bitsandbytes, which cannot be imported: {error}. {to_install('bitsandbytes')}"
         ) from error

@@ -38,7 +38,7 @@ class ResidentGuard:
         self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=place)
         self._parts = _on_the_device(weights, parameters)
         self._blocked: set[int] = set()
-        self._called: set[int] = set()  # units that a module's call has asked for, ever
+        self._called: set[int] = set()  # units that a module's call has needed so far
 
     def attach(self, wanted: Mapping[HasPreHooks, Sequence[int]]) -> None:
         """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
@@ -71,7 +71,7 @@ class ResidentGuard:
             self._blocked.discard(unit)
 
     def begin_forward(self) -> None:
-        """Restore the units that no module's call has ever asked for: code may read their weights directly.
+        """Restore the units that no module's call has needed so far: code may read their weights directly.
 
         ProphetNet reads its n-gram embeddings so. The first forward shows which they are, before the first update.
         """

@@ -95,13 +95,13 @@ class DeepSpeed:
                 "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
                 "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
             )
-        away = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
-        if self.tensor > 1 and away:
+        off_gpu = params not in (None, TierKind.GPU) or optimizer == TierKind.DRIVES
+        if self.tensor > 1 and off_gpu:
             mistakes.append(
                 f"parallel.tensor={self.tensor} divides the weights over GPUs and keeps the state there or in RAM: use "
                 "--params gpu, and --optimizer gpu or cpu"
             )
-        if self.tensor == 1 and self.section.zero_stage in (1, 2) and away:
+        if self.tensor == 1 and self.section.zero_stage in (1, 2) and off_gpu:
             mistakes.append(
                 f"deepspeed.zero_stage={self.section.zero_stage} keeps whole weights on each GPU, and the state there "
                 "or in RAM: use --params gpu, and --optimizer gpu or cpu"
@@ -125,9 +125,9 @@ class DeepSpeed:
                 "tiered"
             )
         if self._sums_need_ram(work) and (kind_asked(self.place.optimizer) == TierKind.GPU or self.moments == "8bit"):
-            wish = "deepspeed.zero_stage=1" if self.tensor == 1 else f"parallel.tensor={self.tensor}"
+            setting = "deepspeed.zero_stage=1" if self.tensor == 1 else f"parallel.tensor={self.tensor}"
             raise UserError(
-                f"{wish} --optimizer gpu with fp32 sums of several bf16 micro-batches: DeepSpeed uses another "
+                f"{setting} --optimizer gpu with fp32 sums of several bf16 micro-batches: DeepSpeed uses another "
                 "optimizer then, which is untested; use --optimizer cpu, --accumulate 1, or "
                 "optim.accumulate_dtype=model"
             )
@@ -143,21 +143,21 @@ class DeepSpeed:
 
     def _refuse_dividing(self, work: Workload) -> None:
         """Raise UserError if the ranks or the model cannot be divided by `tensor`."""
-        wish = f"parallel.tensor={self.tensor}"
+        setting = f"parallel.tensor={self.tensor}"
         if work.partition and not work.checkpointing:
             raise UserError(
                 "parallel.partition_activations=true divides the block inputs that gradient checkpointing saves, but "
                 "checkpointing is off for a model of this size: use model.activation_checkpointing=on"
             )
         if work.world % self.tensor:
-            raise UserError(f"{wish} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
+            raise UserError(f"{setting} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
         if not any(weight.split for weight in work.shape.weights):
             raise UserError(
-                f"{wish}: transformers has no tensor-parallel plan for this architecture that splits each matrix of a "
-                "block by rows or columns only; use 1"
+                f"{setting}: transformers has no tensor-parallel plan for this architecture that splits each matrix of "
+                "a block by rows or columns only; use 1"
             )
         if reason := refusal(work.shape, tensor=self.tensor):
-            raise UserError(f"{wish}: {reason}")
+            raise UserError(f"{setting}: {reason}")
 
     def _sums_need_ram(self, work: Workload) -> bool:
         """Return whether the state must be in RAM: elsewhere DeepSpeed has another class for ZeRO-1 with fp32 sums."""

@@ -80,7 +80,8 @@ class StockBytes:
         if work.tensor > 1 and shape.on_gpu is not None and shape.on_cpu is not None:
             on_gpu, on_cpu = divided(shape.on_gpu, work.tensor), divided(shape.on_cpu, work.tensor)
             work = replace(work, shape=replace(shape, on_gpu=on_gpu, on_cpu=on_cpu))
-        reduced = self.placement.stage > 1  # gradients leave at once, but a tied head's waits for the embedding's
+        # Stages 2 and 3 free a gradient when it is reduced, but a tied head's waits for the embedding's.
+        reduced = self.placement.stage > 1
         tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
         waiting = work.item_bytes * tied if reduced else 0
         model = activation_items(work, tiers=self.tiers, gradients=reduced, waiting=waiting)

@@ -72,8 +72,8 @@ def zero_sizes(
     )
 
 
-def _given(wish: int | Literal["auto"], computed: int) -> int:
-    return computed if wish == "auto" else wish
+def _given(setting: int | Literal["auto"], computed: int) -> int:
+    return computed if setting == "auto" else setting
 
 
 def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:

@@ -45,18 +45,18 @@ class Collective:
     bytes: float  # total bytes each way through each GPU
     count: int  # number of collectives
     group: int  # ranks per group
-    apart: int  # rank distance between neighbours of a group
+    stride: int  # rank distance between neighbours of a group
     kind: Literal["ring", "all-to-all"] = "ring"
     hides: Literal["all", "last", "nothing"] = "nothing"  # overlaps the phase's products, or the last micro-batch's
 
     def network(self, here: int) -> float:
         """Return the bytes each way through the network of a node with `here` ranks."""
-        if self.group * self.apart <= here:
+        if self.group * self.stride <= here:
             return 0.0
-        inside = max(1, here // self.apart)  # ranks of one group on the node
+        inside = max(1, here // self.stride)  # ranks of one group on the node
         if self.kind == "all-to-all":
             return self.bytes * here * (self.group - inside) / (self.group - 1)
-        return self.bytes * min(self.apart, here)
+        return self.bytes * min(self.stride, here)
 
 
 def zero_collectives(
@@ -66,17 +66,17 @@ def zero_collectives(
     alike = work.data * work.sequence  # ranks with the same weights
     if alike == 1:
         return
-    size, micro, apart = (alike - 1) / alike * work.item_bytes, work.accumulate, work.tensor
+    size, micro, stride = (alike - 1) / alike * work.item_bytes, work.accumulate, work.tensor
     if gathered is not None:
-        yield Collective("forward", micro * size * gathered.forward, micro, alike, apart, hides="all")
-        yield Collective("backward", micro * size * gathered.backward, micro, alike, apart, hides="all")
+        yield Collective("forward", micro * size * gathered.forward, micro, alike, stride, hides="all")
+        yield Collective("backward", micro * size * gathered.backward, micro, alike, stride, hides="all")
         if gathered.update:
-            yield Collective("update", size * gathered.update, 1, alike, apart)
+            yield Collective("update", size * gathered.update, 1, alike, stride)
     times = 1 if stage == 1 else micro
     hides: Literal["all", "last"] = "last" if stage == 1 else "all"
-    yield Collective("backward", times * size * trained, times, alike, apart, hides=hides)
+    yield Collective("backward", times * size * trained, times, alike, stride, hides=hides)
     if stage < 3:
-        yield Collective("update", size * trained, 1, alike, apart)
+        yield Collective("update", size * trained, 1, alike, stride)
 
 
 def tensor_collectives(work: Workload) -> Iterator[Collective]:

@@ -14,10 +14,10 @@ rank:
                                                  (`norm_shards.py`): between ranks of a node, and over the network
     gpus        e (T - R) into each GPU          new weights that are placed on the device
                 (n - 1) / n of a fetch           weights in RAM fetched by all-gather (`weight_streaming.py`), each time
-    meets       a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
+    barriers    a U + D + 5                      barriers: one per micro-batch for each of U units, one for each of D
                                                  units whose sums are on drives, for their norms, and five per step:
                                                  targets, losses, sums, norm, step
-    agreements  U                                gathers concurrent with the update: a unit is updated on all ranks
+    gathers     U                                gathers concurrent with the update: a unit is updated on all ranks
 
 Single numbers (one per piece of a norm, and those at the start of a step) are small and not counted. Gradients are
 added in the order that a single rank would use, so nothing is reduced before it is sent. That takes n times the bytes
@@ -38,7 +38,7 @@ from offload_trainer.plan.tiers import on_drive
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-MEETS = 5  # barriers per step in addition to those of units
+STEP_BARRIERS = 5  # barriers per step in addition to those of units
 OUTBOX, NETWORK, GPUS, NORMS = "outboxes", "network", "gpus", "norms"
 
 
@@ -51,8 +51,8 @@ class CommCost:
 
     links: tuple[Traffic, ...]
     sums: int
-    meets: int
-    agreements: int
+    barriers: int
+    gathers: int
 
     def bytes(self, place: str, phase: str) -> tuple[int, int]:
         """Return (read, written) of a link in a phase; for the network and the GPUs, (received, sent)."""
@@ -75,8 +75,8 @@ def exchange_of(
     all-gather, by phase.
     """
     if work.world == 1:
-        return CommCost((), sums=0, meets=0, agreements=0)
-    e, micro, here, away = work.item_bytes, work.accumulate, work.here, work.world - work.here
+        return CommCost((), sums=0, barriers=0, gathers=0)
+    e, micro, here, remote = work.item_bytes, work.accumulate, work.here, work.world - work.here
     every = own = whole = held = on_gpus = weights = 0
     for unit in units:
         first, _ = range_of_rank(unit, node * here, ranks=work.world)
@@ -97,16 +97,16 @@ def exchange_of(
         *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in (by_parts or {}).items()),
     ]
     links += _norms(work, units, range(node * here, (node + 1) * here), ordered=ordered)
-    if away:
-        marks = micro * here * away * weights
-        given, taken = micro * here * e * (whole - held), micro * away * e * held
+    if remote:
+        marks = micro * here * remote * weights
+        given, taken = micro * here * e * (whole - held), micro * remote * e * held
         links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
         links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
     sums = work.gradient_bytes * own * (2 * work.added - 1)
     turns = [unit for unit in units if unit.trained]
-    meets = micro * len(turns) + sum(on_drive(homes.gradients[unit.index]) for unit in turns) + MEETS
+    barriers = micro * len(turns) + sum(on_drive(homes.gradients[unit.index]) for unit in turns) + STEP_BARRIERS
     moving = tuple(one for one in links if one.read or one.written)
-    return CommCost(moving, sums=sums, meets=meets, agreements=len(turns))
+    return CommCost(moving, sums=sums, barriers=barriers, gathers=len(turns))
 
 
 def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool) -> list[Traffic]:
@@ -133,9 +133,11 @@ def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Boun
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
     what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
     bounds = [Bound("backward", None if rate is None else size / rate.value, what, "memory")]
-    meets = {"backward": moved.meets - MEETS, "update": MEETS}
+    barriers = {"backward": moved.barriers - STEP_BARRIERS, "update": STEP_BARRIERS}
     bounds += _over_network(moved.bytes(NETWORK, "norm"), machine, phase="update")
-    return bounds + [bound for phase, count in meets.items() for bound in _meetings(count, work, machine, phase=phase)]
+    return bounds + [
+        bound for phase, count in barriers.items() for bound in _latencies(count, work, machine, phase=phase)
+    ]
 
 
 def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
@@ -145,10 +147,10 @@ def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> li
     to_gpus, _ = moved.bytes(GPUS, "update")
     if machine.gpu is not None and to_gpus:
         bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of updated weights to each GPU"))
-    return bounds + _meetings(moved.agreements, work, machine, phase="update", ways=1)
+    return bounds + _latencies(moved.gathers, work, machine, phase="update", ways=1)
 
 
-def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str, ways: int = 2) -> list[Bound]:
+def _latencies(count: int, work: Workload, machine: MachineProfile, *, phase: str, ways: int = 2) -> list[Bound]:
     """Return the seconds of `count` barriers (`ways=2`) or gathers (`ways=1`); empty if the latency is unknown.
 
     In a barrier rank 0 receives a message from each other rank in turn, and then answers each in turn.

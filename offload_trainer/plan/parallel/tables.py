@@ -323,7 +323,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-Planner = Callable[[Mode, int], Plan | str]  # (mode, tokens) -> its plan, or the reason why there is none
+Planner = Callable[[Mode, int], Plan | str]  # (mode, tokens) -> its plan, or the reason why it cannot be planned
 
 
 def compare(work: Workload, machine: MachineProfile, *, plan: Planner) -> Comparison:

@@ -119,7 +119,7 @@ class Tiered:
         place = self.place
         if world == 1:
             return []
-        wishes = {
+        settings = {
             "--optimizer gpu": (kind_asked(place.optimizer) == TierKind.GPU, "the state must be in RAM or on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state must be in RAM or on drives"),
             "placement.gradients=gpu": (
@@ -128,9 +128,9 @@ class Tiered:
             ),
         }
         return [
-            f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"
-            for wish, (wanted, why) in wishes.items()
-            if wanted
+            f"{setting} with {world} ranks and --engine tiered: {why}; leave it out"
+            for setting, (is_set, why) in settings.items()
+            if is_set
         ]
 
     def packages(self) -> list[tuple[str, str]]:
@@ -141,8 +141,8 @@ class Tiered:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
         if impossible := self.impossible(work):
             raise UserError("; ".join(impossible))
-        if work.shape.base and machine.lacks("bitsandbytes"):
-            raise UserError(lacks(f"model.base={work.shape.base}", "bitsandbytes"))
+        if work.shape.base_format and machine.lacks("bitsandbytes"):
+            raise UserError(lacks(f"model.base={work.shape.base_format}", "bitsandbytes"))
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or kind_asked(self.place.optimizer) == TierKind.GPU
         if on_gpu and machine.no_state_on_gpu:
             raise UserError(f"this GPU cannot store optimizer state: {machine.no_state_on_gpu}; use --gpu-fraction 0")
@@ -162,7 +162,7 @@ class Tiered:
         wrong = [reason for reason, here in reasons.items() if here]
         if split and wrong:
             found.append(f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out")
-        in_session = work.checkpoints is None  # a `Session` has no training loop of ours
+        in_session = work.checkpoints is None  # a `Session` has the user's training loop
         if in_session and section.overlap == "backward":
             found.append(
                 "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
@@ -193,15 +193,15 @@ class Tiered:
         """Return why the rows of this step cannot be divided over ranks, at most one sentence."""
         if work.sequence == 1:
             return []
-        wish, shape = f"parallel.sequence={work.sequence}", work.shape
+        setting, shape = f"parallel.sequence={work.sequence}", work.shape
         if work.world % work.sequence:
-            return [f"{wish} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
+            return [f"{setting} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
         if shape.packed:
-            return [f"{wish} with data.packing=on: attention masks between documents need whole rows; leave one out"]
+            return [f"{setting} with data.packing=on: attention masks between documents need whole rows; leave one out"]
         if not shape.heads:
-            return [f"{wish}: the model's number of attention heads is not known; leave it out"]
+            return [f"{setting}: the model's number of attention heads is not known; leave it out"]
         why = refusal(shape, sequence=work.sequence, seq_len=work.seq_len)
-        return [f"{wish}: {why}"] if why else []
+        return [f"{setting}: {why}"] if why else []
 
     def with_setting(self, words: str) -> Tiered:
         """Return the engine with another setting, such as `FORWARD`."""
@@ -236,7 +236,7 @@ class Tiered:
         homes = self._homes(work, machine)
         ways = [(*one, step) for one in homes for step in self._orders(work, machine, one[0].params)]
         for placement, gradients, step in ways:
-            sizes = tier_sizes(step, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
+            sizes = tier_sizes(step, machine, placement, section=self.place, tiered=self.section, gradients=gradients)
             asked = (self.section.weight_transfer, self.section.overlap == "auto")
             one = TieredCandidate(step, machine, placement, sizes, layouts, *asked, self.section.micro_batch_order)
             if placement.optimizer != TierKind.GPU:
@@ -468,31 +468,31 @@ class TieredCandidate:
         # An update that overlaps has one core of a CPU that computes the model.
         if not self.sizes.overlap and (self._computes_products_on_cpu or not self.may_overlap):
             return self.sizes, found
-        behind = self.behind(found)
+        overlapped = self.overlapping_forward(found)
         if found.step is not None:
-            gains = behind.hidden >= WORTH * found.step
+            gains = overlapped.hidden >= WORTH * found.step
         else:
             # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
             # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.
             gains = self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
         if not self.sizes.overlap and not gains:
-            return self.sizes, replace(found, could_hide=behind.hidden)
+            return self.sizes, replace(found, could_hide=overlapped.hidden)
         if self.sizes.ahead:
-            return self.sizes, self._ahead(found, behind.hidden)
-        return replace(self.sizes, overlap=True), behind
+            return self.sizes, self._overlapping_backward(found, overlapped.hidden)
+        return replace(self.sizes, overlap=True), overlapped
 
     @property
     def _computes_products_on_cpu(self) -> bool:
         """Return whether the update has matrix products, and the CPU computes them and the model."""
         return self.work.state.rule.matrices and self.machine.gpu is None
 
-    def behind(self, found: Forecast) -> Forecast:
+    def overlapping_forward(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
         micro, gpu = self.work.passes, self.machine.gpu is not None
         hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
         return replace(found, behind=True, hidden=hidden)
 
-    def _ahead(self, found: Forecast, hidden: float) -> Forecast:
+    def _overlapping_backward(self, found: Forecast, hidden: float) -> Forecast:
         """Return the forecast of an update that starts during the backward.
 
         `hidden` is the seconds hidden by an update that overlaps only the next forward.
@@ -569,7 +569,7 @@ class TieredCandidate:
 
     def _note_of_base(self) -> list[str]:
         """Return the plan's note about quantised weights, if there are any."""
-        base = self.work.shape.base
+        base = self.work.shape.base_format
         if not base:
             return []
         count = sum(weight.numel for weight in self.work.shape.weights if weight.quantised)

@@ -175,11 +175,11 @@ def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes,
     for home, size in stored_at.items():
         if home != DEVICE:
             items.append(tiers.by_home[home].item("weights", size, each[home]))
-    away = [unit for unit, home in zip(units, homes, strict=True) if not unit.in_place(home)]
-    if not away:
+    streamed = [unit for unit, home in zip(units, homes, strict=True) if not unit.in_place(home)]
+    if not streamed:
         return items
-    blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
-    of_block = "part" if any(unit.is_part for unit in away) else "block"
+    blocks, others = (slot_sizes(streamed, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
+    of_block = "part" if any(unit.is_part for unit in streamed) else "block"
     counts = ((len(blocks), of_block), (len(others), "other module"))
     words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     items.append(device("weights in use", sizes.here * e * (sum(blocks) + sum(others)), words))
@@ -195,7 +195,7 @@ def _weight_items(units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes,
         items.append(device("all-gather", sizes.here * NCCL_BYTES, why))
     stored = max((unit.stored_bytes(e) for unit, home in zip(units, homes, strict=True) if on_drive(home)), default=0)
     if sizes.nodes > 1 and stored:
-        through = sizes.here * e * largest_range(away, ranks=sizes.ranks)
+        through = sizes.here * e * largest_range(streamed, ranks=sizes.ranks)
         why = "one shard of each rank, between drives of different nodes"
         items.append(ram("weights between nodes", through, why))
     if tiers.has_gpu and stored:
@@ -217,10 +217,10 @@ def _gradient_items(
     for home, size in held.items():
         why = f"{g} B for each of {format_count(size // g)} trainable parameters, until the update"
         items.append(tiers.by_home[home].item("gradients", size, why))
-    away = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
-    if away:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
-        blocks = [unit.trained for unit in away if unit.block]
-        others = [unit.trained for unit in away if not unit.block]
+    on_drives = [unit for unit, home in zip(units, homes, strict=True) if on_drive(home)]
+    if on_drives:  # up to `GRADIENT_BUFFERS` buffers for blocks, and one for all other modules
+        blocks = [unit.trained for unit in on_drives if unit.block]
+        others = [unit.trained for unit in on_drives if not unit.block]
         many, one = min(GRADIENT_BUFFERS, len(blocks)), min(1, len(others))
         staging = many * max(blocks, default=0) + one * max(others, default=0)
         why = f"{many} blocks and {one} other module in transfer"
@@ -319,8 +319,8 @@ def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSi
     forward, backward = orders(units, work.shape, again=work.checkpointed)
     if work.breadth_first:
         forward, backward = breadth_first(forward, backward, units, times=work.accumulate)
-    away = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]
-    needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
+    offloaded = [unit for unit in units if not unit.in_place(homes.weights[unit.index])]
+    needed = fetches(offloaded, [*forward, *backward], blocks=sizes.unit_buffers, times=work.passes)
     passes = len(forward) + len(backward)
     return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
 

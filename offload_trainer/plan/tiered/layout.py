@@ -279,13 +279,13 @@ def _pages_of_rank(
     sum to 1.
     """
     left = total = sum(piece.elements for piece in bare)
-    wished = {home: aligned(int(-(-total * share // 1))) for home, share in shares.items()}
+    targets = {home: aligned(int(-(-total * share // 1))) for home, share in shares.items()}
     pages: list[Page] = []
-    for home in [home for home in wished if home != RAM]:
-        taken, bare = _first(bare, min(left, wished[home]), home=home)
+    for home in [home for home in targets if home != RAM]:
+        taken, bare = _first(bare, min(left, targets[home]), home=home)
         pages += taken
         left -= sum(piece.elements for piece in taken)
-    in_ram = min(left, wished.get(RAM, 0)) if round(1 - sum(shares.values()), 9) > 0 else left
+    in_ram = min(left, targets.get(RAM, 0)) if round(1 - sum(shares.values()), 9) > 0 else left
     assert in_ram == left or speeds, "state outside memory needs a drive"
     whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
     inside, bare = _first(bare, whole, home=RAM)
@@ -493,7 +493,7 @@ def on_node(homes: TierMap, here: range) -> TierMap:
 #                      ──> the remainder of model.layers.0: norms, routers, vectors                 stays on the device
 #
 # A part is a submodule with everything inside it. The largest module that cannot be divided further sets the maximum
-# size of a part. `shape.apart` names the modules that may be divided; `model/probes/submodules.py` finds them.
+# size of a part. `shape.divisible` names the modules that may be divided; `model/probes/submodules.py` finds them.
 
 _STAYS = SMALL  # elements of a divided block that may stay on the device
 _WORTH = 0.9  # divide only if the largest part has at most this share of the largest block
@@ -523,14 +523,14 @@ def divided(shape: ModelShape) -> ModelShape:
 
     Modules that run on pieces of a row (`shape.tiles`) are not divided, because each piece would fetch all parts again.
     """
-    blocks, apart = _blocks(shape.weights), set(shape.apart) - set(shape.tiles)
-    least = [part for block in blocks for part in _parts(block, apart, most=0)]
+    blocks, divisible = _blocks(shape.weights), set(shape.divisible) - set(shape.tiles)
+    least = [part for block in blocks for part in _parts(block, divisible, most=0)]
     most = max((part.elements for part in least), default=0)
     if most > _WORTH * max((block.elements for block in blocks), default=0):
         return shape
     part_of: dict[str, str] = {}
     for block in blocks:
-        parts = _parts(block, apart, most=most)
+        parts = _parts(block, divisible, most=most)
         if parts == [block]:
             continue
         part_of |= {weight.name: block.name for weight in block.weights()}
@@ -543,7 +543,7 @@ def divided(shape: ModelShape) -> ModelShape:
 def undivided(shape: ModelShape) -> ModelShape:
     """Return the shape with every block as a single part."""
     weights = tuple(replace(weight, part="") for weight in shape.weights)
-    return replace(shape, weights=weights, apart=(), needs=())
+    return replace(shape, weights=weights, divisible=(), needs=())
 
 
 def is_divided(shape: ModelShape) -> bool:
@@ -564,12 +564,12 @@ def _blocks(weights: Sequence[Weight]) -> list[_Module]:
     return list(blocks.values())
 
 
-def _parts(module: _Module, apart: set[str], *, most: int) -> list[_Module]:
+def _parts(module: _Module, divisible: set[str], *, most: int) -> list[_Module]:
     """Divide `module` into parts of at most `most` elements, except for modules that cannot be divided."""
     own = sum(weight.numel for weight in module.own)
-    if module.elements <= most or module.name not in apart or own > _STAYS:
+    if module.elements <= most or module.name not in divisible or own > _STAYS:
         return [module]
-    return [part for inner in module.inside.values() for part in _parts(inner, apart, most=most)]
+    return [part for inner in module.inside.values() for part in _parts(inner, divisible, most=most)]
 
 
 def _moved(parts: Sequence[_Module], *, most: int) -> list[_Module]:

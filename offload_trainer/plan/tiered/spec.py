@@ -96,7 +96,7 @@ def tier_sizes(
     machine: MachineProfile,
     placement: Placement,
     *,
-    wish: PlacementSection,
+    section: PlacementSection,
     tiered: TieredSection,
     gradients: TierKind,
 ) -> TierSizes:
@@ -104,19 +104,19 @@ def tier_sizes(
 
     Unless they are set, I/O threads, request size and drive speeds are those that the machine's benchmark found.
     """
-    on_gpu = wish.gpu_fraction if wish.gpu_fraction != "auto" else 1.0 if placement.optimizer == TierKind.GPU else 0.0
+    on_gpu = float(placement.optimizer == TierKind.GPU) if section.gpu_fraction == "auto" else section.gpu_fraction
     in_ram = 0.0 if placement.optimizer == TierKind.DRIVES else 1.0 - on_gpu
     timed = [drive.rates for drive in machine.drives if drive.rates is not None]
     io = {"tiered.io_threads": tiered.io_threads, "tiered.io_block_bytes": tiered.io_block_bytes}
     if timed:
         best = dict(word.split("=") for word in timed[0].words.split())
         io |= {key: int(n) for key, n in best.items() if key.partition(".")[2] not in tiered.model_fields_set}
-    speeds = tiered.drive_speeds or (1.0,) * len(wish.nvme)
+    speeds = tiered.drive_speeds or (1.0,) * len(section.nvme)
     if not tiered.drive_speeds and len(timed) == len(speeds):
         speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
     return TierSizes(
         gpu_fraction=on_gpu,
-        ram_fraction=in_ram if wish.ram_fraction == "auto" else wish.ram_fraction,
+        ram_fraction=in_ram if section.ram_fraction == "auto" else section.ram_fraction,
         gradients=gradients,
         activations=work.offload_activations,
         rule=work.state.rule.name,
@@ -204,7 +204,7 @@ Needs = Callable[[TierSizes], int]  # returns the bytes needed on one tier
 
 
 def shares_that_fit(
-    wish: PlacementSection,
+    section: PlacementSection,
     sizes: TierSizes,
     machine: MachineProfile,
     *,
@@ -217,13 +217,13 @@ def shares_that_fit(
     `trained` is the number of elements that have state, `each` the mean bytes of an element's. `needs` returns the
     bytes that sizes need on a tier.
     """
-    if wish.optimizer != "auto":
+    if section.optimizer != "auto":
         return sizes
     tiers = tiers_of(machine)
-    if wish.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
+    if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
         room = machine.gpu_bytes - gpu_reserve(machine)
-        sizes = _fill_gpu(wish, sizes, room, trained=trained, each=each, needs=lambda sizes: needs(sizes, tiers.gpu))
-    if wish.ram_fraction == "auto" and wish.nvme:
+        sizes = _fill_gpu(section, sizes, room, trained=trained, each=each, needs=lambda sizes: needs(sizes, tiers.gpu))
+    if section.ram_fraction == "auto" and section.nvme:
         sizes = _fill_ram(sizes, machine.ram_bytes, state=each * trained, needs=lambda sizes: needs(sizes, tiers.ram))
     return sizes
 
@@ -238,17 +238,17 @@ def left_free(ram: int) -> int:
 
 
 def _fill_gpu(
-    wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, each: float, needs: Needs
+    section: PlacementSection, sizes: TierSizes, have: int, *, trained: int, each: float, needs: Needs
 ) -> TierSizes:
     """Return the sizes with the largest GPU share that needs at most `have` bytes.
 
     The share is a multiple of 1/1000, or all that the other tiers' shares leave.
     """
-    in_ram = 0.0 if wish.ram_fraction == "auto" else wish.ram_fraction
+    in_ram = 0.0 if section.ram_fraction == "auto" else section.ram_fraction
 
     def shared(share: float) -> TierSizes:
         one = replace(sizes, gpu_fraction=share, ram_fraction=in_ram)
-        return replace(one, ram_fraction=one.on_drives) if wish.ram_fraction == "auto" else one
+        return replace(one, ram_fraction=one.on_drives) if section.ram_fraction == "auto" else one
 
     share = replace(sizes, gpu_fraction=0.0, ram_fraction=in_ram).on_drives
     while share > 0:

@@ -29,7 +29,7 @@ class WeightFormat:
     """A format of quantised weights."""
 
     name: str
-    bits: int  # of a code
+    bits: int  # the size of a code
     block: int  # elements that share a scale; a divisor of PAD
 
     @property

@@ -127,7 +127,7 @@ def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[i
 
 
 def packed_bytes(units: Sequence[Unit], homes: Sequence[int], *, of_blocks: bool, item_bytes: int) -> int:
-    """Return the bytes of a second buffer beside each buffer of one kind: for quantised weights, as they are fetched.
+    """Return the bytes of the second buffer that each buffer of one kind has, for weights that are fetched quantised.
 
     Quantised weights that are on the device are dequantised from where they are stored, and need none.
     """
@@ -142,8 +142,8 @@ def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: 
     starts with buffers in a state that an earlier one started with, the fetches repeat from there and are not simulated
     again.
     """
-    away = {unit.index for unit in units}
-    needed = [(place, unit) for place, unit in enumerate(order) if unit in away]
+    indices = {unit.index for unit in units}
+    needed = [(place, unit) for place, unit in enumerate(order) if unit in indices]
     walk, found, before = _Walk(units, needed, blocks=blocks), list[list[tuple[int, int]]](), dict[object, int]()
     for number in range(times):
         begun = before.setdefault(walk.state, number)
@@ -266,11 +266,11 @@ def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> f
     return size.from_ram / into.value + (size.from_others / joined.value if joined is not None else 0.0)
 
 
-def uses_all_gather(wish: WeightTransfer, machine: MachineProfile, *, ranks: int) -> bool:
+def uses_all_gather(setting: WeightTransfer, machine: MachineProfile, *, ranks: int) -> bool:
     """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
-    if ranks == 1 or wish == "direct":
+    if ranks == 1 or setting == "direct":
         return False
-    if wish == "all_gather":
+    if setting == "all_gather":
         return True
     whole, parts = (_of_unit(2 * ALIGN * ranks, machine, ranks=ranks, by_parts=way) for way in (False, True))
     return machine.gpu is not None and whole is not None and parts is not None and parts < whole
@@ -295,18 +295,18 @@ def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile,
 
 
 def describe_weight_transfer(
-    wish: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
+    setting: WeightTransfer, size: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
 ) -> str:
     """Return a sentence with the seconds of both ways for a unit of `size` bytes, and the chosen one."""
-    told = []
+    times = []
     for way in (False, True):
         seconds = _of_unit(size, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
-        told.append("unknown" if seconds is None else format_seconds(seconds))
-    asked = "" if wish == "auto" else f" (tiered.weight_transfer={wish})"
+        times.append("unknown" if seconds is None else format_seconds(seconds))
+    asked = "" if setting == "auto" else f" (tiered.weight_transfer={setting})"
     taken_so = "all_gather" if by_parts else "direct"
     return (
-        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {told[0]} if each GPU copies "
-        f"all of it from RAM (direct), {told[1]} if each copies its shard and they exchange the shards (all_gather)"
+        f"weight transfer for {ranks} GPUs: {taken_so}{asked}; the largest block takes {times[0]} if each GPU copies "
+        f"all of it from RAM (direct), {times[1]} if each copies its shard and they exchange the shards (all_gather)"
     )
 
 

@@ -88,13 +88,13 @@ def report(checks: list[Check]) -> str:
 
 
 def _threads(place: PlacementSection, given: str | None) -> Check:
-    cores, wish = len(os.sched_getaffinity(0)), place.threads
-    if wish == 1 and cores > 1:
+    cores, setting = len(os.sched_getaffinity(0)), place.threads
+    if setting == 1 and cores > 1:
         return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
     if given == "1" and cores > 1:
         found = f"a launcher set OMP_NUM_THREADS=1 for {cores} cores; this program uses its share of the cores"
         return Check("threads", "warning", found, "unset OMP_NUM_THREADS for other programs; or placement.threads=N")
-    return Check("threads", "ok", f"{cores if wish == 'auto' else wish} for {cores} cores")
+    return Check("threads", "ok", f"{cores if setting == 'auto' else setting} for {cores} cores")
 
 
 def _torch() -> Check:
@@ -218,11 +218,11 @@ def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
         yield Check("GPU", "warning", "none: training runs on the CPU", "nothing, if that is intended")
         return
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
-    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(model, machine).dtype):
-        yield Check("GPU", "failure", told, fix)
+    for wrong, fix in card_mistakes(machine, dtype=with_dtype_of_card(model, machine).dtype):
+        yield Check("GPU", "failure", wrong, fix)
     if machine.no_state_on_gpu:
-        told = f"it cannot store optimizer state: {machine.no_state_on_gpu}"
-        yield Check("GPU", "warning", told, "nothing, if all of it is meant to be in RAM and on drives")
+        wrong = f"it cannot store optimizer state: {machine.no_state_on_gpu}"
+        yield Check("GPU", "warning", wrong, "nothing, if all of it is meant to be in RAM and on drives")
 
 
 def _drive(drive: DriveFacts) -> Iterator[Check]:

@@ -52,7 +52,7 @@ class Evaluated:
 
 def evaluate(
     source: Path,
-    wish: Evaluation,
+    evaluation: Evaluation,
     *,
     write: Path | None = None,
     say: Callable[[str], None],
@@ -70,8 +70,8 @@ def evaluate(
     """
     if not is_installed("lm_eval"):
         raise UserError(lacks("eval", "lm_eval"))
-    if wish.include_path is not None and not Path(wish.include_path).is_dir():
-        raise UserError(f"--include-path {shown(wish.include_path)}: no such directory")
+    if evaluation.include_path is not None and not Path(evaluation.include_path).is_dir():
+        raise UserError(f"--include-path {shown(evaluation.include_path)}: no such directory")
     if write is None and (source / "config.yaml").is_file():
         write = source / _RESULTS
     if write is not None:
@@ -83,23 +83,23 @@ def evaluate(
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
 
-    tasks = TaskManager(include_path=wish.include_path)
-    names = _known(wish, tasks)
+    tasks = TaskManager(include_path=evaluation.include_path)
+    names = _known(evaluation, tasks)
     with inference_model(source, say=say, most_bytes=most_bytes) as found:
-        if wish.apply_chat_template and not found.tokenizer.chat_template:
+        if evaluation.apply_chat_template and not found.tokenizer.chat_template:
             raise UserError(f"{source}: its tokenizer has no chat template: leave --apply-chat-template out")
         found.model.register_forward_hook(_refuse_nan)
         try:
             results: dict[str, Any] = lm_eval.simple_evaluate(
-                HFLM(found.model, backend="causal", tokenizer=found.tokenizer, batch_size=wish.batch_size),
+                HFLM(found.model, backend="causal", tokenizer=found.tokenizer, batch_size=evaluation.batch_size),
                 tasks=names,
-                num_fewshot=wish.num_fewshot,
-                limit=wish.limit,
-                apply_chat_template=wish.apply_chat_template,
+                num_fewshot=evaluation.num_fewshot,
+                limit=evaluation.limit,
+                apply_chat_template=evaluation.apply_chat_template,
                 task_manager=tasks,
                 log_samples=False,
             )
-        except OSError as error:  # what `datasets` raises for files and data sets that it cannot reach
+        except OSError as error:  # `datasets` cannot reach a file or a data set
             raise UserError(
                 f"the data of {', '.join(names)} cannot be loaded: {one_line(error)}. Check the network, or the files "
                 "that the task names"
@@ -116,9 +116,9 @@ def evaluate(
     return Evaluated(table, text, write)
 
 
-def _known(wish: Evaluation, tasks: Any) -> list[str]:
+def _known(evaluation: Evaluation, tasks: Any) -> list[str]:
     """Return the names of the tasks that match. Raises UserError for those that match none."""
-    found = {name: tasks.match_tasks([name]) for name in wish.tasks}
+    found = {name: tasks.match_tasks([name]) for name in evaluation.tasks}
     if unknown := [name for name, names in found.items() if not names]:
         near = nearest(unknown[0], tasks.all_tasks)
         hint = f"; did you mean {near}?" if near in tasks.all_tasks else ""

@@ -99,14 +99,14 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
         (directory / _part(kind)).unlink()
     torch.save(_scheduler(optim, rate=rate, step=done.step), directory / SCHEDULER)
     rows = config["train"].get("micro_batch_size", 1)
-    told = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
-    write_text(directory / STATE, json.dumps(told, indent=2))
+    trainer_state = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
+    write_text(directory / STATE, json.dumps(trainer_state, indent=2))
 
 
 def _order(checkpoint: Path) -> list[list[str]]:
     """Return the trained weights in the order of a Trainer's optimizer."""
     section = ModelSection(name=str(checkpoint / "model"), random_init=True)
-    model = resolve_model(section, seed=0, image_patches=1)._meta()  # of the class that its configuration names
+    model = resolve_model(section, seed=0, image_patches=1)._meta()  # has the class that the configuration names
     with TensorFileReader(checkpoint / "master.safetensors") as masters:
         trained = set(masters.entries)
     for name, parameter in model.named_parameters():

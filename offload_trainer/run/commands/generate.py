@@ -35,7 +35,7 @@ class _Weights:
 
     model: Any
     directory: Path  # configuration and tokenizer of the model
-    told: str  # description of the source
+    description: str  # of the source, for messages
     shapes: Mapping[str, tuple[int, ...]]  # shapes of the parameters, by the model's names
     weights: Callable[[], Iterator[NamedTensor]]  # reads all weights in turn
     read: Callable[[str], torch.Tensor]  # reads one weight by name
@@ -53,7 +53,7 @@ def inference_model(
     """
     most = available_ram_bytes() // 2 if most_bytes is None else most_bytes
     with _of_export(path) if (path / "config.json").is_file() else _of_run(path) as found:
-        say(f"{found.told}, in fp32 on the CPU")
+        say(f"{found.description}, in fp32 on the CPU")
         model = found.model
         size = sum(4 * math.prod(shape) for shape in found.shapes.values())
         for name, buffer in found.buffers.items():
@@ -69,7 +69,7 @@ def inference_model(
                 "read from the disk for each token"
             )
             read_as_called(model, found.shapes, found.read)
-        yield InferenceModel(model, load_tokenizer(str(found.directory)), found.told)
+        yield InferenceModel(model, load_tokenizer(str(found.directory)), found.description)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _of_run(path: Path) -> Iterator[_Weights]:
     with opened(path, mixed=False) as source:
         shapes = {name: shape for name, shape in source.shapes.items() if name not in source.buffers}
         model = empty_model(source.model)
-        yield _Weights(model, source.model, source.told, shapes, source.weights, source.read, source.buffers)
+        yield _Weights(model, source.model, source.description, shapes, source.weights, source.read, source.buffers)
 
 
 @contextmanager
@@ -109,8 +109,8 @@ def sample(
         if not ids:
             first = found.tokenizer.bos_token_id
             ids = [found.tokenizer.eos_token_id or 0 if first is None else first]
-        told = found.generate(ids, tokens=tokens, temperature=temperature, seed=seed)
-        return str(found.tokenizer.decode([*ids, *told], skip_special_tokens=True))
+        continuation = found.generate(ids, tokens=tokens, temperature=temperature, seed=seed)
+        return str(found.tokenizer.decode([*ids, *continuation], skip_special_tokens=True))
 
 
 def chat(
@@ -141,9 +141,9 @@ def chat(
                 continue
             messages.append({"role": "user", "content": line.strip()})
             asked = found.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            told = found.generate(
+            answer = found.generate(
                 asked["input_ids"], tokens=tokens, temperature=temperature, seed=seed + number, show=show
             )
-            answers.append(str(found.tokenizer.decode(told, skip_special_tokens=True)).strip())
+            answers.append(str(found.tokenizer.decode(answer, skip_special_tokens=True)).strip())
             messages.append({"role": "assistant", "content": answers[-1]})
         return answers

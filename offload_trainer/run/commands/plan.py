@@ -1,7 +1,7 @@
 """The `plan` command for other machines: plans from a machine file, and a comparison of parallelism modes.
 
-An unmodified preset is planned without importing torch. Other models are sized from a transformers model on the meta
-device.
+`run/planning.py` plans runs on this machine. An unmodified preset is planned without importing torch. Other models are
+sized from a transformers model on the meta device.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
             return f"{tokens // row} rows a step are not a multiple of {groups} data-parallel ranks"
         if mode.sequence > 1 and whole:
             return whole
-        wish = _asking(config, mode, tokens=tokens)
+        of_mode = _asking(config, mode, tokens=tokens)
         try:
             if mode.stage is None:
-                return _planned_tiered(wish, rows, models, here, nodes=count, world=world, layouts=layouts)
-            if mistakes := combination_mistakes(wish):
+                return _planned_tiered(of_mode, rows, models, here, nodes=count, world=world, layouts=layouts)
+            if mistakes := combination_mistakes(of_mode):
                 return "; ".join(mistakes)
-            return resolve_and_plan(wish, shape, here, world=world, nodes=count, saves=False)[1]
+            return resolve_and_plan(of_mode, shape, here, world=world, nodes=count, saves=False)[1]
         except UserError as error:
             if mode == Mode(world):
                 raise
@@ -137,7 +137,7 @@ def _asking(config: TrainConfig, mode: Mode, *, tokens: int) -> TrainConfig:
 
 
 def _planned_tiered(
-    wish: TrainConfig,
+    config: TrainConfig,
     rows: int,
     models: MemoryFallbacks,
     machine: MachineProfile,
@@ -151,9 +151,9 @@ def _planned_tiered(
     If even the smallest micro-batch does not fit, try the memory fallbacks for it.
     """
     how: dict[str, Any] = {"world": world, "nodes": nodes, "saves": False}
-    sizes = sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True)
+    sizes = sorted({math.gcd(rows, most * config.parallel.sequence) for most in _MICRO}, reverse=True)
     trains = ({"micro_batch_size": size, "gradient_accumulation_steps": rows // size} for size in sizes)
-    *larger, smallest = [wish.model_copy(update={"train": wish.train.model_copy(update=train)}) for train in trains]
+    *larger, smallest = [config.model_copy(update={"train": config.train.model_copy(update=train)}) for train in trains]
     if any_placement_fits(smallest, layouts, machine, **how):
         for one in larger:
             plan = make_plan(one, layouts.work.shape, machine, layouts=layouts, **how)

@@ -50,15 +50,15 @@ def recipes() -> list[Recipe]:
 
 
 def _recipe(file: str, text: str) -> Recipe:
-    told, heads = [], {}
+    lines, heads = [], {}
     for line in text.removeprefix("#!/bin/bash\n").splitlines():
         if not line.startswith("#"):
             break
         if head := _HEAD.match(line):
             heads[head[1]] = head[2]
         else:
-            told.append(line.removeprefix("#").strip())
-    return Recipe(Path(file).stem, file, " ".join(told), heads["run"], heads.get("memory"), text)
+            lines.append(line.removeprefix("#").strip())
+    return Recipe(Path(file).stem, file, " ".join(lines), heads["run"], heads.get("memory"), text)
 
 
 def listing(found: list[Recipe]) -> str:

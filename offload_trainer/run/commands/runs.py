@@ -15,7 +15,7 @@ from typing import Any
 from offload_trainer.errors import UserError
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.safe_files import file_bytes, one_line, parsed, read_yaml
-from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.locks import NoLocks, open_lock, try_lock
 from offload_trainer.storage.scratch_dir import PAGES, folders_in
 from offload_trainer.telemetry.metrics import (
     StepRecord,
@@ -43,8 +43,8 @@ _NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # pa
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Format the rows of a table as text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in told)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def is_alive(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        take(lock, shared=True)
+        try_lock(lock, shared=True)
     except BlockingIOError:
         return True
     except NoLocks:
@@ -229,7 +229,7 @@ def _on_cpu(directory: Path) -> bool:
         return False
 
 
-def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str, Any]) -> RunSummary:
+def _compared(directory: Path, name: str, settings: dict[str, Any], plan: dict[str, Any]) -> RunSummary:
     rows, evaluations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     homes = {f"plan: {home}": plan.get(home) for home in _HOMES}
     if plan["on_cpu"]:  # the CPU computes, so "gpu" and "cpu" are both RAM
@@ -240,7 +240,7 @@ def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str
         homes["plan: tiered.overlap"] = "backward" if plan.get("ahead") else "forward" if plan["overlap"] else "off"
     seconds = list(plan["plan"]["seconds"].values())
     predicted = None if None in seconds else sum(seconds) - plan["plan"].get("hidden", 0.0)
-    facts = {**wished, **homes, "tokens a step": plan["tokens_per_step"], "a step, predicted": predicted}
+    facts = {**settings, **homes, "tokens a step": plan["tokens_per_step"], "a step, predicted": predicted}
     facts |= _of_rows(rows)
     if evaluations:
         facts["validation loss"] = evaluations[-1].validation_loss

@@ -27,7 +27,7 @@ from offload_trainer.errors import UserError, reason
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.commands.runs import is_alive, state_of
 from offload_trainer.safe_files import file_bytes, open_file, parsed, read_yaml
-from offload_trainer.storage.locks import open_lock
+from offload_trainer.storage.locks import open_lock, try_lock
 from offload_trainer.telemetry.metrics import StepRecord
 
 ADDRESS, PORT = "127.0.0.1", 8765
@@ -38,6 +38,7 @@ _MOST_POINTS = 2000  # steps kept of a run; beyond it only every 2nd, 4th, ... s
 _CHUNK, _LONGEST = 1 << 20, 16 << 10  # bytes of one read, and of the longest line that is parsed
 _TAIL = 64  # bytes before the offset that are compared, to notice that the file was rewritten
 _TIMEOUT = 10.0  # seconds that a connection may be idle
+_ASKED_ALREADY = "the run was asked to stop already"
 
 
 class Follower:
@@ -56,7 +57,6 @@ class Follower:
         self._stride = 1
         self._offset, self._tail, self._inode = 0, b"", 0
         self._known: dict[str, tuple[int, Any]] = {}  # file: its time of change, and what was read
-        self._stopped: set[int] = set()
 
     def read(self) -> None:
         """Read the complete lines that were appended since the last call. A partial last line waits for its rest."""
@@ -178,16 +178,24 @@ class Follower:
         """Ask the run to stop after its step. Raises UserError if no process of this user has its lock.
 
         A second SIGTERM would end the run unsaved. SIGHUP never does, so SIGTERM is sent only where SIGHUP is ignored
-        (nohup), and once.
+        (nohup). A run gets one signal from all servers together: the file `.stop` names the last run that got one.
         """
         with self.lock:
-            pid, process = _holder(self.directory)
+            pid, process, run = _holder(self.directory)
             try:
-                number = signal.SIGTERM if _ignores_hangup(pid) else signal.SIGHUP
-                if pid in self._stopped:
-                    return "the run was asked to stop already"
-                signal.pidfd_send_signal(process, number)
-                self._stopped.add(pid)
+                mark = open_lock(self.directory / ".stop", create=True)
+                try:
+                    try_lock(mark)
+                    if os.pread(mark, len(run), 0) == run:
+                        return _ASKED_ALREADY
+                    number = signal.SIGTERM if _ignores_hangup(pid) else signal.SIGHUP
+                    signal.pidfd_send_signal(process, 0)  # raises if this user may not send the run a signal
+                    os.pwrite(mark, run, 0)  # comes first, so that no server sends again if this one dies in between
+                    signal.pidfd_send_signal(process, number)
+                finally:
+                    os.close(mark)
+            except BlockingIOError:  # another server is sending it
+                return _ASKED_ALREADY
             except OSError as error:
                 raise UserError(f"{self.directory}: process {pid} cannot be stopped: {reason(error)}") from error
             finally:
@@ -195,10 +203,11 @@ class Follower:
         return "the run finishes this step, saves and stops"
 
 
-def _holder(directory: Path) -> tuple[int, int]:
-    """Return the pid of the run and a pidfd of it. Raises UserError unless that process has the lock file open.
+def _holder(directory: Path) -> tuple[int, int, bytes]:
+    """Return the run's pid, a pidfd of it, and a name of this run: its pid, and the time at which it wrote that.
 
-    The pidfd is opened before the check, so that the signal cannot reach a later process of the same number.
+    The pidfd is opened before the check, so that the signal cannot reach a later process of the same number. Raises
+    UserError unless the process has the lock file open.
     """
     if not is_alive(directory):
         raise UserError(f"{directory} is not running")
@@ -215,7 +224,7 @@ def _holder(directory: Path) -> tuple[int, int]:
         for descriptor in os.scandir(f"/proc/{pid}/fd"):
             try:
                 if os.path.samestat(descriptor.stat(), about):
-                    return pid, process
+                    return pid, process, f"{pid:>10} {about.st_mtime_ns:>20}\n".encode()
             except OSError:  # closed meanwhile
                 continue
     except OSError as error:
@@ -264,8 +273,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/data":
             seen = parse_qs(url.query).get("seen", [""])[0].split(",")
             seen += [""] * len(self.server.runs)
-            told = [run.answer(have) for run, have in zip(self.server.runs, seen, strict=False)]
-            self._send(200, json.dumps(told), kind="application/json")
+            answers = [run.answer(have) for run, have in zip(self.server.runs, seen, strict=False)]
+            self._send(200, json.dumps(answers), kind="application/json")
         else:
             self._send(404, "there is no such page")
 

@@ -20,6 +20,7 @@ from offload_trainer.run.commands import evaluate as evaluation
 from offload_trainer.run.commands.evaluate import Evaluation, evaluate
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed (extra: eval)")
+pytest.importorskip("lm_eval.tasks")  # lm_eval does not import it, and any test of this file may be the first
 
 TASKS = ("ours_choice", "ours_generate", "ours_rolling")
 # Prompts of different lengths, so that a batch has padding; more of them than fit into one batch.

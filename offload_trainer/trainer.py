@@ -46,7 +46,7 @@ from offload_trainer.telemetry.time_to_save import TimeToSave
 from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
-_MARGIN, _SECONDS_TO_END = 1.1, 1.0  # of an estimate that must be kept, and for closing everything
+_MARGIN, _SECONDS_TO_END = 1.1, 1.0  # factor on an estimate that must be kept; time to close everything
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Job:
     # Called on all ranks after each step; on rank 0 with its record, which has the phases of the slowest rank.
     # Returns the run's metadata with another plan, on all ranks, if the run should change to that now.
     revise: Callable[[StepRecord | None], RunRecord | None] | None = None
-    revised: RunRecord | None = None  # what `revise` has returned
+    revised: RunRecord | None = None  # the last result of `revise`
 
 
 def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
@@ -141,7 +141,7 @@ def too_late(job: Job) -> str | None:
     if within == "auto" or seconds is None:
         return None
     if job.checkpoints.saving:
-        seconds += job.to_save.save  # that checkpoint is completed first
+        seconds += job.to_save.save  # The checkpoint in progress is completed first.
     seconds = seconds * _MARGIN + _SECONDS_TO_END
     if seconds <= within:
         return None

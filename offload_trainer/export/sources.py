@@ -51,7 +51,7 @@ class Source:
     weights: Callable[[], Iterator[NamedTensor]]
     read: Callable[[str], torch.Tensor]  # read one of them again
     model: Path  # directory with config.json and the tokenizer
-    description: str  # for messages
+    description: str  # what messages call the source
     card: Callable[[str], str]  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
 

@@ -348,11 +348,14 @@ def _values(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -
 
     def forward() -> Sequence[torch.Tensor]:
         attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
-        inner = 0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))
-        active = 0.5 * wide * (1.0 + torch.tanh(inner))
-        return [attended + functional.layer_norm(attended, (width,), scale, shift), active]
+        return [attended + functional.layer_norm(attended, (width,), scale, shift), _activated(wide)]
 
     return [narrow, wide, scale, shift], forward
+
+
+def _activated(wide: torch.Tensor) -> torch.Tensor:
+    """Return GPT-2's activation function, in the eight operations of transformers."""
+    return 0.5 * wide * (1.0 + torch.tanh(0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))))
 
 
 def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
@@ -371,9 +374,7 @@ def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
             query, key, value = (normed(hidden) @ attending).view(1, tokens, 3, heads, -1).transpose(1, 3).unbind(2)
             mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             hidden = hidden + mixed.transpose(1, 2).reshape(tokens, width) @ projecting
-            wide = normed(hidden) @ widening
-            active = 0.5 * wide * (1.0 + torch.tanh(0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))))
-            hidden = hidden + active @ narrowing
+            hidden = hidden + _activated(normed(hidden) @ widening) @ narrowing
         return [hidden]
 
     return [given, *(weight for block in blocks for weight in block)], forward

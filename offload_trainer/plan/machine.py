@@ -110,7 +110,7 @@ class Rates:
     """Rates of computation and of copies on one machine; None if not measured or given."""
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
-    layers: dict[LayerKey, Rate] = field(default_factory=dict)  # of work other than products, by `layer_key`
+    layers: dict[LayerKey, Rate] = field(default_factory=dict)  # rates of work other than products, by `layer_key`
     memory: Rate | None = None  # bytes/s of a STREAM triad on all cores
     update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, dtype conversions included
     sums: dict[Line, Rate] = field(default_factory=dict)  # bytes/s of adding gradients in RAM, by `sums_key`

@@ -435,7 +435,7 @@ class EarlyPages:
     """Pages that may be updated during the last backward, as shares of the elements whose state is not on the GPU."""
 
     on_drives: float
-    in_ram: float = 0.0  # those with shadow memory
+    in_ram: float = 0.0  # share of the pages with shadow memory
     last: float = 0.0  # share of those on drives that belong to units before the blocks, whose gradients come last
     copying: float = 0.0  # seconds of the CPU that copying the old bytes to shadow memory takes
 

@@ -124,7 +124,7 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
 class Advice:
     """One change of the configuration, and the plan with it."""
 
-    description: str  # of the change
+    description: str  # what changes
     words: str  # flags and keys that make it
     plan: Plan
 

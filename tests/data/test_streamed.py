@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import KILL, TINY, ask, call, call_and_kill
+from commands import KILL, TINY, ask, call, call_and_kill, figures
 from forked_ranks import call_ranks
 from sample_chats import chat_tokenizer
 
@@ -272,11 +272,6 @@ def test_a_data_set_of_the_hub_may_use_the_network(data: Path, monkeypatch: pyte
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 WORDS = [*TINY, "--steps", "6", "--save-every", "2", "train.eval_every=0", "--micro-batch", "2"]
-KEPT = ("step", "tokens", "loss", "grad_norm", "lr")
-
-
-def figures(steps: list[dict[str, Any]]) -> list[list[Any]]:
-    return [[step[name] for name in KEPT] for step in steps]
 
 
 @pytest.fixture
@@ -293,7 +288,7 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
     words = [*WORDS, "--accumulate", "1", "data.validation=0"]
     streamed = call(*words, "--data", f"stream:{text}", output=tmp_path / "streamed")
     prepared = call(*words, "--data", text, "data.shuffle=false", output=tmp_path / "prepared")
-    assert figures(streamed.steps) == figures(prepared.steps)
+    assert figures(streamed) == figures(prepared)
     assert "rows are not shuffled" in streamed.text
     assert "nothing of a stream is held out for validation" in streamed.text
     other = call(*words, "--data", text, output=tmp_path / "shuffled")
@@ -338,7 +333,7 @@ def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path:
     call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 3, number=KILL, hold=3)
     again = call(*words, output=tmp_path / "killed")
     assert "resum" in again.text
-    assert figures(again.steps) == figures(whole.steps)
+    assert figures(again) == figures(whole)
     last = "checkpoints/step-00000006" if not more else "export"
     for path in (whole.output / last).glob("*.safetensors"):
         assert (again.output / last / path.name).read_bytes() == path.read_bytes(), path.name
@@ -352,6 +347,6 @@ def test_two_ranks_take_the_rows_of_one(block: int, text: Path, tmp_path: Path) 
     alone = call(*words, "--accumulate", "2", output=tmp_path / "alone")
     both = call_ranks(*words, "--accumulate", "1", output=tmp_path / "both", count=2)
     assert [run.code for run in both] == [0, 0], both
-    assert figures(both[0].steps) == figures(alone.steps)
+    assert figures(both[0]) == figures(alone)
     for path in (alone.output / "checkpoints/step-00000006").glob("*.safetensors"):
         assert (both[0].output / "checkpoints/step-00000006" / path.name).read_bytes() == path.read_bytes()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, call, whole_and_resumed
+from commands import TINY, call, figures, whole_and_resumed
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from sample_chats import chat_tokenizer
@@ -189,11 +189,6 @@ def test_records_that_cannot_be_used(records: list[Any], error: type[Exception],
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 WORDS = [*TINY, "--save-every", "2", "train.eval_every=0", "--micro-batch", "2"]
-KEPT = ("step", "tokens", "loss", "grad_norm", "lr")
-
-
-def figures(steps: list[dict[str, Any]]) -> list[list[Any]]:
-    return [[step[name] for name in KEPT] for step in steps]
 
 
 @pytest.fixture
@@ -211,7 +206,7 @@ def test_a_stream_trains_as_the_prepared_conversations(packing: str, talks: Path
     words = [*WORDS, "--steps", "8", "--accumulate", "2", "data.validation=0", f"data.packing={packing}"]
     found = call(*words, "--data", f"stream:{talks}", output=tmp_path / "streamed")
     expected = call(*words, "--data", talks, "data.shuffle=false", output=tmp_path / "prepared")
-    assert figures(found.steps) == figures(expected.steps)
+    assert figures(found) == figures(expected)
     assert "conversations, the first of them: 22 conversations, " in found.text
     for path in (expected.output / "checkpoints/step-00000008").glob("*.safetensors"):
         other = load_file(found.output / "checkpoints/step-00000008" / path.name)
@@ -237,6 +232,6 @@ def test_two_ranks_take_the_conversations_of_one(more: list[str], talks: Path, t
     alone = call(*words, "--accumulate", "4", output=tmp_path / "alone")
     both = call_ranks(*words, "--accumulate", "2", output=tmp_path / "both", count=2)
     assert [run.code for run in both] == [0, 0], both
-    assert figures(both[0].steps) == figures(alone.steps)
+    assert figures(both[0]) == figures(alone)
     for path in (alone.output / "checkpoints/step-00000006").glob("*.safetensors"):
         assert (both[0].output / "checkpoints/step-00000006" / path.name).read_bytes() == path.read_bytes()

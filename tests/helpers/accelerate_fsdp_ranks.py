@@ -22,31 +22,20 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-from commands import start
 from engine_bench import batches
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from fsdp2_ranks import AFTER, BEFORE, BETAS, DECAY, LR, losses_of_ranks, mean_loss, write_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.trainer_callback import TrainerState
 
-BEFORE, AFTER, STEPS, LR = 3, 3, 9, 1e-2
-DECAY, BETAS = 0.1, (0.9, 0.95)
+STEPS = 9
 
 
 def fsdp_checkpoint(folder: Path, *, ranks: int, version: int, kind: str, frozen: str = "-") -> list[float]:
     """Run the ranks; return the losses of the steps after the checkpoint."""
-    said = [folder / f"said{rank}" for rank in range(ranks)]
-    started = [
-        start(__file__, folder, rank, ranks, version, kind, frozen, stdout=out, stderr=out, own=True)
-        for rank, out in enumerate(said)
-    ]
-    codes = [process.wait(300) for process in started]
-    assert not any(codes), [out.read_text()[-3000:] for out in said]
-    losses: list[float] = json.loads(said[0].read_text().splitlines()[-1])
-    return losses
+    return losses_of_ranks(__file__, folder, ranks, [version, kind, frozen])
 
 
 def sharded(model: Any, *, ranks: int, version: int) -> Any:
@@ -73,21 +62,6 @@ def write_checkpoint(folder: Path, model: Any, adam: Any, scheduler: Any, *, ver
         TrainerState(global_step=BEFORE, max_steps=STEPS).save_to_json(str(directory / "trainer_state.json"))
 
 
-def write_state(folder: Path, model: Any, adam: Any) -> None:
-    """Write the state that torch gathers."""
-    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() > 0:
-        return
-    (folder / "state").mkdir()
-    moments = ("exp_avg", "exp_avg_sq")
-    kinds = {kind: {name: its[kind] for name, its in gathered["state"].items()} for kind in moments}
-    kinds["master"] = {name: whole[name] for name in gathered["state"]}
-    kinds["fixed"] = {name: tensor for name, tensor in whole.items() if name not in gathered["state"]}
-    for kind, tensors in kinds.items():
-        made = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-        save_file(made, folder / f"state/{kind}.safetensors")
-
-
 def main() -> None:
     folder, rank, ranks, version, kind, frozen = Path(sys.argv[1]), *map(int, sys.argv[2:5]), *sys.argv[5:7]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -106,10 +80,7 @@ def main() -> None:
     scheduler = get_scheduler("constant", adam)
     data = batches((BEFORE + AFTER) * ranks)[rank::ranks]
 
-    def step(number: int) -> float:
-        inputs = torch.cat([data[number].inputs, data[number].targets[:, -1:]], 1)
-        loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
-        loss.backward()
+    def update() -> None:
         if version == 1:
             model.clip_grad_norm_(1.0)
         else:
@@ -117,9 +88,9 @@ def main() -> None:
         adam.step()
         scheduler.step()
         adam.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        return float(mean) / ranks
+
+    def step(number: int) -> float:
+        return mean_loss(model, data[number], ranks=ranks, update=update)
 
     for number in range(BEFORE):
         step(number)

@@ -199,10 +199,14 @@ KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
 LIMIT = 3 << 29  # bytes (1.5 GiB)
 
 
+def figures(run: Run) -> list[list[object]]:
+    """Return the number, tokens, loss, norm and rate of each step."""
+    return [[step[name] for name in ("step", "tokens", "loss", "grad_norm", "lr")] for step in run.steps]
+
+
 def assert_same_run(run: Run, expected: Run) -> None:
     """Assert identical steps, tokens, losses, norms and rates, and identical final masters and moments, bit for bit."""
-    for key in ("step", "tokens", "loss", "grad_norm", "lr"):
-        assert [step[key] for step in run.steps] == [step[key] for step in expected.steps], key
+    assert figures(run) == figures(expected)
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         place = f"checkpoints/step-00000020/{kind}.safetensors"
         one, other = load_file(run.output / place), load_file(expected.output / place)

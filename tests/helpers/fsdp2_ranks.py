@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +34,45 @@ DECAY, BETAS = 0.1, (0.9, 0.95)
 
 def fsdp2_checkpoint(folder: Path, *, ranks: int, flat: bool = False) -> list[float]:
     """Run the ranks; return the losses of the steps after the checkpoint."""
+    return losses_of_ranks(__file__, folder, ranks, [int(flat)])
+
+
+def losses_of_ranks(script: str, folder: Path, ranks: int, words: Sequence[object]) -> list[float]:
+    """Run `script` FOLDER RANK RANKS WORDS for each rank; return the losses that rank 0 prints last."""
     said = [folder / f"said{rank}" for rank in range(ranks)]
     started = [
-        start(__file__, folder, rank, ranks, int(flat), stdout=out, stderr=out, own=True)
-        for rank, out in enumerate(said)
+        start(script, folder, rank, ranks, *words, stdout=out, stderr=out, own=True) for rank, out in enumerate(said)
     ]
     codes = [process.wait(300) for process in started]
     assert not any(codes), [out.read_text()[-3000:] for out in said]
     losses: list[float] = json.loads(said[0].read_text().splitlines()[-1])
     return losses
+
+
+def mean_loss(model: Any, batch: Any, *, ranks: int, update: Callable[[], None]) -> float:
+    """Compute the loss and the gradients of a batch, call `update`, and return the mean loss of all ranks."""
+    inputs = torch.cat([batch.inputs, batch.targets[:, -1:]], 1)
+    loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+    loss.backward()
+    update()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return float(mean) / ranks
+
+
+def write_state(folder: Path, model: Any, adam: Any) -> None:
+    """Write the state that torch gathers; weights without state are of the kind `fixed`."""
+    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() > 0:
+        return
+    (folder / "state").mkdir()
+    moments = ("exp_avg", "exp_avg_sq")
+    kinds = {kind: {name: its[kind] for name, its in gathered["state"].items()} for kind in moments}
+    kinds["master"] = {name: whole[name] for name in gathered["state"]}
+    kinds["fixed"] = {name: tensor for name, tensor in whole.items() if name not in gathered["state"]}
+    for kind, tensors in kinds.items():
+        made = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(made, folder / f"state/{kind}.safetensors")
 
 
 def main() -> None:
@@ -57,30 +89,20 @@ def main() -> None:
     adam = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
     data = batches((BEFORE + AFTER) * ranks)[rank::ranks]
 
-    def step(number: int) -> float:
-        inputs = torch.cat([data[number].inputs, data[number].targets[:, -1:]], 1)
-        loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
-        loss.backward()
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        return float(mean) / ranks
+
+    def step(number: int) -> float:
+        return mean_loss(model, data[number], ranks=ranks, update=update)
 
     for number in range(BEFORE):
         step(number)
     options = StateDictOptions(flatten_optimizer_state_dict=bool(flat))
     weights, state = get_state_dict(model, adam, options=options)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=str(folder / "dcp"))
-    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if rank == 0:
-        (folder / "state").mkdir()
-        moments = ("exp_avg", "exp_avg_sq")
-        kinds = {kind: {name: its[kind] for name, its in gathered["state"].items()} for kind in moments}
-        for kind, tensors in {"master": whole, **kinds}.items():
-            made = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-            save_file(made, folder / f"state/{kind}.safetensors")
+    write_state(folder, model, adam)
     losses = [step(number) for number in range(BEFORE, BEFORE + AFTER)]
     if rank == 0:
         print(json.dumps(losses))

@@ -135,7 +135,7 @@ def _group(optim: OptimSection, *, rate: float, decay: float) -> dict[str, Any]:
 def _scheduler(optim: OptimSection, *, rate: float, step: int) -> dict[str, Any]:
     """Return the state of a LambdaLR after `step` steps. None stands for a function, which torch does not store.
 
-    Its position is the one at which transformers' schedule has the run's rate, so the Trainer goes on without a jump.
+    Its position is the one at which transformers' schedule has the run's rate, so the Trainer resumes without a jump.
     """
     position = max(0, step + 1 - optim.schedule_delay)
     return {

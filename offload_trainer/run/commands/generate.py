@@ -35,7 +35,7 @@ class _Weights:
 
     model: Any
     directory: Path  # configuration and tokenizer of the model
-    description: str  # of the source, for messages
+    description: str  # what messages call the source
     shapes: Mapping[str, tuple[int, ...]]  # shapes of the parameters, by the model's names
     weights: Callable[[], Iterator[NamedTensor]]  # reads all weights in turn
     read: Callable[[str], torch.Tensor]  # reads one weight by name

@@ -42,8 +42,8 @@ class _Chunk:
 class _Stored:
     """Tensors and objects by name, of one directory or two."""
 
-    told: str  # description for messages
-    shapes: Mapping[str, tuple[int, ...]]  # of tensors
+    told: str  # what messages call the checkpoint
+    shapes: Mapping[str, tuple[int, ...]]  # shapes of the tensors
     chunks: Mapping[str, list[_Chunk]]
 
     def object(self, name: str) -> Any:

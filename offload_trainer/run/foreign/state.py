@@ -163,7 +163,7 @@ def scaler_state(scale: Any, *, good_steps: Any = 0, window: Any = None, unlike:
     if not 0 < found.scale <= _LARGEST_SCALE or found.good_steps < 0 or (found.window is not None and found.window < 1):
         raise UserError(
             f"{told}: its loss scale is {found.scale:g} after {found.good_steps} steps without overflow, with a window "
-            f"of {found.window}: no run can go on from that; import an older checkpoint"
+            f"of {found.window}: no run can resume from that; import an older checkpoint"
         )
     return found
 
@@ -172,7 +172,7 @@ def scheduler_position(saved: Any) -> int | None:
     """Return the number of steps in a scheduler's state, or None if it has no schedule of steps."""
     if not isinstance(saved, Mapping):
         return None
-    # A schedule of torch has base_lrs; its ReduceLROnPlateau, which has none, counts evaluations as last_epoch.
+    # A schedule of torch has base_lrs; its ReduceLROnPlateau has no base_lrs and counts evaluations as last_epoch.
     position = saved.get("last_epoch" if "base_lrs" in saved else "last_batch_iteration")
     return position if isinstance(position, int) else None
 

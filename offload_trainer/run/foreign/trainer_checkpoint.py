@@ -161,7 +161,7 @@ def _positions(
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     decayed = decay_order(model)
     held = [group["params"] for group in groups]
-    orders = [decayed, [list(trained)]]  # of a Trainer, and of one group with all parameters
+    orders = [decayed, [list(trained)]]  # A Trainer has two groups; a single group has the order of the model.
     fitting = [order for order in orders if [len(names) for names in order] == [len(numbers) for numbers in held]]
     if not fitting:
         sizes = [len(numbers) for numbers in held]

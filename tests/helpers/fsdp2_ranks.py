@@ -60,9 +60,9 @@ def mean_loss(model: Any, batch: Any, *, ranks: int, update: Callable[[], None])
     return float(mean) / ranks
 
 
-def write_state(folder: Path, model: Any, adam: Any) -> None:
-    """Write the state that torch gathers; weights without state are of the kind `fixed`."""
-    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def write_state(folder: Path, model: Any, adam: Any, *, offload: bool = True) -> None:
+    """Write the state that torch gathers, on rank 0 alone with `offload`; weights without state are `fixed`."""
+    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
     if dist.get_rank() > 0:
         return
     (folder / "state").mkdir()

@@ -1,7 +1,7 @@
-"""Provide what `machine/bench.py` times of the update: each engine's AdamW, and the kernels that add gradients.
+"""Provide what `machine/bench.py` times of an update: each engine's AdamW, Muon's products, kernels that add gradients.
 
-An update goes from a 16-bit gradient to a 16-bit weight. Each factory takes a number of parameters, allocates the
-buffers and returns a function that runs one step on them.
+An update goes from a 16-bit gradient to a 16-bit weight. Each factory takes a number of parameters, or a matrix's
+shape, allocates the buffers and returns a function that runs one step on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.matrix_kernel import products_on
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
+from offload_trainer.optim.muon import orthogonalised
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.machine import update_key
@@ -142,6 +144,14 @@ def updates_of_run(kernel: str, moments: str) -> list[tuple[str, Callable[[int, 
     found = [_update(chosen, "torch" if isinstance(chosen, TorchKernel) else "native", moments)]
     there = choose_cuda_kernel(_gpu(), chosen)[0] if torch.cuda.is_available() else None
     return found if there is None else [*found, _update(there, "cuda", moments)]
+
+
+def orthogonalisation(width: int) -> Callable[[], object]:
+    """Return a function that orthogonalises a square matrix of `width` on the GPU, or on the CPU if there is none."""
+    gpu = _gpu() if torch.cuda.is_available() else None
+    products = products_on(gpu, threads=torch.get_num_threads())
+    matrix = torch.randn(width, width, device=gpu).bfloat16()
+    return lambda: orthogonalised(matrix.clone(), products)
 
 
 def _gpu() -> torch.device:

@@ -36,6 +36,7 @@ from offload_trainer.plan.machine import (
     sums_key,
 )
 from offload_trainer.plan.tiered.norm_shards import piece_width
+from offload_trainer.plan.tiered.orthogonalisation import RATE, products_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
@@ -220,6 +221,23 @@ def bench_sums(
             say(f"bench: adding gradients, {kernel.name}")
             sums |= _rates_of_adding(kernel, budget.memory_elements // 2, halving=machine.gpu is not None)
     return replace(machine, rates=replace(machine.rates, sums=sums))
+
+
+def bench_orthogonalisation(
+    machine: MachineProfile,
+    make: Callable[[int], Callable[[], object]],
+    *,
+    seconds: float,
+    layer: LayerSizes | None = None,
+) -> MachineProfile:
+    """Return `machine` with the rate of orthogonalising matrices. `make` takes a width and returns what is timed."""
+    if RATE in machine.rates.layers:
+        return machine
+    width = (layer or (ON_CPU if machine.gpu is None else ON_GPU)).width
+    taken = _repeat(make(width), seconds=seconds)
+    how = f"a matrix of {width} x {width}, median of {len(taken)}"
+    rate = Rate(products_of((width, width)) / median(taken), "measured", how)
+    return replace(machine, rates=replace(machine.rates, layers=machine.rates.layers | {RATE: rate}))
 
 
 def _rates_of_adding(kernel: GradientKernel, size: int, *, halving: bool) -> dict[str, Rate]:

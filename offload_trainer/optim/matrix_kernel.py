@@ -29,7 +29,7 @@ from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
 from offload_trainer.plan.tiered.state_formats import ADAMW, StateFormat
 
-_ROWS = 256  # rows of a product that one thread computes
+_ROWS = 256  # about the rows of a product that one thread computes at a time
 
 
 class MatrixKernel:
@@ -44,7 +44,7 @@ class MatrixKernel:
         """
         self._elementwise, self._gpu = elementwise, gpu
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
-        self._products = Products() if gpu is not None else BlockedProducts(threads)
+        self._products = products_on(gpu, threads=threads)
         self._arithmetic = _arithmetic_of(elementwise)
 
     @torch.no_grad()
@@ -95,10 +95,16 @@ class MatrixKernel:
             return orthogonalised(direction.to(self._gpu), self._products).contiguous().cpu()
 
 
+def products_on(gpu: torch.device | None, *, threads: int) -> Products:
+    """Return the products of the iteration on `gpu`, or on `threads` of the CPU if it is None."""
+    return Products() if gpu is not None else BlockedProducts(threads)
+
+
 class BlockedProducts(Products):
     """Products on the CPU in blocks of rows, one thread each: their bits do not depend on the number of threads.
 
-    Without units for bf16 the CPU computes them from fp32 copies.
+    The blocks of a matrix have about 256 rows and are even in number, so that two threads have the same work. Without
+    units for bf16 the CPU computes them from fp32 copies.
     """
 
     def __init__(self, threads: int) -> None:
@@ -135,13 +141,14 @@ class BlockedProducts(Products):
     def _by_blocks(
         self, left: torch.Tensor, right: torch.Tensor, block: Callable[[slice], torch.Tensor]
     ) -> torch.Tensor:
-        out = left.new_empty(left.shape[0], right.shape[1])
+        rows, out = left.shape[0], left.new_empty(left.shape[0], right.shape[1])
+        size = math.ceil(rows / (2 * max(1, round(rows / (2 * _ROWS)))))
 
         def compute(first: int) -> None:
-            rows = slice(first, first + _ROWS)
-            out[rows] = block(rows)
+            here = slice(first, first + size)
+            out[here] = block(here)
 
-        list(self._threads.map(compute, range(0, left.shape[0], _ROWS)))
+        list(self._threads.map(compute, range(0, rows, size)))
         return out
 
 

@@ -100,6 +100,7 @@ _LAYER_UNITS = {
     "loss": "G logits/s",
     "weights": "G weights/s",
     "tables": "G elements/s",
+    "orthogonalisation": "GFLOP/s",
 }
 LayerKey = Annotated[str, Field(pattern=rf"^\w+\.({'|'.join(_LAYER_UNITS)})\.\w+$")]  # `layer_key` writes it
 
@@ -128,7 +129,8 @@ def layer_key(dtype: str, part: str, phase: str) -> str:
 
     `part` is attention (FLOP/s, over the whole row), values (elements per second) or loss (logits per second). Two more
     are measured on a CPU, for what a micro-batch takes however few tokens it has: weights (elements per second of the
-    blocks' weights) and tables (elements per second of the gradients of embeddings and other large weights).
+    blocks' weights) and tables (elements per second of the gradients of embeddings and other large weights). Of an
+    update, orthogonalisation of matrices (FLOP/s) is measured.
     """
     return f"{dtype}.{part}.{phase}"
 

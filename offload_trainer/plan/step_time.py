@@ -170,12 +170,17 @@ def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic])
     found = []
     for computing in computing_bounds(work, machine):
         phase = computing.phase
-        moving = _traffic_bounds([one for one in traffic if one.phase == phase], machine, phase=phase, stretch=1.0)
-        each = (computing.seconds, _longest(moving) if moving else 0.0)
+        each = (computing.seconds, transfer_seconds(traffic, machine, phase=phase))
         seconds = None if None in each else sum(one for one in each if one)
         what = f"{computing.what}, alternating with weight transfers, since there is only one buffer"
         found.append(Bound(phase, seconds, what, "turns"))
     return found
+
+
+def transfer_seconds(traffic: Sequence[Traffic], machine: MachineProfile, *, phase: str) -> float | None:
+    """Return the seconds of the slowest drive or link in a phase; None if a rate is unknown."""
+    bounds = _traffic_bounds([one for one in traffic if one.phase == phase], machine, phase=phase, stretch=1.0)
+    return _longest(bounds) if bounds else 0.0
 
 
 def _longest(bounds: Sequence[Bound]) -> float | None:

@@ -24,6 +24,7 @@ from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.ranks import all_gather_json, from_rank_zero, place_here
 from offload_trainer.run.planning import Planned
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -61,8 +62,14 @@ def bench_here(
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.op_builder import is_built
-    from offload_trainer.engine.timed_updates import available_updates, gradient_kernels
-    from offload_trainer.machine.bench import Budget, bench_machine, bench_sums, dtypes_to_time
+    from offload_trainer.engine.timed_updates import available_updates, gradient_kernels, orthogonalisation
+    from offload_trainer.machine.bench import (
+        Budget,
+        bench_machine,
+        bench_orthogonalisation,
+        bench_sums,
+        dtypes_to_time,
+    )
     from offload_trainer.machine.link_rates import bench_links
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
@@ -89,6 +96,8 @@ def bench_here(
         say=say,
     )
     timed = bench_sums(timed, gradient_kernels("auto", "torch"), budget=budget, say=say)
+    say("bench: orthogonalising matrices")
+    timed = bench_orthogonalisation(timed, orthogonalisation, seconds=budget.layer_seconds)
     if count > 1:
         timed = replace(timed, links=bench_links(timed.links, ranks=count, say=say))
     try:
@@ -186,13 +195,14 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     | four settings of the first drive's transfers | 0.8 | `tiered.io_threads`, `tiered.io_block_bytes` |
     | the run's update kernel, 2 pages | 0.3 | update schedule, placement |
     | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |
+    | products of orthogonalising a matrix, if the update rule has them | 0.1 | update schedule |
     | memory, adding gradients; on a GPU copies in and out | 0.4; 0.4 | placement, order of micro-batches |
 
     If it fails, a note says so and the rates stay unknown.
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.engine.timed_updates import gradient_kernels, updates_of_run
-    from offload_trainer.machine.bench import Budget, bench_machine, bench_sums
+    from offload_trainer.engine.timed_updates import gradient_kernels, orthogonalisation, updates_of_run
+    from offload_trainer.machine.bench import Budget, bench_machine, bench_orthogonalisation, bench_sums
     from offload_trainer.machine.rate_cache import keep_rates
     from offload_trainer.storage.tensorfile import DTYPES
 
@@ -213,6 +223,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         update_page=config.tiered.page_size,
         copy_seconds=0.05,
     )
+    layer = _layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None)
     updates = updates_of_run(config.optim.kernel, config.optim.moment_dtype)  # may build the kernel, as the run would
     start = time.perf_counter()
     try:
@@ -225,9 +236,11 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
                 dtypes=[config.model.dtype],
                 budget=budget,
                 say=lambda _: None,
-                layer=_layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None),
+                layer=layer,
             )
             timed = bench_sums(timed, gradient_kernels(config.optim.kernel), budget=budget, say=lambda _: None)
+            if state_format(config.optim.name, config.optim.moment_dtype).rule.matrices:
+                timed = bench_orthogonalisation(timed, orthogonalisation, seconds=budget.layer_seconds, layer=layer)
     except TrainerError as error:
         say(
             f"note: this machine's speed could not be measured, and choices that depend on it stay at defaults: {error}"

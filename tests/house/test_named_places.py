@@ -25,6 +25,7 @@ MUON = {
     "optim/rules.py": "which weights follow it, and with which settings",
     "optim/torch_adam.py": "asserts that it gets none of them",
     "engine/tiered.py": "passes its keys on",
+    "engine/timed_updates.py": "what is timed of it",
     "run/foreign/state.py": "an import refuses another trainer's",
     "session/kwargs.py": "keywords of a session",
     "session/optimizer.py": "the optimizer that a session returns",

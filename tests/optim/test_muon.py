@@ -28,10 +28,12 @@ from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.optim.matrix_kernel import BlockedProducts, MatrixKernel, NativeMuon, has_bits_of
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import ALIGN, pages_of, range_of_rank, rank_of, units_of
+from offload_trainer.plan.tiered.orthogonalisation import RATE as RATE_OF_PRODUCTS
+from offload_trainer.plan.tiered.orthogonalisation import products_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.settings import load_config
@@ -316,9 +318,10 @@ def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest
     assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, TorchMuon)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+@pytest.mark.parametrize("shape", [(700, 900), (768, 768), (1600, 1111), (5, 40), (1, 3)])
+def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    matrix = torch.randn(700, 900).bfloat16()
+    matrix = torch.randn(shape).bfloat16()
     results = [orthogonalised(matrix.clone(), BlockedProducts(threads)) for threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -418,6 +421,35 @@ def test_the_plan_counts_eight_bytes_for_matrices() -> None:
     assert muon["orthogonalisation"] > 1e8
 
 
+def test_the_plan_counts_products_and_the_transfers_beside_them() -> None:
+    """Embeddings come first and have no products, so their transfers take their own time."""
+    shape = resolve_model(load_config(["--model", "gpt2"]).model, seed=0).shape
+    products = sum(products_of(weight.matrix) for weight in shape.weights if weight.matrix)
+    others = sum(weight.numel for weight in shape.weights if not weight.matrix)
+    each_way = {name: Rate(5e8, "assumed", "a test's") for name in ("read", "write", "mixed_read", "mixed_write")}
+
+    def update(share: str, *, timed: float | None = None) -> float:
+        config = load_config(
+            ["--model", "gpt2", "--nvme", "/ssd", "--optimizer", "nvme", "--ram-fraction", share, "optim.name=muon"]
+        )
+        rates = Rates(
+            matmul={"bf16": Rate(4e11, "assumed", "a test's")},
+            layers={} if timed is None else {RATE_OF_PRODUCTS: Rate(timed, "assumed", "a test's")},
+            memory=Rate(4e10, "assumed", "a test's"),
+            update={"native": Rate(1e9, "assumed", "a test's")},
+        )
+        drive = DriveFacts("/ssd", 10**12, "ext4", rates=DriveRates(**each_way))
+        machine = MachineProfile(None, 0, 10**11, 2, (drive,), drive, rates=rates)
+        seconds = make_plan(config, shape, machine).forecast.seconds["update"]
+        assert seconds is not None
+        return seconds
+
+    assert update("1") - update("1", timed=1e15) == pytest.approx(products / 4e11, rel=0.01)
+    assert update("1", timed=1e11) - update("1", timed=1e15) == pytest.approx(products / 1e11, rel=0.01)
+    assert update("0", timed=1e11) - update("1", timed=1e11) == pytest.approx(others * 12 / 5e8, rel=0.01)
+    assert update("0", timed=1e15) == pytest.approx((12 * others + 8 * (shape.trainable - others)) / 5e8, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -445,11 +477,12 @@ def test_split_masters_are_refused() -> None:
 def test_on_a_cpu_the_update_uses_all_cores() -> None:
     """Behind the model it would have one core, and its products take longer than all else of a step."""
     words = ["--model", "gpt2-xl", "--nvme", "/ssd", "--optimizer", "nvme", "optim.name=muon"]
-    machine, seconds = replace(read_machine("h200"), gpu=None), []
+    machine, seconds = replace(read_machine("h200"), gpu=None), list[float]()
+    machine = replace(machine, rates=replace(machine.rates, matmul={"bf16": Rate(1e12, "assumed", "a CPU's")}))
     for overlap in ("auto", "forward"):
         config = load_config([*words, f"tiered.overlap={overlap}"])
         plan = make_plan(config, resolve_model(config.model, seed=0).shape, machine)
         assert isinstance(plan.sizes, TierSizes)
         assert plan.sizes.overlap == (overlap == "forward")
-        seconds += [bound.seconds for bound in plan.forecast.bounds if bound.what.startswith("Muon on")]
+        seconds += [bound.seconds or 0 for bound in plan.forecast.bounds if bound.what.startswith("Muon on")]
     assert seconds[1] > 10 * seconds[0]

@@ -19,6 +19,7 @@ from offload_trainer.machine.rate_cache import cache_file
 from offload_trainer.optim import cpu_units
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.tiered import orthogonalisation
 from offload_trainer.run import machine_rates
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.settings import load_config
@@ -80,6 +81,15 @@ def test_settings_are_tried_on_the_first_drive_only(cache: Path, drive: Path, tm
     assert rates[0] is not None
     assert rates[1] is not None
     assert (len(rates[0].tried), list(rates[1].tried)) == (4, [rates[0].words])
+
+
+def test_the_products_of_muon_are_measured_for_muon_alone(cache: Path, drive: Path, tmp_path: Path) -> None:
+    for rule in ("adamw", "muon"):
+        before = planned(drive, tmp_path / "run", *MANY, f"optim.name={rule}")
+        measured = machine_rates.rates_at_start(before, say=lambda line: None)
+        assert (orthogonalisation.RATE in measured.rates.layers) == (rule == "muon")
+    after = plan_run(before.config, again=replace(before, machine=measured))
+    assert after.plan.forecast.step is not None
 
 
 def test_the_layer_that_a_cpu_times_is_small_whatever_the_model(tmp_path: Path) -> None:

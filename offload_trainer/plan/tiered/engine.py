@@ -32,6 +32,7 @@ from offload_trainer.plan.step_time import (
     left_after,
     parts_left,
     parts_of,
+    transfer_seconds,
     update_rate,
 )
 from offload_trainer.plan.tiered.footprint import (
@@ -40,6 +41,7 @@ from offload_trainer.plan.tiered.footprint import (
     shadow_bytes,
     tiered_items,
     tiered_traffic,
+    traffic_beside_matrices,
 )
 from offload_trainer.plan.tiered.layout import TierMap, Unit, is_divided
 from offload_trainer.plan.tiered.orthogonalisation import seconds_of
@@ -429,8 +431,9 @@ class TieredCandidate:
     def _updates(self) -> list[Bound]:
         """Return the bounds of the update kernels on GPU and CPU.
 
-        Rates were measured with AdamW and 16-bit gradients. Rules that move fewer bytes are assumed to be as fast; the
-        products of a rule on whole matrices come in addition.
+        Rates were measured with AdamW and 16-bit gradients. Rules that move fewer bytes are assumed to be as fast.
+        The products of a rule on whole matrices come in addition. They do not overlap the transfers of pages without
+        matrices, since a unit's pages are updated one after the other.
         """
         work, rates, bounds = self.work, self.machine.rates.update, []
         on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
@@ -453,10 +456,19 @@ class TieredCandidate:
         if outside:
             speed = update_rate(work, self.machine)
             seconds = None
-            if speed and products is not None:
-                seconds = outside / speed * longer + products * (1 - on_gpu) + UPDATE_START
+            if speed and products is not None and (others := self._transfers_beside_matrices) is not None:
+                seconds = outside / speed * longer + products * (1 - on_gpu) + others + UPDATE_START
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
+
+    @property
+    def _transfers_beside_matrices(self) -> float | None:
+        """Return the seconds of an update's transfers for pages without matrices; 0 if the rule has no matrices."""
+        if not self.work.state.rule.matrices:
+            return 0.0
+        tiers = tiers_of(self.machine)
+        moved = traffic_beside_matrices(self.work, self._laid_out, format=self.sizes.format, tiers=tiers)
+        return transfer_seconds(moved, self.machine, phase="update")
 
     @property
     def _state_bytes(self) -> float:

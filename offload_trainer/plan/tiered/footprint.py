@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from offload_trainer.plan.memory import activation_items, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, TierMap, Unit, largest_range
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.orthogonalisation import workspace_bytes
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
@@ -246,13 +246,18 @@ class _Moved:
         for index, size in enumerate((read, written)):
             self.bytes.setdefault((home, phase), [0, 0])[index] += size
 
+    def traffic(self, tiers: Tiers) -> list[Traffic]:
+        """Return the bytes to and from drives and the device."""
+        names = {home: tier.name for home, tier in tiers.by_home.items() if tier.drive} | {DEVICE: DEVICE_COPIES}
+        return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in self.bytes.items() if home in names]
+
 
 def tiered_traffic(
     work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, tiers: Tiers
 ) -> list[Traffic]:
     """Return the bytes that one node moves in a step."""
     move = _Moved()
-    _move_pages(move, work, homes, format=sizes.format)
+    _move_pages(move, work, homes.page_groups, format=sizes.format)
     _move_units(move, work, units, homes, sizes)
     if work.inputs_away:
         inputs = inputs_of(work)
@@ -263,15 +268,21 @@ def tiered_traffic(
             if sizes.activations == TierKind.DRIVES:  # each rank has its own inputs
                 move(home, "forward", written=work.here * size)
                 move(home, "backward", read=work.here * size if number in inputs.read_back else 0)
-    names = {home: tier.name for home, tier in tiers.by_home.items() if tier.drive} | {DEVICE: DEVICE_COPIES}
-    return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
+    return move.traffic(tiers)
 
 
-def _move_pages(move: _Moved, work: Workload, homes: TierMap, *, format: StateFormat) -> None:
+def traffic_beside_matrices(work: Workload, homes: TierMap, *, format: StateFormat, tiers: Tiers) -> list[Traffic]:
+    """Return the bytes that the update moves for pages without matrices, of those that `tiered_traffic` returns."""
+    move = _Moved()
+    _move_pages(move, work, [one for one in homes.page_groups if not one.page.matrices], format=format)
+    return move.traffic(tiers)
+
+
+def _move_pages(move: _Moved, work: Workload, groups: Sequence[PageGroup], *, format: StateFormat) -> None:
     """Count state, gradients and new weights of the update; split masters also need the old weights."""
     e, g = work.item_bytes, work.gradient_bytes
     old = e if format.remainders else 0
-    for one in homes.page_groups:
+    for one in groups:
         weights, gradients, inside = one.weights, one.gradients, one.page.home == DEVICE
         elements = one.count * one.page.elements
         if one.page.home == ELSEWHERE:

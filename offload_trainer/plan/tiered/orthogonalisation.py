@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.machine import MachineProfile, layer_key
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import stands_for
 
 ITERATIONS = 5  # Newton-Schulz iterations, as in torch.optim.Muon
+RATE = layer_key("bf16", "orthogonalisation", "update")  # FLOP/s of the iteration in `Rates.layers`
 
 
 def products_of(shape: tuple[int, int]) -> int:
@@ -18,9 +19,11 @@ def products_of(shape: tuple[int, int]) -> int:
 def seconds_of(model: ModelShape, machine: MachineProfile) -> float | None:
     """Return the seconds for all matrices of a model, on the GPU if there is one; None if no rate is known.
 
-    Pages that the CPU updates move each matrix to the GPU and back with 16 bits an element, which is not overlapped.
+    The rate is that of the iteration, or else of a layer's products. Pages that the CPU updates move each matrix to the
+    GPU and back with 16 bits an element, which is not overlapped.
     """
-    timed, rates = stands_for("bf16", machine), machine.rates
+    rates = machine.rates
+    timed = rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")
     if timed is None:
         return None
     matrices = [weight for weight in model.weights if weight.matrix]
@@ -28,7 +31,7 @@ def seconds_of(model: ModelShape, machine: MachineProfile) -> float | None:
     for weight in matrices:
         assert weight.matrix is not None
         count = weight.numel // (weight.matrix[0] * weight.matrix[1])
-        seconds += count * products_of(weight.matrix) / rates.matmul[timed].value
+        seconds += count * products_of(weight.matrix) / timed.value
     if machine.gpu is not None and rates.to_device is not None and rates.from_device is not None:
         moved = 2 * sum(weight.numel for weight in matrices)
         seconds += moved / rates.to_device.value + moved / rates.from_device.value

@@ -17,6 +17,7 @@ from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
 from offload_trainer.errors import UserError
+from offload_trainer.run.foreign.distributed_checkpoint import _Chunk, _Stored
 
 
 @pytest.mark.parametrize(("ranks", "flat"), [(2, False), (2, True), (1, False)])
@@ -80,6 +81,29 @@ def test_files_of_single_ranks_and_half_checkpoints_are_refused(tmp_path: Path) 
     refused("neither torch's Adam nor its AdamW, .* has momentum_buffer, expected exp_avg, exp_avg_sq, step")
     (source / "pytorch_model_fsdp_0").mkdir()
     refused("there is no optimizer_0, which holds the moments")
+
+
+def test_chunks_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
+    """Chunks that overlap leave as many elements unset, although their number is right."""
+
+    def tensor(*offsets: tuple[int, int]) -> torch.Tensor:
+        chunks = []
+        for number, offset in enumerate(offsets):
+            path = tmp_path / f"{number}.distcp"
+            torch.save(torch.full((2, 3), float(number)), path)
+            chunks.append(_Chunk(offset, path, 0, path.stat().st_size))
+        return _Stored("the checkpoint", {"w": (4, 3)}, {"w": chunks}).tensor("w")
+
+    assert tensor((2, 0), (0, 0)).tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+    for offsets, why in (
+        (((0, 0), (1, 0)), "the checkpoint: chunks of w overlap"),
+        (((2, 0), (2, 0)), "the checkpoint: chunks of w overlap"),
+        (((0, 0), (-2, 0)), r"a chunk of w ends at \[0, 3\], and its shape is \(4, 3\)"),
+        (((0, 0), (3, 0)), r"a chunk of w ends at \[5, 3\]"),
+        (((0, 0),), "the chunks of w have 6 elements"),
+    ):
+        with pytest.raises(UserError, match=why):
+            tensor(*offsets)
 
 
 class Bomb:

@@ -10,9 +10,10 @@ and settings `optim.param_groups...`. The words `model` and `optim` are the call
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,24 @@ class _Stored:
         return self._load(name, self.chunks[name][0])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor. Raises UserError if its chunks do not fill it."""
-        shape, whole, filled = self.shapes[name], None, 0
+        """Return a whole tensor. Raises UserError if its chunks do not fill it or overlap."""
+        shape, whole, filled, boxes = self.shapes[name], None, 0, list[tuple[tuple[int, int], ...]]()
         for chunk in self.chunks[name]:
             part = self._load(name, chunk)
             if not shape:
                 return part
             whole = torch.empty(shape, dtype=part.dtype) if whole is None else whole
-            ends = [begin + size for begin, size in zip(chunk.offsets, part.shape, strict=True)]
-            if any(end > size for end, size in zip(ends, shape, strict=True)):
+            box = tuple((begin, begin + size) for begin, size in zip(chunk.offsets, part.shape, strict=True))
+            if any(begin < 0 or end > size for (begin, end), size in zip(box, shape, strict=True)):
+                ends = [end for _, end in box]
                 raise UserError(f"{self.told}: a chunk of {name} ends at {ends}, and its shape is {shape}")
-            whole[tuple(slice(*place) for place in zip(chunk.offsets, ends, strict=True))] = part
+            whole[tuple(slice(*place) for place in box)] = part
             filled += part.numel()
+            boxes.append(box)
         if whole is None or filled != whole.numel():
             raise UserError(f"{self.told}: the chunks of {name} have {filled} elements, and its shape is {shape}")
+        if _overlap(boxes):
+            raise UserError(f"{self.told}: chunks of {name} overlap")
         return whole
 
     def _load(self, name: str, chunk: _Chunk) -> Any:
@@ -76,6 +81,18 @@ class _Stored:
         if len(data) < chunk.bytes:
             raise UserError(f"{chunk.path} ends after {chunk.start + len(data)} bytes; {name} needs {chunk.bytes} more")
         return unpacked(data, told=f"{chunk.path}: {name}")
+
+
+def _overlap(boxes: Sequence[tuple[tuple[int, int], ...]]) -> bool:
+    """Return whether two of the boxes, each of pairs (begin, end) by dimension, have an element in common."""
+    ordered = sorted(boxes)
+    for number, one in enumerate(ordered, 1):
+        for other in islice(ordered, number, None):
+            if other[0][0] >= one[0][1]:
+                break
+            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True)):
+                return True
+    return False
 
 
 @contextmanager

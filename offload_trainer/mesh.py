@@ -337,23 +337,24 @@ class Listener:
             connection.settimeout(_PATIENCE)
             try:
                 connection.connect(_name(self._run, peer) if near else self.addresses[peer])
-                break
+                self._begin(connection, peer, _HELLO.pack(number, self._rank))
+                return connection
             except OSError as error:
                 connection.close()
                 while_waiting()
                 if time.monotonic() > until:
                     raise PeerTimeout([peer]) from error
                 time.sleep(_AGAIN)
-        hello = _HELLO.pack(number, self._rank)
-        if not near:
-            _begin_handshake(
-                connection, hello, self._secret, f"rank {peer} at {':'.join(map(str, self.addresses[peer]))}"
-            )
+
+    def _begin(self, connection: socket.socket, peer: int, hello: bytes) -> None:
+        """Send `hello` to a rank that is who it says. A handshake that takes too long raises TimeoutError."""
+        if peer not in self._here:
+            who = f"rank {peer} at {':'.join(map(str, self.addresses[peer]))}"
+            _begin_handshake(connection, hello, self._secret, who)
         elif (user := _user_of(connection)) != os.geteuid():
             raise TrainerError(f"user {user} listens in the place of rank {peer} of this run: nothing is sent there")
         else:
             connection.sendall(hello)
-        return connection
 
     def _take(self, peer: int, number: int, *, until: float, while_waiting: Callable[[], None]) -> socket.socket:
         while True:
@@ -395,7 +396,9 @@ class Listener:
         finally:
             self._handshakes.release()
         with self._news:
-            self._arrived.setdefault(_HELLO.unpack(hello), connection)
+            if before := self._arrived.pop(_HELLO.unpack(hello), None):
+                before.close()  # the rank gave up its first attempt
+            self._arrived[_HELLO.unpack(hello)] = connection
             self._news.notify_all()
 
 
@@ -453,7 +456,8 @@ def _accept_handshake(connection: socket.socket, secret: bytes) -> bytes:
 def _begin_handshake(connection: socket.socket, hello: bytes, secret: bytes, who: str) -> None:
     """Dial side of the handshake: send this end's proof and verify the other end's.
 
-    Raises HandshakeRefused if the other end rejects the proof or does not know the secret.
+    Raises HandshakeRefused if the other end rejects the proof or does not know the secret, and TimeoutError if it does
+    not answer in time.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -461,6 +465,8 @@ def _begin_handshake(connection: socket.socket, hello: bytes, secret: bytes, who
         signed = theirs, ours, hello, _place(connection.getpeername())
         connection.sendall(ours + _proof(secret, b"dials", *signed) + hello)
         proof = _received(connection, _PROOF)
+    except TimeoutError:
+        raise
     except OSError as error:
         raise HandshakeRefused(f"{who} does not accept this rank's proof that it knows the run's secret") from error
     if not hmac.compare_digest(proof, _proof(secret, b"answers", *signed)):

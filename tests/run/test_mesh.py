@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer import ranks
+from offload_trainer import mesh, ranks
 from offload_trainer.errors import TrainerError
 from offload_trainer.mesh import HandshakeRefused, Listener, Mesh, PeerGone, PeerTimeout, _name
 
@@ -154,6 +155,36 @@ def test_nodes_with_other_secrets_are_refused() -> None:
             return None
 
         assert together(meet, count=2) == [PeerTimeout, HandshakeRefused]
+
+
+def test_a_slow_handshake_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, accept = [True], mesh._accept_handshake
+
+    def accept_late(connection: socket.socket, secret: bytes) -> bytes:
+        if slow:
+            slow.clear()
+            time.sleep(1)
+        return accept(connection, secret)
+
+    monkeypatch.setattr(mesh, "_PATIENCE", 0.3)
+    monkeypatch.setattr(mesh, "_accept_handshake", accept_late)
+    with listeners(2, apart=True) as made:
+        every = meshes(made)
+        assert together(lambda rank: every[rank].all_gather(bytes([rank])), count=2) == [[b"\0", b"\1"]] * 2
+        assert not slow
+
+
+def test_the_last_of_several_connections_of_a_rank_counts() -> None:
+    """A rank that gives up a handshake, which the other end may have finished, connects again."""
+    with listeners(2, apart=True) as made, ExitStack() as stack:
+        ends = [stack.enter_context(socket.create_connection(made[0].address)) for _ in range(2)]
+        for end in ends:
+            mesh._begin_handshake(end, mesh._HELLO.pack(0, 1), made[1]._secret, "rank 0")
+            time.sleep(0.2)
+        taken = made[0]._take(1, 0, until=time.monotonic() + 60, while_waiting=lambda: None)
+        ends[1].sendall(b"abc")
+        assert taken.recv(3) == b"abc"
+        assert ends[0].recv(3) == b""
 
 
 @pytest.mark.parametrize("head", [b"", bytes(8), bytes(72), b"OK" * 36, b"garbage" * 600], ids=range(5))

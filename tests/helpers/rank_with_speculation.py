@@ -3,7 +3,8 @@
     python rank_with_speculation.py RANK COUNT FOLDER NODES
 
 The rank writes OUT/ahead-RANK.json: for each such step the number of pages that were kept, and of all that were done.
-Rank 0 writes OUT/ahead-read.json: the steps before whose record it has read what the last record names.
+Rank 0 writes OUT/ahead-read.json: pairs of a step and a digest of the masters that its record names. The digest is
+computed twice: when the record has been written, and before the next one is.
 A backward hook pauses before the first block until this rank has updated its pages of all announced units, so the
 outcome does not depend on timing. The last rank is late to roll back a step that is skipped, and rank 0 is late to
 record its first steps. Until it has, what its last record names must be whole.
@@ -11,6 +12,7 @@ record its first steps. Until it has, what its last record names must be whole.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -35,7 +37,7 @@ LATE = 3  # updates that rank 0 is late to record
 PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has NaN in its last gradient
 kept: list[tuple[int, int]] = []
 told: set[int] = set()
-read: list[int] = []  # steps before whose record rank 0 has read what the last one names
+read: list[tuple[int, str]] = []  # recorded steps, and digests of the masters that the record names
 
 
 def watch() -> None:
@@ -89,19 +91,25 @@ def plant(ours: Any, *, accumulate: int) -> None:
 
 
 def record_late(ours: Any, model: Path) -> None:
-    """Record updates as a run does, the first ones late; before each record, read all that the last one names."""
+    """Record updates as a run does, the first ones late; read what a record names, and again before the next one."""
     ours.offloaded.enable_manifest(model=model)
     manifest = ours.offloaded.manifest
     note, directory = manifest.note, ours.offloaded._drives.directories[0]
 
+    def read_masters() -> None:
+        if found := read_newest(read_description(directory)):
+            digest = hashlib.sha256()
+            for _, master in sorted(read_store(directory).weights()):
+                digest.update(master.numpy().tobytes())
+            read.append((found.step, digest.hexdigest()))
+
     def noted(step: int, *, updating: bool) -> None:
         if not updating:
             time.sleep(0.5 if step <= LATE else 0.0)
-            if read_newest(read_description(directory)) is not None:
-                for _ in read_store(directory).weights():
-                    pass
-                read.append(step)
+            read_masters()
         note(step, updating=updating)
+        if not updating:
+            read_masters()
 
     manifest.note = noted
 

@@ -379,7 +379,7 @@ def _activated(wide: torch.Tensor) -> torch.Tensor:
 def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
     """Return `count` blocks of GPT-2, one after the other."""
     shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    blocks = [[(torch.randn(shape) / width).to(dtype).requires_grad_() for shape in shapes] for _ in range(count)]
+    blocks = [[torch.full(shape, 1 / width, dtype=dtype).requires_grad_() for shape in shapes] for _ in range(count)]
     given = torch.randn(tokens, width).to(dtype).requires_grad_()
     heads = 1 if width % _HEAD else width // _HEAD
 

@@ -102,8 +102,10 @@ def _call(processor: Any, texts: Sequence[str], pictures: Sequence[Sequence[Any]
     first = processor.tokenizer.bos_token
     special = first is None or not texts[0].startswith(first)
     given = {"images": [list(its) for its in pictures]} if any(pictures) else {}
-    words |= {"add_special_tokens": special}
-    return processor(text=list(texts), text_kwargs=words, return_tensors="pt", **given)
+    # Processors of transformers 5.8 do not pass other keywords on to the tokenizer if there are text_kwargs.
+    tensors = {"return_tensors": "pt"}
+    words |= {"add_special_tokens": special, **tensors}
+    return processor(text=list(texts), text_kwargs=words, images_kwargs=tensors, **given)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -153,7 +153,8 @@ def test_text_behind_the_images_is_cut_and_images_are_not(
         ([{"role": "user", "content": [{"type": "image"}]}], {"images": [{"bytes": ""}]}, r"line 1: an image holds an"),
         ([{"role": "user", "content": [{"type": "video"}]}], {}, r"line 1: message 1 holds something other than text"),
         ([told("user", "a")], {"videos": ["a.mp4"]}, r"line 1: 'videos' is not empty"),
-        ([told("user", "<image>")], {}, r"line 1: the processor refuses this conversation: "),
+        ([told("user", "<image>")], {}, r"line 1: its text contains <image>, which the processor replaces with an"),
+        ([told("user", "0.png", "is <image>?")], {}, r"line 1: its text contains <image>, which"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_line(

@@ -102,8 +102,10 @@ def _call(processor: Any, texts: Sequence[str], pictures: Sequence[Sequence[Any]
     first = processor.tokenizer.bos_token
     special = first is None or not texts[0].startswith(first)
     given = {"images": [list(its) for its in pictures]} if any(pictures) else {}
-    words |= {"add_special_tokens": special}
-    return processor(text=list(texts), text_kwargs=words, return_tensors="pt", **given)
+    # Processors of transformers 5.8 do not pass other keywords on to the tokenizer if there are text_kwargs.
+    tensors = {"return_tensors": "pt"}
+    words |= {"add_special_tokens": special, **tensors}
+    return processor(text=list(texts), text_kwargs=words, images_kwargs=tensors, **given)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -123,6 +125,7 @@ class ImageEncoder:
         self.line = ""
         self._processor, self._length = processor, length
         self._tokenizer = processor.tokenizer
+        self._placeholder = str(getattr(processor, "image_token", None) or "")
         if not self._tokenizer.chat_template:
             raise UserError(
                 "the model's processor has no chat template, which says where images are placed: give "
@@ -154,7 +157,7 @@ class ImageEncoder:
         """Yield the ids and the loss mask of each example.
 
         Raises UserError, with file and line, for a picture that cannot be read, for images that take more room than a
-        row has, and as `AnswerEncoder.encode`.
+        row has, for text that contains the placeholder of an image, and as `AnswerEncoder.encode`.
         """
         for example in examples:
             paths = _pictures(example.messages)
@@ -168,10 +171,18 @@ class ImageEncoder:
                 hashes.append(found)
             bare = _in_parts(example)
             text, spans = self._answers.rendered(bare)
-            if paths and text == self._answers.render(bare, _in_parts(example, times=2).messages):
+            twice = self._answers.render(bare, _in_parts(example, times=2).messages) if paths else text
+            if paths and text == twice:
                 raise UserError(
                     f"{example.where}: the chat template leaves out the images of this conversation: give "
                     "data.chat_template=FILE with a template that places them"
+                )
+            # Twice the images have twice the placeholders, unless some placeholders are in the text itself.
+            token = self._placeholder
+            if token and twice.count(token) != 2 * text.count(token):
+                raise UserError(
+                    f"{example.where}: its text contains {token}, which the processor replaces with an image: write it "
+                    "differently, or leave that line out"
                 )
             ids, counted, needed = self._located(bare, text, spans, images)
             if any(counted) and needed > self._length:

@@ -82,7 +82,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
-    source = again.source if again else model_of(config, world=world)
+    source = again.source if again else model_of(config)
     models = MemoryFallbacks(lambda: source)
     before = config_to_resume(config.save) if config.placement.engine_name != "deepspeed" else {}
     kept = _with_resumed_choices(config, before, models, world=world, on_gpu=machine.gpu is not None)
@@ -142,8 +142,8 @@ def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfil
     return replace(machine, output=freed(machine.output), drives=tuple(map(freed, machine.drives)))
 
 
-def model_of(config: TrainConfig, *, world: int) -> Any:
-    """Return the ModelSource of a configuration. Raises UserError if this command cannot train it on `world` ranks."""
+def model_of(config: TrainConfig) -> Any:
+    """Return the ModelSource of a configuration. Raises UserError if this command cannot train it."""
     from offload_trainer.model.loader import resolve_model
 
     refuse_base(config.model)
@@ -157,18 +157,17 @@ def model_of(config: TrainConfig, *, world: int) -> Any:
     )
     refuse_nothing_trained(source.shape)
     if source.shape.images:
-        refuse_with_images(config, world=world)
+        refuse_with_images(config)
     elif patches != "auto" and patches:
         raise UserError(f"model.image_patches={patches}: --model {config.model.name} reads no images: leave it out")
     return with_block_order(config, source)
 
 
-def refuse_with_images(config: TrainConfig, *, world: int) -> None:
+def refuse_with_images(config: TrainConfig) -> None:
     """Raise UserError for settings that rows with images do not support."""
     model, data, parallel = config.model, config.data, config.parallel
     chosen = {
         "--engine deepspeed": config.placement.engine_name == "deepspeed",
-        f"{world} ranks": world > 1,
         "parallel.sequence": parallel.sequence > 1,
         "data.packing=on": data.packing == "on",
         "data.mixture": bool(data.mixture),

@@ -64,6 +64,7 @@ IMAGE = {
     "data/tokenfile.py": "the file beside the ids",
     "export/sources.py": "exports the image-text class",
     "run/planning.py": "refuses settings that rows with images do not support",
+    "run/commands/plan.py": "leaves out ways to divide a step that rows with images do not support",
     "run/commands/export_trainer.py": "exports the image-text class",
     "session/api.py": "keyword of `ot.load`",
     "session/kwargs.py": "keyword that `ot.offload` refuses",

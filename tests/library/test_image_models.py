@@ -16,7 +16,13 @@ from hf_trainers import Ours, arguments, loaded
 from image_models import PATCHES, Batch, image_model, image_rows, opened, stacked
 from tiny_image_models import kinds, tiny_image_config, tiny_image_model
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel, ShieldGemma2ForImageClassification, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    ShieldGemma2ForImageClassification,
+    Trainer,
+)
 
 import offload_trainer as ot
 from offload_trainer.config import ModelSection
@@ -265,6 +271,36 @@ def test_models_that_cannot_be_planned_are_refused(models: Callable[[str], Any],
         ot.load(folder, offload_activations="cpu", activation_checkpointing="on", **keys)
     with pytest.raises(UserError, match=r"image_patches=4: ot\.load takes it"):
         ot.offload(opened(folder), nvme=drive, image_patches=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"freeze_text_layers": False}, {"freeze_text_module_exceptions": ["Linear"], "freeze_lm_head": True}],
+    ids=["as it is", "only the tower", "without matrices"],
+)
+def test_weights_that_a_class_freezes_are_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    """transformers' from_pretrained trains them, and so does this program; the note says how to freeze just these."""
+    config = tiny_image_config(kinds()["Idefics"])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    tiny_image_model(config, seed=1).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        built = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
+    frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert all(parameter.requires_grad for parameter in opened(tmp_path).parameters())
+    said = list[str]()
+    keys: dict[str, Any] = {"params": "cpu", "dtype": "fp32", "seq_len": 16, "image_patches": PATCHES}
+    with ot.load(tmp_path, say=said.append, **keys) as session:
+        assert all(parameter.requires_grad for parameter in session.model.parameters())
+    (note,) = (line for line in "\n".join(said).splitlines() if "freezing: " in line)
+    assert f"freezing: {len(frozen)} weights that IdeficsForVisionText2Text freezes" in note
+    patterns = re.findall(r"'(.*?)'", note)
+    assert len(patterns) < 12
+    again = list[str]()
+    with ot.load(tmp_path, say=again.append, freeze=patterns, **keys) as session:
+        assert {name for name, weight in session.model.named_parameters() if not weight.requires_grad} == frozen
+    assert "freezing: " not in "\n".join(again)
 
 
 def test_a_model_of_actions_is_refused(tmp_path: Path) -> None:

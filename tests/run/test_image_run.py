@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import ask, call, whole_and_resumed
+from commands import HELPERS, KILL, Run, ask, call, whole_and_resumed
+from forked_ranks import call_ranks
 from image_models import llava, opened, picture, told
 from torch.nn import functional
 from transformers import AutoProcessor, LlavaProcessor
@@ -21,14 +23,19 @@ WORDS = [
     *("--lr", ADAM["lr"], "optim.weight_decay=0", "optim.max_grad_norm=0", "optim.schedule=constant"),
     *("optim.warmup_steps=0", "data.shuffle=false", "data.validation=0", "placement.threads=1", "--save-every", 2),
 ]
-# Twelve conversations; those of the second step have no images, so its tower gets no gradient.
+# Conversations of four steps with two micro-batches each. No row of the second step has an image, so the tower gets no
+# gradient. In the third step only the first micro-batch has images, in the fourth only the second.
 TALKS = [
     *([told("user", f"{n}.png", "What?"), told("assistant", f"A {n}.")] for n in range(3)),
     [told("user", "3.png", "a", "0.png", "b"), told("assistant", "Two of them.")],
     *([told("user", f"Say {n}"), told("assistant", f"{n}, {n}")] for n in range(4)),
     [told("user", "1.png"), told("assistant", "x"), told("user", "2.png"), told("assistant", "yz")],
-    *([told("user", f"{n} ", f"{n}.png"), told("assistant", f"{n}!" * (n + 1))] for n in range(3)),
+    [told("user", "0 ", "0.png"), told("assistant", "0!")],
+    *([told("user", f"Again {n}"), told("assistant", f"{n}; {n}")] for n in range(4)),
+    *([told("user", f"{n} ", f"{n}.png"), told("assistant", f"{n}!" * (n + 1))] for n in (1, 2)),
 ]
+TOWER = "vision_tower"
+AWAY = ["--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192"]
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +60,24 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def expected(places: tuple[Path, Path, LlavaProcessor]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def expected(places: tuple[Path, Path, LlavaProcessor]) -> Callable[..., tuple[list[float], dict[str, torch.Tensor]]]:
+    """Return a function that returns `by_torch` for a "trained" or a "frozen" tower."""
+    return cache(lambda tower, count=ACCUMULATE: by_torch(*places, frozen=tower == "frozen", accumulate=count))
+
+
+def by_torch(
+    folder: Path, data: Path, processor: LlavaProcessor, *, frozen: bool, accumulate: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and final weights of a loop in plain torch over the processor's own batches."""
-    folder, data, processor = places
     model = opened(folder).train()
-    adam = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and TOWER in name))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = torch.optim.AdamW(trained, fused=True, **ADAM)
     losses = []
-    for step in range(STEPS):
-        first = step * MICRO * ACCUMULATE
-        rows = [TALKS[n % len(TALKS)] for n in range(first, first + MICRO * ACCUMULATE)]
+    whole = MICRO * accumulate
+    for first in range(0, len(TALKS) - whole + 1, whole):
+        rows = TALKS[first : first + whole]
         batches = [batch_of(rows[n : n + MICRO], processor, data.parent) for n in range(0, len(rows), MICRO)]
         counts = [int((targets != -100).sum()) for _, targets in batches]
         found = []
@@ -109,19 +125,64 @@ def test_a_run_has_the_bits_of_plain_torch(
     home: str, run: Callable[..., list[Any]], expected: Any, drive: Path, tmp_path: Path
 ) -> None:
     """Losses and exported weights are those of the loop, and the export loads with its processor."""
-    words = ["--engine", "plain"]
-    if home == "drive":
-        words = ["--nvme", drive, "--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192"]
+    words = ["--nvme", drive, *AWAY] if home == "drive" else ["--engine", "plain"]
     found = call(*run(*words), output=tmp_path / "run")
-    losses, weights = expected
+    losses, weights = expected("trained")
     assert found.losses == losses
-    assert "conversations: 12 conversations, " in found.text
-    done = ask("export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
-    model = opened(tmp_path / "out")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, weights[name]), name
+    assert "conversations: 16 conversations, " in found.text
+    assert_weights(found, weights, tmp_path / "out")
     assert type(AutoProcessor.from_pretrained(tmp_path / "out")) is LlavaProcessor
+
+
+def assert_weights(run: Run, weights: dict[str, torch.Tensor], out: Path) -> None:
+    """Export a run to `out`, and assert that its weights are these."""
+    done = ask("export", run.output, out, "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    for name, parameter in opened(out).named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
+@pytest.mark.parametrize("home", ["RAM", "drive"])
+@pytest.mark.parametrize(("tower", "count"), [("trained", 2), ("frozen", 2), ("trained", 3)])
+def test_several_ranks_have_the_bits_of_plain_torch(
+    tower: str, count: int, home: str, run: Callable[..., list[Any]], expected: Any, drive: Path, tmp_path: Path
+) -> None:
+    """Each rank has one micro-batch, so there are steps in which only some ranks have images."""
+    words = ["--nvme", drive, *AWAY] if home == "drive" else []
+    words += [f"model.freeze=['{TOWER}']"] if tower == "frozen" else []
+    words += ["--accumulate", 1, "--steps", len(TALKS) // (MICRO * count)]
+    ended = call_ranks(*run(*words), output=tmp_path / "run", count=count)
+    assert [one.code for one in ended] == [0] * count, ended
+    losses, weights = expected(tower, count)
+    assert ended[0].losses == losses
+    assert_weights(ended[0], weights, tmp_path / "out")
+
+
+def test_two_killed_ranks_resume_with_the_bits_of_one(
+    places: Any, run: Callable[..., list[Any]], drive: Path, tmp_path: Path
+) -> None:
+    """One of two ranks is killed in the middle of a run, which the command resumes. Another file is for validation."""
+    _, data, _ = places
+    held_out = data.with_name("held_out.jsonl")
+    held_out.write_text("".join(data.read_text().splitlines(keepends=True)[6:11]))
+    words = run("--nvme", drive, *AWAY, "data.shuffle=true", "--validation-data", held_out, "train.eval_every=2")
+    alone = call(*words, output=tmp_path / "alone")
+    words += ["--accumulate", 1]
+    ended = call_ranks(*words, output=tmp_path / "two", count=2, script=[HELPERS / "run_and_kill.py", "1:flip", 4])
+    assert [one.code for one in ended] == [69, -KILL], ended
+    again = call(*words, "--gpus", 2, output=tmp_path / "two")
+    assert "resumed from" in again.text
+    for key in ("step", "loss", "grad_norm", "tokens"):
+        assert [step[key] for step in again.steps] == [step[key] for step in alone.steps], key
+    last = f"checkpoints/step-{STEPS:08}"
+    for path in (alone.output / last).glob("*.safetensors"):
+        assert (again.output / last / path.name).read_bytes() == path.read_bytes(), path.name
+    losses = [
+        [json.loads(line)["validation_loss"] for line in (one.output / "evaluations.jsonl").read_text().splitlines()]
+        for one in (alone, again)
+    ]
+    assert len(losses[0]) == 2
+    assert losses[1] == losses[0]
 
 
 def test_a_killed_run_resumes_bit_for_bit_with_its_rows(
@@ -155,6 +216,9 @@ def test_the_plan_counts_the_patches(run: Callable[..., list[Any]], tmp_path: Pa
     plans = [ask("plan", *run(), *words).stdout for words in ([], ["model.image_patches=4000"])]
     assert "images: 68 patches a row are counted, 17 of one image or 1.06 for each token of the row" in plans[0]
     assert "images: 4000 patches a row are counted, as image_patches says" in plans[1]
+    modes = ask("plan", *run(), "--gpus", 2, "--parallel").stdout
+    assert "sequence 2: parallel.sequence: not with images" in modes
+    assert "ZeRO-3 over 2, tensor 2: --engine deepspeed: not with images" in modes
     (tmp_path / "text.txt").write_text("No pictures here. " * 40)
     text = run(data=tmp_path / "text.txt")
     refused = ask("plan", *text)

@@ -33,6 +33,7 @@ from offload_trainer.run.planning import (
     machine_here,
     model_of,
     planned,
+    refuse_with_images,
     with_longest_row,
 )
 from offload_trainer.settings import values_given
@@ -43,7 +44,7 @@ _MICRO = (16, 4, 1)  # micro-batch sizes to try for the tiered engine in a compa
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     """Plan a run on a described machine, with the longest row that fits."""
-    models = _models(config, world=config.placement.gpus)
+    models = _models(config)
     found = planned(config, models, machine, world=config.placement.gpus)
     return with_longest_row(found, config, models).plan
 
@@ -58,7 +59,7 @@ def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> li
         raise UserError(f"--nodes {nodes}: whole numbers from 1 to {_MOST_NODES}, such as 2 or 1,2,4")
     gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
     numbers = sorted(set(map(int, counts)))
-    models = _models(config, world=gpus * numbers[-1])
+    models = _models(config)
     return [planned(config, models, machine, world=gpus * count, nodes=count).plan for count in numbers]
 
 
@@ -80,7 +81,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
-    models = _models(config, world=gpus * count)
+    models = _models(config)
     shape = models.as_wished(config).shape
     whole = "" if _preset(config) else _why_whole(models.source)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
@@ -97,6 +98,8 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
             return whole
         of_mode = _asking(config, mode, tokens=tokens)
         try:
+            if shape.images:
+                refuse_with_images(of_mode)
             if mode.stage is None:
                 return _planned_tiered(of_mode, rows, models, here, nodes=count, world=world, layouts=layouts)
             if mistakes := combination_mistakes(of_mode):
@@ -180,8 +183,8 @@ def _why_whole(source: Any) -> str:
     return ""
 
 
-def _models(config: TrainConfig, *, world: int) -> MemoryFallbacks:
-    return MemoryFallbacks(lambda: model_of(config, world=world), preset=_preset(config))
+def _models(config: TrainConfig) -> MemoryFallbacks:
+    return MemoryFallbacks(lambda: model_of(config), preset=_preset(config))
 
 
 def _preset(config: TrainConfig) -> ModelShape | None:

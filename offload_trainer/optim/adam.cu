@@ -7,7 +7,7 @@
 // A master may be split instead: then it is joined from the old weight in `out` and a 16-bit remainder.
 //
 // cuda_adam.py compiles this with NVRTC for the device that is present. It defines FUSES as in native/numbers.h, and
-// PAGE_BYTES, the size of its own Page. A warp processes 256 elements, which share a scale in 8 bits, so every byte
+// PAGES_BYTES, the size of its own Pages. A warp processes 256 elements, which share a scale in 8 bits, so every byte
 // crosses the memory bus once and warps do not wait for each other. Each operation is an intrinsic that rounds to
 // nearest even: from operators a compiler may form an FMA, which changes the last bit. Subnormal numbers are not
 // flushed to zero.
@@ -50,7 +50,7 @@ struct LionStep {
     float lr;
 };
 
-struct Part {  // elements [start, end) of the page that share hyperparameters and step number
+struct Part {  // elements [start, end) that share hyperparameters and step number
     u32 start, end;
     union {
         AdamStep adam;
@@ -80,12 +80,19 @@ struct Page {
     const Cell* cells;   // moments.py, cells()
     u64 first;           // index of the page's first element in its unit
     Type grad_type, out_type;
-    u32 begin;  // start of the first part, a multiple of BLOCK
-    u32 parts;
-    Part part[PARTS];  // ascending; each starts at a multiple of BLOCK, and ends at one or at the page's end
 };
 
-static_assert(sizeof(Page) == PAGE_BYTES, "cuda_adam.py has another Page");
+struct Pages {  // pages of equal size that follow each other in their unit
+    Page page;     // the first one
+    u64 apart;     // bytes from a page's state to the next page's; gradients and new weights follow without a gap
+    u32 elements;  // of each page, a multiple of BLOCK if there are several
+    u32 begin;     // start of the first part, a multiple of BLOCK
+    u32 parts;
+    Part part[PARTS];  // in elements of all pages, ascending; each starts at a multiple of BLOCK, and ends at one or at
+                       // the end of the last page
+};
+
+static_assert(sizeof(Pages) == PAGES_BYTES, "cuda_adam.py has other Pages");
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -463,21 +470,46 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
     if (Rule::MOMENTS == 2) narrow<true>(page, wide[Rule::MOMENTS - 1], at, counts, T());
 }
 
+template <typename T>
+__device__ inline void advance(T*& address, u64 bytes) {
+    address = (T*)((const u8*)address + bytes);
+}
+
+// Return page `number`. Addresses that the format or the caller does not use are null in the first page, and are not
+// read in any; a null `master` selects split masters and stays null.
+__device__ inline Page page_of(const Pages& pages, u32 number) {
+    Page page = pages.page;
+    const u64 state = number * pages.apart, elements = u64(number) * pages.elements;
+    if (page.master) advance(page.master, state);
+    advance(page.remainder, state);
+    advance(page.ties, state);
+#pragma unroll
+    for (u32 m = 0; m < 2; m++) {
+        advance(page.moments[m].values, state);
+        advance(page.moments[m].scales, state);
+    }
+    advance(page.grad, elements * (page.grad_type == F32 ? 4 : 2));
+    advance(page.out, elements * (page.out_type == F32 ? 4 : 2));
+    page.first += elements;
+    return page;
+}
+
 template <class Rule, typename T>
-__device__ inline void update(const Page& page) {
-    const u32 block = page.begin + (blockIdx.x * WARPS + threadIdx.x / LANES) * BLOCK;
+__device__ inline void update(const Pages& pages) {
+    const u32 block = pages.begin + (blockIdx.x * WARPS + threadIdx.x / LANES) * BLOCK;
     u32 p = 0;
-    while (p < page.parts && page.part[p].end <= block) p++;
-    if (p == page.parts || block < page.part[p].start) return;  // uniform in a warp, as `__shfl_xor_sync` requires
-    const Part part = page.part[p];
+    while (p < pages.parts && pages.part[p].end <= block) p++;
+    if (p == pages.parts || block < pages.part[p].start) return;  // uniform in a warp, as `__shfl_xor_sync` requires
+    const Part part = pages.part[p];
+    const Page page = page_of(pages, block / pages.elements);
     if (part.end - block >= BLOCK)
-        update_block<Rule, T, true>(page, part, block);
+        update_block<Rule, T, true>(page, part, block % pages.elements);
     else
-        update_block<Rule, T, false>(page, part, block);
+        update_block<Rule, T, false>(page, part, block);  // there is one page: several have whole blocks only
 }
 
 #define KERNEL(name, ...) \
-    __global__ void __launch_bounds__(LANES* WARPS) name(const __grid_constant__ Page page) { update<__VA_ARGS__>(page); }
+    __global__ void __launch_bounds__(LANES* WARPS) name(const __grid_constant__ Pages it) { update<__VA_ARGS__>(it); }
 
 extern "C" {
 

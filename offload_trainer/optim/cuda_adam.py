@@ -65,7 +65,7 @@ def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
     gpu = gpu_of(place)
     for fuses in (True, False):  # the CPU kernel uses FMA or not, depending on the CPU (FUSES in native/numbers.h)
         kernel = CudaKernel(gpu, fuses=fuses)
-        if matches_bitwise(beside, kernel, device=gpu.place):
+        if matches_bitwise(beside, kernel, device=gpu.place, several_pages=True):
             return kernel
     raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
 
@@ -109,6 +109,16 @@ class _Page(ctypes.Structure):
         ("first", ctypes.c_uint64),
         ("grad_type", ctypes.c_uint32),
         ("out_type", ctypes.c_uint32),
+    )
+
+
+class _Pages(ctypes.Structure):
+    """adam.cu's Pages."""
+
+    _fields_ = (
+        ("page", _Page),
+        ("apart", ctypes.c_uint64),
+        ("elements", ctypes.c_uint32),
         ("begin", ctypes.c_uint32),
         ("parts", ctypes.c_uint32),
         ("part", _Part * _PARTS),
@@ -117,11 +127,14 @@ class _Page(ctypes.Structure):
 
 def defines(*, fuses: bool) -> dict[str, int]:
     """Return the macros that adam.cu is compiled with; `fuses` selects FMA, as the CPU kernel uses it or not."""
-    return {"FUSES": int(fuses), "PAGE_BYTES": ctypes.sizeof(_Page)}
+    return {"FUSES": int(fuses), "PAGES_BYTES": ctypes.sizeof(_Pages)}
 
 
 class CudaKernel:
-    """The kernel adam.cu. It launches on torch's current stream, once per 64 parts of a page, and does not synchronise.
+    """The kernel adam.cu. It launches on torch's current stream, once per 64 parts, and does not synchronise.
+
+    It also updates several pages of equal size that follow each other in their unit. Their `fields` are 2-D: row i is
+    the field of page i, all rows are equally far apart, and `grad`, `out` and `parts` cover all pages.
 
     Raises:
         TrainerError: adam.cu cannot be compiled or loaded.
@@ -148,7 +161,10 @@ class CudaKernel:
     ) -> None:
         self._check(fields, grad, out, parts, format=format)
         assert noise is not None or not format.moments.stochastic
-        page = _Page(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
+        first = fields[next(iter(format.fields))]  # has one entry for each element
+        pages = _Pages(apart=_apart(first), elements=first.shape[-1])
+        page = pages.page
+        page.grad, page.grad_type = grad.data_ptr(), TYPES[grad.dtype]
         for name in ("remainder", "ties") if format.remainders else ("master",):
             setattr(page, name, fields[name].data_ptr())
         if out is not None:
@@ -162,12 +178,12 @@ class CudaKernel:
             page.first, place.keys = bits.first, bits.keys
         for start in range(0, len(parts), _PARTS):
             some = parts[start : start + _PARTS]
-            page.begin, page.parts = some[0].start, len(some)
-            for slot, part in zip(page.part, some, strict=False):
+            pages.begin, pages.parts = some[0].start, len(some)
+            for slot, part in zip(pages.part, some, strict=False):
                 slot.start, slot.end = part.start, part.end
                 slot.step = step_constants(part.hyper, scale=scale, step=part.step)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
-            self.gpu.launch(self._kernels[str(format.whole)], page, blocks=blocks, threads=_WARPS * _LANES)
+            self.gpu.launch(self._kernels[str(format.whole)], pages, blocks=blocks, threads=_WARPS * _LANES)
 
     def _check(
         self,
@@ -179,19 +195,29 @@ class CudaKernel:
         format: StateFormat,
     ) -> None:
         """Assert the sizes, dtypes and alignment that adam.cu relies on; nothing else checks the addresses."""
-        n = fields[next(iter(format.fields))].numel()
+        first = fields[next(iter(format.fields))]
+        n, each = first.numel(), first.shape[-1]
         assert n < 2**31
+        assert first.dim() == 1 or each % BLOCK_8BIT == 0
         assert not format.remainders or (out is not None and out.dtype is torch.bfloat16)
         for name, field in format.fields.items():
-            assert fields[name].numel() >= field.entries(n), name
+            assert fields[name].shape[-1] >= field.entries(each), name
+            assert fields[name].shape[:-1] == first.shape[:-1], name
+            assert fields[name].stride(-1) == 1, name
+            assert _apart(fields[name]) == _apart(first), name
             assert fields[name].dtype is DTYPES[field.dtype], name
-        given = [*fields.values(), grad, *([] if out is None else [out])]
-        assert all(tensor.device == self.gpu.place and tensor.is_contiguous() for tensor in given)
-        assert all(tensor.data_ptr() % 16 == 0 for tensor in given)
-        assert all(tensor.numel() >= n for tensor in (grad, out) if tensor is not None)
+        flat = [grad, *([] if out is None else [out])]
+        assert all(tensor.is_contiguous() and tensor.numel() >= n for tensor in flat)
+        assert all(tensor.device == self.gpu.place for tensor in (*fields.values(), *flat))
+        assert all(address % 16 == 0 for address in (_apart(first), *(t.data_ptr() for t in (*fields.values(), *flat))))
         end = 0
         for part in parts:
             assert end <= part.start < part.end <= n
             assert part.start % BLOCK_8BIT == 0
             assert part.end % BLOCK_8BIT == 0 or part.end == n
             end = part.end
+
+
+def _apart(field: torch.Tensor) -> int:
+    """Return the bytes from a page's field to the next page's; 0 if there is only one page."""
+    return field.stride(0) * field.element_size() if field.dim() == 2 else 0

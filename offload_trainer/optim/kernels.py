@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -76,26 +78,41 @@ _TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
 }
 
 
-def matches_bitwise(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
+_SIZES = ((1, 1, torch.float32), (1, 1003, torch.float16), (1, 70_001, torch.bfloat16))  # pages, elements, weights
+_SEVERAL = ((3, 3 * 2048, torch.float32), (7, 7 * 2048, torch.bfloat16))  # the middle is inside a page
+
+
+def matches_bitwise(
+    reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu", several_pages: bool = False
+) -> bool:
     """Return whether `kernel` on `device` matches `reference` on the CPU bit for bit, for numbers of all magnitudes.
 
     This tests each rule, each format of its moments, whole and split masters, and parts with gaps between them and
-    different hyperparameters.
+    different hyperparameters. `several_pages` also tests updates of several pages in one call (`CudaKernel`), with
+    parts that reach over the ends of pages.
     """
     return all(
-        _same_bits(reference, kernel, replace(format, remainders=remainders), device=device)
+        _same_bits(reference, kernel, replace(format, remainders=remainders), device=device, sizes=sizes)
+        for sizes in (_SIZES, _SEVERAL if several_pages else ())
         for format in elementwise_formats()
         for remainders in (False, True)
     )
 
 
-def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device: str | torch.device) -> bool:
-    """Compare the two kernels for one format.
+def _same_bits(
+    reference: Kernel,
+    kernel: Kernel,
+    format: StateFormat,
+    *,
+    device: str | torch.device,
+    sizes: Sequence[tuple[int, int, torch.dtype]],
+) -> bool:
+    """Compare the two kernels for one format; several pages of `kernel` with a single one of `reference`.
 
     With split masters one part has lr = 0, so that its masters stay at the midpoints where ties occur.
     """
     hyper, other = _TRIED[format.rule]
-    for n, dtype in ((1, torch.float32), (1003, torch.float16), (70_001, torch.bfloat16)):
+    for count, n, dtype in sizes:
         middle = n // 2 // 256 * 256
         parts = [ParamRange(0, n, hyper, 7)]
         if n > 2000:
@@ -108,8 +125,10 @@ def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device
             page, weights = with_remainders(page, format)
             parts[0] = replace(parts[0], hyper=replace(hyper, lr=0.0))
         results = []
-        for candidate, place in ((kernel, device), (reference, "cpu")):
+        for candidate, place, pages in ((kernel, device, count), (reference, "cpu", 1)):
             fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
+            if pages > 1:
+                fields = as_pages(fields, pages)
             out = weights.to(place, copy=True)
             candidate.update_page(
                 fields,
@@ -120,10 +139,21 @@ def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device
                 scale=0.37,
                 noise=RoundingNoise(Noise(1, 2), 3, 2**32 - 4096),
             )
-            results.append([tensor.cpu().view(torch.uint8) for tensor in (*fields.values(), out)])
+            results.append([tensor.cpu().flatten().view(torch.uint8) for tensor in (*fields.values(), out)])
         if not all(map(torch.equal, *results)):
             return False
     return True
+
+
+def as_pages(fields: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """Return the fields of one page as those of `count` equal pages, which follow each other in memory."""
+    rows = {name: tensor.view(count, -1) for name, tensor in fields.items()}
+    whole = torch.cat([tensor.view(torch.uint8) for tensor in rows.values()], dim=1)
+    ends = list(accumulate(tensor.shape[1] * tensor.element_size() for tensor in rows.values()))
+    return {
+        name: whole[:, start:end].view(tensor.dtype)
+        for (name, tensor), start, end in zip(rows.items(), [0, *ends], ends, strict=False)
+    }
 
 
 def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -151,9 +151,14 @@ namespace {
 
 const void* argument;
 
-template <typename Page, void kernel(Page)>
+template <typename Pages>
+void with_argument(void kernel(Pages)) {
+    kernel(*static_cast<const Pages*>(argument));
+}
+
+template <auto kernel>
 void call() {
-    kernel(*static_cast<const Page*>(argument));
+    with_argument(kernel);
 }
 
 struct Named {
@@ -163,11 +168,11 @@ struct Named {
 };
 
 const Named KERNELS[] = {
-    {"adamw_fp32", call<with_fma::Page, with_fma::adamw_fp32>, call<without_fma::Page, without_fma::adamw_fp32_without>},
-    {"adamw_bf16", call<with_fma::Page, with_fma::adamw_bf16>, call<without_fma::Page, without_fma::adamw_bf16_without>},
-    {"adamw_8bit", call<with_fma::Page, with_fma::adamw_8bit>, call<without_fma::Page, without_fma::adamw_8bit_without>},
-    {"lion_fp32", call<with_fma::Page, with_fma::lion_fp32>, call<without_fma::Page, without_fma::lion_fp32_without>},
-    {"lion_bf16", call<with_fma::Page, with_fma::lion_bf16>, call<without_fma::Page, without_fma::lion_bf16_without>},
+    {"adamw_fp32", call<with_fma::adamw_fp32>, call<without_fma::adamw_fp32_without>},
+    {"adamw_bf16", call<with_fma::adamw_bf16>, call<without_fma::adamw_bf16_without>},
+    {"adamw_8bit", call<with_fma::adamw_8bit>, call<without_fma::adamw_8bit_without>},
+    {"lion_fp32", call<with_fma::lion_fp32>, call<without_fma::lion_fp32_without>},
+    {"lion_bf16", call<with_fma::lion_bf16>, call<without_fma::lion_bf16_without>},
 };
 
 struct Program {
@@ -207,8 +212,8 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
 int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
                    void* stream, void** parameters, void**) {
     if (!context_depth || stream != nullptr) return 201;
-    const with_fma::Page page = *static_cast<const with_fma::Page*>(parameters[0]);
-    argument = &page, body = reinterpret_cast<void (*)()>(function), broken = false;
+    const with_fma::Pages pages = *static_cast<const with_fma::Pages*>(parameters[0]);
+    argument = &pages, body = reinterpret_cast<void (*)()>(function), broken = false;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block(threads, blockIdx.x % 2);
     return broken ? 719 : 0;
 }

@@ -18,7 +18,7 @@ _SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
 
 @cache
 def library() -> ctypes.CDLL:
-    bytes_of_page = defines(fuses=True)["PAGE_BYTES"]
+    bytes_of_pages = defines(fuses=True)["PAGES_BYTES"]
     of = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     flags = (
         "-O2",
@@ -27,7 +27,7 @@ def library() -> ctypes.CDLL:
         "-fno-math-errno",
         "-shared",
         "-fPIC",
-        f"-DPAGE_BYTES={bytes_of_page}",
+        f"-DPAGES_BYTES={bytes_of_pages}",
     )
     found = ctypes.CDLL(str(built(_SOURCE, flags=(*flags, f"-DOF_{of}", f"-I{SOURCE.parent}"))))
     found.emulated_options.restype = ctypes.c_char_p

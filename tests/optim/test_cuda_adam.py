@@ -12,26 +12,36 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from emulated import EmulatedGpu
+from engine_bench import assert_same as assert_same_masters
+from engine_bench import batches, engine, masters, model_directory, train
+from late_cuda_streams import queued
 from test_update_page import MARK, STATES, cut
 from update_ranges import ADAMW, by_rule, form, part
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.pages.snapshot import PageSnapshot
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
-from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.kernels import matches_bitwise, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.nvrtc import Gpu, find_nvrtc, gpu_of, load_nvrtc
+from offload_trainer.optim.split_masters import with_remainders
 from offload_trainer.optim.torch_adam import TorchKernel
+from offload_trainer.plan.tiered.layout import DEVICE
 
 N = 20_000  # not a multiple of 256
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(16_384, N, 0.1, 300)]
@@ -253,6 +263,42 @@ def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> Non
         )
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("states", STATES)
+def test_one_launch_updates_several_pages(gpu: Gpu, states: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts begin and end inside pages and reach over their ends; the CPU's kernel updates page by page."""
+    kernel, launches, launch = CudaKernel(gpu, fuses=fuses()), [], gpu.launch
+    monkeypatch.setattr(gpu, "launch", lambda *given, **also: (launches.append(given), launch(*given, **also)))
+    each, count, format = 4096, 5, replace(form(states), remainders=split)
+    ends = [(256, 4096), (4096, 9472), (9728, 3 * each), (4 * each - 512, 5 * each)]
+    parts = by_rule(states, [part(start, end, 0.1 * step, step) for step, (start, end) in enumerate(ends, 1)])
+    pages, weights, grads = [], [], []
+    for number in range(count):
+        fields, grad = random_page(each, form(states))
+        fields = {name: tensor.roll(number) for name, tensor in fields.items()}
+        fields["master"].view(torch.int32)[::300] &= ~0xFFFF
+        fields["master"].view(torch.int32)[::300] |= 0x8000  # ties of split masters
+        weight = torch.full((each,), MARK, dtype=torch.bfloat16)
+        if split:
+            fields, weight = with_remainders(fields, format)
+        pages, weights, grads = [*pages, fields], [*weights, weight], [*grads, grad.roll(3 * number).bfloat16()]
+    rows = [torch.cat([as_bytes(field) for field in (*fields.values(), torch.zeros(4096))]) for fields in pages]
+    state, grad, out = (tensor.to(gpu.place) for tensor in (torch.stack(rows), torch.cat(grads), torch.cat(weights)))
+    views, start = {}, 0
+    for name, field in pages[0].items():
+        views[name], start = state[:, start : start + field.nbytes].view(field.dtype), start + field.nbytes
+    words = {"format": format, "scale": 0.37}
+    noise = None if states.endswith("fp32") else RoundingNoise(Noise(1, 2), 3, 2**32 - 2 * each)
+    kernel.update_page(views, grad, out, parts, noise=noise, **words)
+    assert len(launches) == 1
+    for number, fields in enumerate(pages):
+        here = clip_ranges(parts, number * each, (number + 1) * each)
+        at = None if noise is None else replace(noise, first=noise.first + number * each)
+        TorchKernel().update_page(fields, grads[number], weights[number], here, noise=at, **words)
+        ours = [*(view[number].cpu() for view in views.values()), out[number * each :][:each].cpu()]
+        assert all(map(torch.equal, map(as_bytes, ours), map(as_bytes, [*fields.values(), weights[number]])))
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs fuse always")
 def test_bits_of_a_cpu_without_fma(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_adam, "FLAGS", tuple(flag for flag in native_adam.FLAGS if "native" not in flag))
@@ -277,6 +323,77 @@ def test_from_any_thread(gpu: Gpu) -> None:
     thread.start()
     thread.join()
     assert_same(found[0], updated(reference(), page, parts, states="fp32"))
+
+
+# -- pages of equal size share a launch --------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_of_launches(patch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[tuple[Any, list]]:
+    """Yield an engine on simulated streams whose GPU runs adam.cu late, in its stream's order, and its launches."""
+    gpu, launches = EmulatedGpu(), []
+    kernel, launch = CudaKernel(gpu, fuses=fuses()), gpu.launch
+
+    with queued(patch, haste=0.2) as cuda:
+
+        def late(function: ctypes.c_void_p, pages: ctypes.Structure, **size: int) -> None:
+            launches.append(pages)
+            copied = type(pages).from_buffer_copy(pages)
+            cuda.put(cuda.stream_now(), "update", partial(launch, function, copied, **size))
+
+        patch.setattr(gpu, "launch", late)
+        patch.setattr("offload_trainer.engine.build_tiered._device_kernel", lambda *_, **__: kernel)
+        words = (*words, "tiered.page_size=4096")
+        with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
+            yield ours, launches
+
+
+ON_GPU, SOME_ON_GPU = ["--gpu-fraction", "1"], ["--gpu-fraction", "0.3", "--ram-fraction", "0.7"]
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize("formats", [[], ["optim.moment_dtype=8bit", "tiered.master_format=split"]])
+@pytest.mark.parametrize("words", [ON_GPU, SOME_ON_GPU])
+def test_a_unit_takes_few_launches(
+    words: list[str], formats: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit takes at most three: its last page, and the one where the device's share ends, may be smaller."""
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    with engine(model, "--ram-fraction", "1", *formats) as reference:
+        expected, weights = train(reference, batches(3)), masters(reference)
+    with engine_of_launches(monkeypatch, model, *words, *formats) as (ours, launches):
+        assert train(ours, batches(3)) == expected
+        assert_same_masters(masters(ours), weights)
+        pages = [page for page in ours.offloaded.store.pages if page.home == DEVICE]
+    units = len({page.unit for page in pages})
+    assert len(pages) > 6 * units
+    assert len(launches) <= 3 * 3 * units
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_a_launch_waits_until_a_snapshot_has_read_all_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, whole = model_directory(tmp_path / "gpt2", "gpt2"), PageSnapshot._whole
+    with engine(model, "--ram-fraction", "1") as reference:
+        expected, weights = train(reference, batches(4)), masters(reference)
+
+    def slowly(*given: Any) -> dict[str, torch.Tensor]:
+        time.sleep(0.01)
+        return whole(*given)
+
+    (tmp_path / "half").mkdir()
+    with engine_of_launches(monkeypatch, model, *ON_GPU) as (ours, _):
+        monkeypatch.setattr(PageSnapshot, "_whole", slowly)
+        assert train(ours, batches(4)[:2]) == expected[:2]
+        writing = threading.Thread(target=ours.snapshot().write, args=[tmp_path / "half"])
+        writing.start()
+        assert train(ours, batches(4)[2:]) == expected[2:]
+        writing.join()
+    with engine(model, "--ram-fraction", "1", load_weights=False) as other:
+        other.load(tmp_path / "half")
+        assert train(other, batches(4)[2:]) == expected[2:]
+        assert_same_masters(masters(other), weights)
 
 
 # -- when it is used ---------------------------------------------------------------------------------------------------
@@ -304,6 +421,22 @@ def test_a_gpu_that_flushes_subnormals_is_not_used(monkeypatch: pytest.MonkeyPat
     assert kernel is None
     assert "native kernel in their last bits" in words
     assert "no state can live there" in words
+
+
+def test_a_gpu_that_finds_later_pages_elsewhere_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison before training has several pages in a launch: with one page, the distance changes nothing."""
+    gpu = EmulatedGpu()
+    launch = gpu.launch
+
+    def misplaced(kernel: ctypes.c_void_p, pages: ctypes.Structure, **size: int) -> None:
+        pages.apart -= min(pages.apart, 16)
+        launch(kernel, pages, **size)
+
+    monkeypatch.setattr(gpu, "launch", misplaced)
+    monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
+    kernel, words = choose_cuda_kernel(gpu.place, reference())
+    assert kernel is None
+    assert "kernel in their last bits" in words
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,10 @@ class PageStore:
         return [host_buffer(max(staged), pinned=pinned) for _ in range(min(count, len(staged)))]
 
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of the page's fields in `data`, the page's bytes."""
+        """Return views of the page's fields in `data`, the page's bytes, or in each row of `data`, for equal pages."""
         page, found, start = self.pages[number], {}, 0
         for name, field in self.format.fields.items():
-            found[name] = data[start:][: field.bytes(page)].view(DTYPES[field.dtype])
+            found[name] = data[..., start : start + field.bytes(page)].view(DTYPES[field.dtype])
             start += field.padded(page)
         return found
 

@@ -31,6 +31,7 @@ from offload_trainer.offloading.update.page_pipeline import PagePipeline, Pendin
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
 from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.matrix_kernel import MatrixKernel
 from offload_trainer.plan.tiered.update_staging import Route, device_slot
@@ -45,6 +46,7 @@ class _Path:
     state: torch.Tensor | None  # uint8
     gradient: torch.Tensor | None
     out: torch.Tensor | None
+    pages: int = 1  # if there are more, they are equal and follow each other, and `state` has a row for each
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ class Updater:
             store, weights, gradients, device=device, routes=routes, slots=slots, shadows=self.shadows
         )
         there = [path for path in self._paths.values() if path.route.on_device and not path.route.through_host]
-        self._device_paths = {unit: list(paths) for unit, paths in groupby(there, lambda path: path.route.page.unit)}
+        self._device_paths = {
+            unit: self._merged(list(paths)) for unit, paths in groupby(there, lambda path: path.route.page.unit)
+        }
         inside = device_slot(routes, gradient=gradients.dtype.itemsize, weight=weights.dtype.itemsize)
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
@@ -135,6 +139,29 @@ class Updater:
             gradient=None if "gradient" in host else _part(sums, route),
             out=None if "weights" in host else _part(weights, route),
         )
+
+    def _merged(self, paths: Sequence[_Path]) -> list[_Path]:
+        """Merge the pages of a unit on the device that one launch of its kernel can update."""
+        if not isinstance(self._device_kernel, CudaKernel):  # all others, Muon's included, take one page a call
+            return list(paths)
+        runs: list[list[_Path]] = []
+        for path in paths:
+            if runs and _extends(runs[-1], path):
+                runs[-1].append(path)
+            else:
+                runs.append([path])
+        return [self._whole(run) if len(run) > 1 else run[0] for run in runs]
+
+    def _whole(self, run: Sequence[_Path]) -> _Path:
+        """Return a path for all pages of a run.
+
+        Its number is that of the last page: a snapshot reads pages in order, so it has then read the others too.
+        """
+        page, state, count = run[0].route.page, run[0].state, len(run)
+        assert state is not None
+        route = replace(run[-1].route, page=replace(page, elements=count * page.elements))
+        rows = state.as_strided((count, state.numel()), (state.numel(), 1))
+        return replace(self._resolved(route), state=rows, pages=count)
 
     def snapshot(self) -> PageSnapshot:
         """Return a snapshot of the current state. No page changes before the snapshot has read it or is closed."""
@@ -178,7 +205,9 @@ class Updater:
             with self._device.side_stream(after=step.after):
                 for path in paths:
                     self._compute_on_device(path, None, step)
-                self._device.reached().then(self._update_progress.completion_callback(unit, pages=len(paths)))
+                self._device.reached().then(
+                    self._update_progress.completion_callback(unit, pages=sum(path.pages for path in paths))
+                )
         for _ in range(len(self.pipeline) - len(step.kept)):
             page = self.pipeline.next()
             assert page is not None  # the interrupt of the speculative step has been received
@@ -364,6 +393,21 @@ def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torc
         arrived.state if path.state is None else path.state,
         arrived.gradient if path.gradient is None else path.gradient,
         arrived.out if path.out is None else path.out,
+    )
+
+
+def _extends(run: Sequence[_Path], path: _Path) -> bool:
+    """Return whether `path` is the next page after those of `run`, of equal size, and all are updated in place."""
+    last, page = run[-1].route, path.route.page
+    assert run[-1].state is not None
+    assert path.state is not None
+    return (
+        path.route.number == last.number + 1
+        and page.start == last.page.start + last.page.elements
+        and page.elements == last.page.elements
+        and path.state.data_ptr() == run[-1].state.data_ptr() + run[-1].state.numel()
+        and not (last.through_device or path.route.through_device)
+        and (len(run) + 1) * page.elements < 2**31  # the kernel's numbers of elements have 32 bits
     )
 
 

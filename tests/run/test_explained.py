@@ -105,9 +105,11 @@ def test_measured_rates_are_shown_even_if_they_cannot_be_saved(monkeypatch: pyte
     """Rates are shown even if the disk of the cache is full."""
     monkeypatch.setattr(rate_cache, "refuse_unwritable", lambda: None)
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
-    monkeypatch.setattr(bench, "bench_sums", lambda machine, *_, **__: f"{machine}, sums too")
+    monkeypatch.setattr(bench, "bench_sums", lambda machine, *_, **__: f"{machine}, sums")
+    monkeypatch.setattr(bench, "bench_orthogonalisation", lambda machine, *_, **__: f"{machine}, products")
     monkeypatch.setattr(rate_cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
     messages: list[str] = []
     facts = {"output": ".", "dtype": "bf16", "page": 4096, "ranks": 1, "drive_bytes": None}
-    assert machine_rates.bench_here(PlacementSection(), **facts, say=messages.append) == "measured, sums too"  # type: ignore[arg-type]
+    found = machine_rates.bench_here(PlacementSection(), **facts, say=messages.append)  # type: ignore[arg-type]
+    assert found == "measured, sums, products"  # type: ignore[comparison-overlap]
     assert messages[-1] == "note: these rates could not be saved for later plans: No space left on device"

@@ -142,7 +142,7 @@ class Updater:
 
     def _merged(self, paths: Sequence[_Path]) -> list[_Path]:
         """Merge the pages of a unit on the device that one launch of its kernel can update."""
-        if not isinstance(self._device_kernel, CudaKernel):  # all others, Muon's included, take one page a call
+        if not isinstance(self._device_kernel, CudaKernel):  # all others take one page a call
             return list(paths)
         runs: list[list[_Path]] = []
         for path in paths:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -44,7 +44,7 @@ from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
-from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
+from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, Timer, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
@@ -197,6 +197,9 @@ def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[ScratchDirector
     rank, leases = place_here()[0], list[DriveLease]()
     first = next(its.start for its in nodes() if rank in its)
     if rank == first:
+        if rank == 0 and not instead:
+            with suppress(OSError):  # a kill must not leave a list of directories that the leases have removed
+                empty_list(setup.listed)
         for number, drive in enumerate(setup.drives):
             place = instead[number] if instead else None
             lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)

@@ -107,6 +107,20 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
     assert left(run.output) == alone
 
 
+def test_a_start_killed_after_one_that_left_no_step_can_be_repeated(
+    place: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """The second start has removed the directories of the first one when it is killed."""
+    words = ["--nvme", place, *ALL]
+    killed("step", 1, *words, output=tmp_path / "run")
+    assert (tmp_path / "run/pages").read_text()
+    killed("build", 1, *words, output=tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) is None
+    assert left(run.output) == alone
+    assert not list((place / "offload-trainer").iterdir())
+
+
 def test_a_killed_breadth_first_run_has_the_bits_of_depth_first(
     place: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -57,7 +57,7 @@ def write_checkpoint(folder: Path, model: Any, adam: Any, scheduler: Any, *, ver
     processes = dist.get_world_size()
     if version == 1:  # FSDP 1 frees and reuses memory that it "offloads" from the CPU to the CPU, and reads it later
         plugin.optim_state_dict_config.offload_to_cpu = False
-        processes = 1  # with more accelerate would ask for the weights' offload
+        processes = 1  # accelerate offloads the weights if there are more
     accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=processes)
     save_fsdp_model(plugin, accelerator, model, str(directory))
     save_fsdp_optimizer(plugin, accelerator, adam, model, str(directory))

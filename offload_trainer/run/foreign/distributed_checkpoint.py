@@ -43,7 +43,7 @@ class _Chunk:
 class _Stored:
     """Tensors and objects by name, of one directory or two."""
 
-    told: str  # what messages call the checkpoint
+    told: str  # name of the checkpoint in messages
     shapes: Mapping[str, tuple[int, ...]]  # shapes of the tensors
     chunks: Mapping[str, list[_Chunk]]
 

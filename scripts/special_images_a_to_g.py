@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from tiny_image_models import (
     ROWS,
     SIDE,
+    TEXT,
     Batch,
     Special,
     changed_config,
@@ -16,7 +18,11 @@ from tiny_image_models import (
     with_text,
 )
 from tiny_models import VOCABULARY, tiny_config
+from torch.nn import functional
 from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaTextConfig,
+    EvollaForProteinText2Text,
     Gemma4Config,
     Gemma4UnifiedConfig,
     Gemma4UnifiedVisionConfig,
@@ -120,10 +126,13 @@ def _patches(model: PreTrainedModel, random: torch.Generator) -> Batch:
     return with_text(model, images, random, count=SIDE**2)
 
 
-def _patches_with_places(model: PreTrainedModel, random: torch.Generator) -> Batch:
+def _places(random: torch.Generator) -> Batch:
     places = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE)).repeat(ROWS, 1, 1)
-    images = {"pixel_values": torch.rand(ROWS, SIDE**2, _WIDTH, generator=random), "image_position_ids": places}
-    return with_text(model, images, random)
+    return {"pixel_values": torch.rand(ROWS, SIDE**2, _WIDTH, generator=random), "image_position_ids": places}
+
+
+def _patches_with_places(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    return with_text(model, _places(random), random)
 
 
 def _gemma4() -> PreTrainedConfig:
@@ -137,6 +146,43 @@ def _gemma4_unified() -> PreTrainedConfig:
     return with_small_images(tiny_config(Gemma4UnifiedConfig, vision_config=vision))
 
 
+# -- other inputs and losses ------------------------------------------------------------------------------------------
+
+_CANVAS = 4  # tokens that a step of diffusion predicts
+
+
+def _diffusion_gemma() -> PreTrainedConfig:
+    vision = tiny_config(Gemma4VisionConfig, patch_size=4, pooling_kernel_size=2)
+    text = tiny_config(DiffusionGemmaTextConfig, num_experts=4, top_k_experts=2, moe_intermediate_size=24)
+    sizes = {"vision_config": vision, "text_config": text, "canvas_length": _CANVAS}
+    return with_small_images(tiny_config(DiffusionGemmaConfig, **sizes))
+
+
+def _with_canvas(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    """Return images and text with a canvas of random tokens, and the tokens that have to replace them as labels."""
+    canvas, labels = (torch.randint(5, _CODES.start, (ROWS, _CANVAS), generator=random) for _ in range(2))
+    batch = with_text(model, _places(random), random, count=SIDE**2 // 4)
+    return batch | {"decoder_input_ids": canvas, "labels": labels}
+
+
+def _loss_of_canvas(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return functional.cross_entropy(model(**inputs).logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def _proteins(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    proteins = torch.randint(5, 20, (ROWS, TEXT), generator=random)
+    inputs = {"protein_input_ids": proteins, "protein_attention_mask": torch.ones_like(proteins)}
+    return with_text(model, inputs, random, count=0)
+
+
+_EVOLLA = {
+    "aligner_num_add_layers": 1,
+    "initializer_range": 0.2,  # smaller weights would hide the proteins behind the gates
+    "resampler_depth": 1,
+    "resampler_num_latents": 4,
+    "pad_token_id": 1,
+}
 _QUERIES = {"projector_patch_to_query_dict": {SIDE**2: 4}, "max_value_projector_patch_to_query_dict": 4}
 _ERNIE = {"text_config.moe_intermediate_size": [48, 24], "text_config.rope_parameters.mrope_section": [1, 1, 2]}
 
@@ -149,10 +195,24 @@ SPECIAL: dict[str, Special] = {
     "DeepseekVLHybrid": Special(
         changed_config("DeepseekVLHybrid", under("high_res_vision_config", _SAM)), _two_resolutions
     ),
-    "DiffusionGemma": Special(not_trainable="DiffusionGemmaForBlockDiffusion takes no labels and returns no loss"),
+    "DiffusionGemma": Special(
+        _diffusion_gemma,
+        _with_canvas,
+        loss=_loss_of_canvas,
+        tower="vision",
+        note="the loop computes the loss from the logits",
+    ),
     "Emu3": Special(changed_config("Emu3", _EMU3), _emu3),
     "Ernie4_5_VLMoe": Special(changed_config("Ernie4_5_VLMoe", _ERNIE)),
-    "Evolla": Special(not_trainable="EvollaForProteinText2Text takes proteins instead of images"),
+    "Evolla": Special(
+        changed_config("Evolla", _EVOLLA),
+        _proteins,
+        pixels="protein_input_ids",
+        build=lambda config: EvollaForProteinText2Text(config).float(),
+        load=partial(EvollaForProteinText2Text.from_pretrained, dtype=torch.float32),
+        refused="auto classes build no EvollaConfig model",
+        note="proteins, no images",
+    ),
     "FastVlm": Special(changed_config("FastVlm", under("vision_config", _FASTVIT)), _square(32)),
     "Florence2": Special(changed_config("Florence2", under("vision_config", _FLORENCE2)), _square(16)),
     "Fuyu": Special(changed_config("Fuyu", {"patch_size": 4, "image_size": 4 * SIDE}), _patches),

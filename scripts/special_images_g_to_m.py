@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_image_models import ROWS, SIDE, TEXT, Batch, Special, changed_config
 from tiny_models import VOCABULARY
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, ShieldGemma2ForImageClassification
 
 from offload_trainer.model.probes.tiny_model import HEADS, HIDDEN
 
-_SHIELD_GEMMA2 = (
-    "AutoModelForImageTextToText does not find the weights that it has saved: transformers' rules for their names are "
-    "those of ShieldGemma2ForImageClassification, which has no loss (tests/library/test_image_models.py loads and "
-    "exports them)"
-)
+_SHIELD_GEMMA2 = "read by ShieldGemma2ForImageClassification, whose rules for names transformers applies"
 _IMAGE = VOCABULARY - 1  # the placeholder of configurations that name none
 _TOKENS = (5, VOCABULARY - 16)  # tokens that are not special
 _STD = {"vision_config.initializer_range": 0.02}  # instead of 1e-10, with which the loss would not depend on pixels
@@ -200,6 +197,11 @@ def _minicpm_v_4_7(model: PreTrainedModel, random: torch.Generator) -> Batch:
     return batch | {"mm_token_type_ids": batch["input_ids"].eq(_IMAGE).long()}
 
 
+def _shield_gemma2(folder: Path) -> PreTrainedModel:
+    """Return the model inside the classifier, whose rules for the names of weights transformers applies to both."""
+    return ShieldGemma2ForImageClassification.from_pretrained(folder, dtype=torch.float32).model  # type: ignore[no-any-return]
+
+
 SPECIAL: dict[str, Special] = {
     "GotOcr2": Special(changed_config("GotOcr2", _GOT_OCR2)),
     "Granite4Vision": Special(_tiled("Granite4Vision", _GRANITE4_VISION), _granite4_vision),
@@ -233,5 +235,5 @@ SPECIAL: dict[str, Special] = {
     "MiniCPMOcr": Special(changed_config("MiniCPMOcr", _MINICPM), _minicpm),
     "MiniCPMV4_6": Special(changed_config("MiniCPMV4_6", _MINICPM), _minicpm),
     "MiniCPMV4_7": Special(changed_config("MiniCPMV4_7", _MINICPM), _minicpm_v_4_7),
-    "ShieldGemma2": Special(not_trainable=_SHIELD_GEMMA2),
+    "ShieldGemma2": Special(load=_shield_gemma2, note=_SHIELD_GEMMA2),
 }

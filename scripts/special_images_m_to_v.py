@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tiny_image_models import (
     ROWS,
@@ -125,6 +127,9 @@ _UNLIMITED = {
 }
 
 
+_PALIGEMMA = {"text_config.num_key_value_heads": 1, "vision_config.vision_use_head": False}
+
+
 def _paligemma(model: PreTrainedModel, random: torch.Generator) -> Batch:
     """Return rows with token types of 0 for the image, whose tokens attend to each other, and 1 for the text."""
     side = model.config.vision_config.image_size
@@ -152,22 +157,65 @@ def _perception_lm(model: PreTrainedModel, random: torch.Generator) -> Batch:
     return with_text(model, {"pixel_values": pixels}, random, count=SIDE**2)
 
 
+# -- other inputs and losses ------------------------------------------------------------------------------------------
+
+
+def _text_alone(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    return with_text(model, {}, random, count=0)
+
+
+def _pi0_config() -> PreTrainedConfig:
+    """Return a language model and a model of actions, whose layers attend to the keys of the former."""
+    kind = kinds()["PI0"]
+    language = changed_config("PaliGemma", _PALIGEMMA)()
+    actions = tiny_config(type(kind().dit_config), num_key_value_heads=1)
+    sizes = {"chunk_size": 3, "max_state_dim": 8, "max_action_dim": 8}
+    return kind(vlm_config=language, dit_config=actions, **sizes)
+
+
+def _pi0(model: PreTrainedModel, random: torch.Generator) -> Batch:
+    """Return a camera's image, a robot's state and actions, and the noise and time that the model would draw."""
+    config: Any = model.config
+    side = config.vlm_config.vision_config.image_size
+    ids = torch.cat(
+        [
+            torch.full((ROWS, SIDE**2), config.vlm_config.image_token_id),
+            torch.randint(5, 20, (ROWS, TEXT), generator=random),
+        ],
+        1,
+    )
+    actions, noise = torch.randn(2, ROWS, config.chunk_size, config.max_action_dim, generator=random)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(ROWS, 1, 3, side, side, generator=random),
+        "pixel_attention_mask": torch.ones(ROWS, 1, dtype=torch.bool),
+        "state": torch.randn(ROWS, config.max_state_dim, generator=random),
+        "actions": actions,
+        "noise": noise,
+        "timestep": torch.rand(ROWS, generator=random),
+    }
+
+
 SPECIAL: dict[str, Special] = {
-    "Mistral4": Special(not_trainable="it reads no images: its class is the causal language model Mistral4ForCausalLM"),
+    "Mistral4": Special(
+        changed_config("Mistral4", {"rope_parameters.partial_rotary_factor": 1.0}),
+        _text_alone,
+        pixels="input_ids",
+        note="a causal language model: no images",
+    ),
     "Molmo2": Special(config=_molmo2_config, inputs=_molmo2),
     "MuseGlimmer": Special(config=changed_config("MuseGlimmer", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
     "MuseSpark": Special(config=changed_config("MuseSpark", {"out_hidden_size": 4 * HIDDEN}), inputs=_patches),
     "NemotronH_Omni_Reasoning_V3_": Special(config=_nemotron_h_omni_config, inputs=_nemotron_h_omni),
-    "PI0": Special(not_trainable="it predicts the actions of a robot: its loss takes `actions`, and no `labels`"),
+    "PI0": Special(_pi0_config, _pi0, refused="predicts no tokens", note="labels are the actions of a robot"),
     "PPChart2Table": Special(config=changed_config("PPChart2Table", under("vision_config", _SAM))),
     "PPFormulaNet": Special(config=changed_config("PPFormulaNet", under("vision_config", _SAM | _POST))),
     "PaddleOCRVL": Special(
         config=changed_config("PaddleOCRVL", {"text_config.rope_parameters.mrope_section": [2, 1, 1]}),
     ),
     "PaliGemma": Special(
-        config=changed_config(
-            "PaliGemma", {"text_config.num_key_value_heads": 1, "vision_config.vision_use_head": False}
-        ),
+        config=changed_config("PaliGemma", _PALIGEMMA),
         inputs=_paligemma,
     ),
     "PerceptionLM": Special(config=_perception_lm_config, inputs=_perception_lm),

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,19 +41,42 @@ _SMALL = {
 _DEPTH = re.compile(r"^(depth|num_layers_(vision|resampler)|resampler_depth|qformer_num_hidden_layers)$")
 
 
+def built(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return an fp32 model with initial weights."""
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    """Return the fp32 model that transformers finds in a directory."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+
+
+def loss_of_model(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return the loss that the model itself computes from a batch."""
+    return model(**batch).loss  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Special:
     """Exceptions of one architecture from the rules of this module; None keeps the rule.
 
     `config()` returns the tiny configuration, and `inputs(model, random)` a whole batch of `ROWS` rows with `labels`.
-    `pixels` names the input that the loss has to depend on. `not_trainable` says why transformers does not train the
-    architecture from images; nothing is tried then.
+    `pixels` names the input that the loss has to depend on. `build(config)`, `load(folder)` and `loss(model, batch)` are
+    for an architecture that AutoModelForImageTextToText cannot build or read, or that computes no loss of its own.
+    `refused` is part of the error with which `offload_trainer.load` has to refuse the architecture; the module is then
+    passed to `offload_trainer.offload`. `tower` is a pattern for the names of weights that are frozen in the end.
+    `note` is for the table.
     """
 
     config: Callable[[], PreTrainedConfig] | None = None
     inputs: Callable[[PreTrainedModel, torch.Generator], Batch] | None = None
     pixels: str = "pixel_values"
-    not_trainable: str = ""
+    build: Callable[[PreTrainedConfig], PreTrainedModel] = built
+    load: Callable[[Path], PreTrainedModel] = loaded
+    loss: Callable[[PreTrainedModel, Batch], torch.Tensor] = loss_of_model
+    refused: str = ""
+    tower: str = r"vision|visual|image_|vit|encoder"
+    note: str = ""
 
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:
@@ -102,10 +126,10 @@ def under(part: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{part}.{key}": value for key, value in changes.items()}
 
 
-def tiny_image_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
+def tiny_image_model(config: PreTrainedConfig, special: Special = Special(), *, seed: int) -> PreTrainedModel:
     """Return an fp32 model with random weights. Projectors and gates that begin with zeros would hide the images."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = special.build(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if (parameter.dim() > 1 or parameter.numel() == 1) and not parameter.any():
@@ -181,14 +205,14 @@ def image_batches(model: PreTrainedModel, count: int, special: Special = Special
     """Return `count` batches of `ROWS` rows with one image each. Raises NoInputs."""
     if special.inputs is not None:
         made = [special.inputs(model, torch.Generator().manual_seed(100 + number)) for number in range(count)]
-        if not all(_reads_images(model, batch, special.pixels) for batch in made):
+        if not all(_reads_images(model, batch, special.pixels, special.loss) for batch in made):
             raise NoInputs("the loss does not depend on the pixels")
         return made
     errors = []
     for form in _FORMS:
         try:
             made = [_batch(model, form, seed=number) for number in range(count)]
-            if all(_reads_images(model, batch, _pixels_of(batch)) for batch in made):
+            if all(_reads_images(model, batch, _pixels_of(batch), special.loss) for batch in made):
                 return made
             errors.append(f"{form.__name__}: the loss does not depend on the pixels")
         except Exception as error:  # any error of transformers' code, for a form that the architecture does not take
@@ -200,10 +224,10 @@ def _pixels_of(batch: Batch) -> str:
     return next(key for key in ("pixel_values", "flattened_patches") if key in batch)
 
 
-def _reads_images(model: PreTrainedModel, batch: Batch, key: str) -> bool:
+def _reads_images(model: PreTrainedModel, batch: Batch, key: str, loss: Callable[..., torch.Tensor]) -> bool:
     """Return whether the loss is a number that changes with the pixels."""
     with torch.no_grad():
-        losses = [float(model(**one).loss) for one in (batch, batch | {key: batch[key].flip(-1)})]
+        losses = [float(loss(model, one)) for one in (batch, batch | {key: batch[key].flip(-1)})]
     return all(map(math.isfinite, losses)) and losses[0] != losses[1]
 
 

@@ -7,8 +7,10 @@ Some configurations stand for both (Qwen3.5, Llama 4): with and without the part
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, Literal
 
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -55,6 +57,8 @@ def settle_class(config: Any, name: str, *, image_patches: Patches) -> bool:
     image, text = class_names(config)
     if image is None:
         return False
+    if not _reads_images(image):
+        return False
     if image_patches is None and text is None:
         raise UserError(
             f"--model {name}: {image} reads images, and the first lines of --data have none (docs/data.md, Images). "
@@ -67,6 +71,30 @@ def settle_class(config: Any, name: str, *, image_patches: Patches) -> bool:
         config.architectures = [text if text_alone else image]
         return not text_alone
     return bool(image_patches)
+
+
+def _reads_images(name: str) -> bool:
+    """Return whether a class takes images; some that transformers lists as image-text models take text alone."""
+    found = getattr(transformers, name)
+    by_name = "pixel_values" in inspect.signature(found.forward).parameters
+    return by_name or not {"image", "video"}.isdisjoint(found.input_modalities)
+
+
+def refuse_other_losses(config: Any) -> None:
+    """Raise UserError for an image-text model that is not trained to predict the next token of each row."""
+    image, _ = class_names(config)
+    if image is None or auto_class(config) is AutoModelForCausalLM:
+        return
+    if config.is_encoder_decoder:
+        why = "it is an encoder and a decoder"
+    elif "labels" not in inspect.signature(getattr(transformers, image).forward).parameters:
+        why = "it takes no labels"
+    else:
+        return
+    raise UserError(
+        f"{image}: {why}, and this command trains models that predict the next token of each row. offload_trainer.load "
+        "trains it with a loop of your own (docs/library.md)"
+    )
 
 
 def named_after(config: Any, module: Any) -> Any:

@@ -220,6 +220,11 @@ def resolve_model(
         config._attn_implementation = None if section.attention == "auto" else section.attention
         model = meta_model(config, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # transformers' constructors validate little, so anything may be raised
+        if "Unrecognized configuration class" in str(error):
+            raise UserError(
+                f"--model {section.name}: transformers' auto classes build no {type(config).__name__} model that "
+                "predicts tokens: build it with its own class, and give the module to offload_trainer.offload"
+            ) from error
         hint = " (model.attention=auto?)" if section.attention == "sdpa" else ""
         raise UserError(f"--model {section.name}: {one_line(error)}{hint}") from error
     total = sum(parameter.numel() for parameter in model.parameters())

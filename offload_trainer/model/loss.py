@@ -139,6 +139,13 @@ class CausalLoss(nn.Module):
     def of(self, output: Any, targets: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """Return the mean loss of what `run` returned."""
         flat = targets.flatten()
+        states = output.logits if self.whole else output.last_hidden_state
+        if states.shape[:2] != targets.shape:
+            raise UserError(
+                f"{type(self.model).__name__} returns {states.shape[1]} positions for rows of {targets.shape[1]} "
+                "tokens, so their next tokens cannot be told apart: offload_trainer.load trains it with its own loss "
+                "(docs/library.md)"
+            )
         count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
         if self.whole:
             loss = cross_entropy(output.logits.flatten(0, 1).float(), flat) / count

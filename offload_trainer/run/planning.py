@@ -144,6 +144,7 @@ def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfil
 
 def model_of(config: TrainConfig) -> Any:
     """Return the ModelSource of a configuration. Raises UserError if this command cannot train it."""
+    from offload_trainer.model.auto_class import refuse_other_losses
     from offload_trainer.model.loader import resolve_model
 
     refuse_base(config.model)
@@ -156,6 +157,7 @@ def model_of(config: TrainConfig) -> Any:
         image_patches=None if patches == "auto" and not holds_images(config.data) else patches,
     )
     refuse_nothing_trained(source.shape)
+    refuse_other_losses(source.config)
     if source.shape.images:
         refuse_with_images(config)
     elif patches != "auto" and patches:

@@ -28,11 +28,13 @@ import offload_trainer as ot
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.export_command import export
+from offload_trainer.model.auto_class import refuse_other_losses
 from offload_trainer.model.image_parts import image_parts
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.images import image_part
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
+from offload_trainer.run.planning import model_of
 from offload_trainer.settings import load_config
 
 pytestmark = [
@@ -303,11 +305,50 @@ def test_weights_that_a_class_freezes_are_named(changes: dict[str, Any], tmp_pat
     assert "freezing: " not in "\n".join(again)
 
 
-def test_a_model_of_actions_is_refused(tmp_path: Path) -> None:
-    """PI0 predicts the actions of a robot. transformers lists it among the image-text models."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "pi0"}))
-    with pytest.raises(UserError, match="PI0ForConditionalGeneration: its configuration says no vocab_size"):
-        resolved(tmp_path, image_patches="auto")
+def test_models_that_load_does_not_build_are_refused(tmp_path: Path) -> None:
+    """PI0 predicts the actions of a robot, and transformers' auto classes list Evolla but do not build it."""
+    for kind, message in (
+        ("pi0", "PI0ForConditionalGeneration: its configuration says no vocab_size"),
+        ("evolla", "transformers' auto classes build no EvollaConfig model that predicts tokens: build it with its own"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(UserError, match=message):
+            resolved(tmp_path, image_patches="auto")
+
+
+def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
+    """Of all image-text models, the command refuses those that do not predict the next tokens of the same rows."""
+    refused = {}
+    for name, kind in kinds().items():
+        config = kind()
+        try:
+            refuse_other_losses(config)
+        except UserError as error:
+            refused[name] = str(error).partition(",")[0].partition(": ")[2]
+    both = dict.fromkeys(
+        ("Florence2", "PPFormulaNet", "Pix2Struct", "T5Gemma2", "Udop", "VisionEncoderDecoder"),
+        "it is an encoder and a decoder",
+    )
+    assert refused == both | {"DiffusionGemma": "it takes no labels", "PI0": "it takes no labels"}
+    tiny_image_config(kinds()["Udop"]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="UdopForConditionalGeneration: it is an encoder and a decoder, and this command"):
+        model_of(load_config(["--model", str(tmp_path), "--scratch", "model.image_patches=16"]))
+
+
+def test_a_model_that_returns_other_positions_is_refused(tmp_path: Path) -> None:
+    """GIT's hidden states begin with those of the image, which have no tokens."""
+    data = image_model(tmp_path, "Git", batches=1)[0]
+    model = resolved(tmp_path, image_patches=PATCHES).build(dtype=torch.float32)
+    pixels = {"pixel_values": data["pixel_values"]}
+    with pytest.raises(UserError, match="GitForCausalLM returns 27 positions for rows of 10 tokens"):
+        model(data["input_ids"], data["labels"], images=pixels)
+
+
+def test_a_class_that_reads_no_images_trains_on_text(tmp_path: Path) -> None:
+    """Mistral 4 is a causal language model, which transformers lists among the image-text models only."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral4"}))
+    for patches in (None, 0, 16, "auto"):
+        assert resolved(tmp_path, image_patches=patches).shape.images is None
 
 
 # -- what a plan counts -----------------------------------------------------------------------------------------------

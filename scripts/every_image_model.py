@@ -13,7 +13,7 @@ An architecture is right if five conditions hold. The first loss agrees within 1
 Gradient norms agree within a relative 1e-4, and weights within 1e-5, after steps that move them by up to 3e-3. All
 placements give the same bits; with activation checkpointing they may be those of plain torch with checkpointing. A
 frozen tower does not move, and the rest of the model agrees as before. The exported model loads with
-AutoModelForImageTextToText and has the same weights.
+AutoModelForImageTextToText, those of Evolla and ShieldGemma2 with their own classes, and has the same weights.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def table(results: Sequence[Result]) -> str:
             said = "; ".join(part for part in (r.counted, SPECIAL.get(r.name, Special()).note, r.why) if part)
             cells = [r.name, r.outcome, *figures, r.form, r.frozen, said]
             lines.append(f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |")
-    lines += ["", "## What was not tried", "", "| architecture | why |", "| --- | --- |"]
-    lines += [f"| {r.name} | {r.why.replace('|', ' ')} |" for r in results if r.outcome == "transformers"]
+    if rest := [f"| {r.name} | {r.why.replace('|', ' ')} |" for r in results if r.outcome == "transformers"]:
+        lines += ["", "## What was not tried", "", "| architecture | why |", "| --- | --- |", *rest]
     return "\n".join(lines) + "\n"
 
 

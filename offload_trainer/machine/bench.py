@@ -241,11 +241,15 @@ def bench_orthogonalisation(
 
 
 def _rates_of_adding(kernel: GradientKernel, size: int, *, halving: bool) -> dict[str, Rate]:
-    """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`."""
+    """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
+
+    `halving`: as beside a GPU, where another thread adds them than the one that computes.
+    """
     total, more = torch.ones(size), torch.ones(size, dtype=torch.bfloat16)
     found = {}
     for pieces in (None, Pieces(piece_width(size, ordered=halving), halving=halving)):
-        taken = _repeat(partial(kernel.add, total, more, pieces=pieces), seconds=size / (64 << 20))
+        add = partial(kernel.add, total, more, pieces=pieces, on_torch_threads=not halving)
+        taken = _repeat(add, seconds=size / (64 << 20))
         how = f"{format_count(size)} 16-bit gradients added to fp32 sums, median of {len(taken)}"
         found[sums_key(kernel.name, measured=pieces is not None)] = Rate(10 * size / median(taken), "measured", how)
     return found

@@ -44,7 +44,13 @@ class GradientKernel(Protocol):
     name: str
 
     def add(
-        self, sums: torch.Tensor, values: torch.Tensor | None, *, first: bool = False, pieces: Pieces | None = None
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        on_torch_threads: bool = False,
     ) -> torch.Tensor:
         """Add `values` to `sums`, and return the partial results of the new sums.
 
@@ -53,6 +59,8 @@ class GradientKernel(Protocol):
             values: as many gradients; None: the sums are only measured.
             first: the gradients replace the sums.
             pieces: how the sums are measured; None: not at all, and the result is empty.
+            on_torch_threads: the caller is the thread that computes with torch. Its OpenMP threads spin for
+                milliseconds after each operation, and would take the cores from other threads.
 
         Returns:
             fp32, one result a piece.
@@ -66,7 +74,13 @@ class TorchGradients:
     name = "torch"
 
     def add(
-        self, sums: torch.Tensor, values: torch.Tensor | None, *, first: bool = False, pieces: Pieces | None = None
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        on_torch_threads: bool = False,
     ) -> torch.Tensor:
         if values is not None:
             sums.copy_(values) if first else sums.add_(values)
@@ -143,7 +157,13 @@ class NativeGradients:
         self._lanes = lanes
 
     def add(
-        self, sums: torch.Tensor, values: torch.Tensor | None, *, first: bool = False, pieces: Pieces | None = None
+        self,
+        sums: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        first: bool = False,
+        pieces: Pieces | None = None,
+        on_torch_threads: bool = False,
     ) -> torch.Tensor:
         count = sums.numel()
         assert sums.is_contiguous()
@@ -167,7 +187,8 @@ class NativeGradients:
             lanes=self._lanes.count,
             group=self._lanes.group,
         )
-        if self._add(ctypes.byref(addition), ctypes.c_int32(self._library.threads())):
+        parallel = ctypes.c_void_p(self._library.parallel if on_torch_threads else None)
+        if self._add(ctypes.byref(addition), ctypes.c_int32(self._library.threads()), parallel):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
         return results
 

@@ -28,8 +28,24 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat
 _RULES = {ADAMW: 0, LION: 1}  # adam.cpp's Rule
 
 
+def openmp_parallel() -> int | None:
+    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if there is none.
+
+    Of several in this process it is the one in torch's own directory.
+    """
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
+    own = {path for path in mapped if Path(path).is_relative_to(Path(torch.__file__).parent)}
+    found = own or mapped
+    if len(found) != 1:
+        return None
+    return ctypes.cast(ctypes.CDLL(found.pop()).GOMP_parallel, ctypes.c_void_p).value
+
+
 class NativeLibrary:
     """The compiled functions of native/. They run on a persistent thread pool.
+
+    `parallel` is OpenMP's function that runs another on torch's threads, or None.
 
     `level` is the x86-64 level of a prebuilt library, and empty if it was compiled for this CPU; `misfit` then says why
     no prebuilt one was used, if the package has any.
@@ -53,6 +69,7 @@ class NativeLibrary:
         except TrainerError as error:
             raise TrainerError(f"{error}; {self.misfit}" if self.misfit else str(error)) from error
         self._started = (0, 0)
+        self.parallel = openmp_parallel()
 
     def threads(self) -> int:
         """Return the number of threads, torch's count including the caller, and start them if necessary.

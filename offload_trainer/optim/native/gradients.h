@@ -19,9 +19,8 @@ namespace {
 enum Order : int32_t { NO_NORM, LANES, FUSED_LANES, HALVES };  // gradient_kernel.py has the same numbers
 
 constexpr int64_t STRETCH = 1 << 14;  // elements that a thread claims at a time if nothing is measured
-constexpr int64_t ROW = 1024;    // elements whose squares are summed element by element with those of other rows
+constexpr int64_t ROW = 1024;  // elements that are added at a time; HALVES adds the squares of whole rows
 constexpr int64_t MOST_SUBS = 16;  // parts of a piece that threads take one by one
-constexpr int64_t TOGETHER = 4;  // pieces measured at the same time: each is one chain of dependent additions
 
 struct Addition {
     void* sums;
@@ -67,43 +66,45 @@ inline float add_square(float sum, float value) {
     return FUSED ? __builtin_fmaf(value, value, sum) : sum + value * value;
 }
 
-// Measure up to TOGETHER pieces from piece `start` on.
+template <int N>
+struct Vector {
+    typedef float type __attribute__((vector_size(N * sizeof(float))));
+};
+
+// Add the squares of `count` values, a multiple of N, to N sums. A vector keeps the sums in a register.
 template <int N, bool FUSED>
-void measure_lanes(const Addition& call, int64_t start) {
-    alignas(64) float values[TOGETHER][BLOCK], sums[TOGETHER][N] = {};
-    int64_t first[TOGETHER], count[TOGETHER];
-    for (int64_t p = 0; p < TOGETHER; p++) {
-        first[p] = std::min((start + p) * call.width, call.count);
-        count[p] = std::min(call.width, call.count - first[p]);
+void add_squares(const float* values, int64_t count, float* sums) {
+    if (FUSED) {
+        for (int64_t v = 0; v < count; v += N)
+            for (int lane = 0; lane < N; lane++) sums[lane] = add_square<true>(sums[lane], values[v + lane]);
+        return;
     }
-    float tails[TOGETHER][N];
-    for (int64_t at = 0; at < count[0]; at += BLOCK) {
-        int64_t vectors[TOGETHER];
-        for (int64_t p = 0; p < TOGETHER; p++) {
-            const int64_t here = std::max(int64_t(0), std::min(BLOCK, count[p] - at));
-            if (here) add_block(call, first[p] + at, here, values[p]);
-            vectors[p] = here / N;
-            if (here % N) std::memcpy(tails[p], values[p] + vectors[p] * N, here % N * sizeof(float));
-        }
-        if (vectors[TOGETHER - 1] == BLOCK / N)
-            for (int64_t v = 0; v < BLOCK; v += N)
-                for (int64_t p = 0; p < TOGETHER; p++)
-                    for (int64_t lane = 0; lane < N; lane++)
-                        sums[p][lane] = add_square<FUSED>(sums[p][lane], values[p][v + lane]);
-        else
-            for (int64_t p = 0; p < TOGETHER; p++)
-                for (int64_t v = 0; v < vectors[p] * N; v += N)
-                    for (int64_t lane = 0; lane < N; lane++)
-                        sums[p][lane] = add_square<FUSED>(sums[p][lane], values[p][v + lane]);
+    typename Vector<N>::type total, value;
+    std::memcpy(&total, sums, sizeof total);
+    for (int64_t v = 0; v < count; v += N) {
+        std::memcpy(&value, values + v, sizeof value);
+        total += value * value;
     }
-    for (int64_t p = 0; p < TOGETHER && count[p]; p++) {
-        float sum = sums[p][0];
-        for (int64_t lane = 1; lane < N; lane++) sum += sums[p][lane];
-        const int64_t left = count[p] % N, unfused = FUSED ? 0 : left / call.group * call.group;
-        for (int64_t i = 0; i < left; i++)
-            sum = i < unfused ? add_square<false>(sum, tails[p][i]) : add_square<true>(sum, tails[p][i]);
-        call.results[start + p] = std::sqrt(sum);
+    std::memcpy(sums, &total, sizeof total);
+}
+
+template <int N, bool FUSED>
+void measure_lanes(const Addition& call, int64_t piece) {
+    const int64_t start = piece * call.width, count = std::min(call.width, call.count - start), left = count % N;
+    alignas(64) float values[ROW], sums[N] = {};
+    const float* tail = values;
+    for (int64_t at = 0; at < count; at += ROW) {
+        const int64_t here = std::min(ROW, count - at), whole = here / N * N;
+        add_block(call, start + at, here, values);
+        add_squares<N, FUSED>(values, whole, sums);
+        tail = values + whole;
     }
+    float sum = sums[0];
+    for (int lane = 1; lane < N; lane++) sum += sums[lane];
+    const int64_t unfused = FUSED ? 0 : left / call.group * call.group;
+    for (int64_t i = 0; i < left; i++)
+        sum = i < unfused ? add_square<false>(sum, tail[i]) : add_square<true>(sum, tail[i]);
+    call.results[piece] = std::sqrt(sum);
 }
 
 // -- halving ---------------------------------------------------------------------------------------------------------
@@ -153,8 +154,8 @@ struct AdditionCall {
 };
 
 template <int N>
-void measure_in_lanes(const Addition& call, int64_t start) {
-    call.order == FUSED_LANES ? measure_lanes<N, true>(call, start) : measure_lanes<N, false>(call, start);
+void measure_in_lanes(const Addition& call, int64_t piece) {
+    call.order == FUSED_LANES ? measure_lanes<N, true>(call, piece) : measure_lanes<N, false>(call, piece);
 }
 
 void add_task(const AdditionCall& call, int64_t task) {
@@ -167,7 +168,7 @@ void add_task(const AdditionCall& call, int64_t task) {
         const auto measure = addition.lanes == 16  ? measure_in_lanes<16>
                              : addition.lanes == 8 ? measure_in_lanes<8>
                                                    : measure_in_lanes<4>;
-        measure(addition, task * TOGETHER);
+        measure(addition, task);
     } else {
         const Rows rows = rows_of(addition, task / call.subs);
         float* const out = call.parts ? call.parts + task * ROW : sums;
@@ -185,19 +186,24 @@ void add_tasks(void* shared) {
 
 extern "C" {
 
-// Add, measure, or both, on up to `threads` threads. Return 0, or -1 if there is no memory.
-int32_t add_gradient(const Addition* addition, int32_t threads) {
+// Add, measure, or both, on up to `threads` threads: those of `parallel`, OpenMP's GOMP_parallel, or if it is null those
+// of the pool. Return 0, or -1 if there is no memory.
+int32_t add_gradient(const Addition* addition, int32_t threads,
+                     void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
     const int64_t pieces = (addition->count + addition->width - 1) / addition->width;
     AdditionCall call{*addition, pieces, 1, nullptr};
     if (addition->order == NO_NORM) call.tasks = (addition->count + STRETCH - 1) / STRETCH;
-    if (addition->order == LANES || addition->order == FUSED_LANES) call.tasks = (pieces + TOGETHER - 1) / TOGETHER;
     if (addition->order == HALVES && threads > 1 && pieces < 4 * threads) {
         call.subs = std::min(MOST_SUBS, rows_of(*addition, 0).rows);
         call.tasks = pieces * call.subs;
         call.parts = new (std::nothrow) float[call.tasks * ROW];
         if (!call.parts) return -1;
     }
-    the_crew().run(add_tasks, &call, int(std::min(int64_t(threads), call.tasks)) - 1);
+    const int team = int(std::min(int64_t(threads), call.tasks));
+    if (parallel)
+        parallel(add_tasks, &call, unsigned(team), 0);
+    else
+        the_crew().run(add_tasks, &call, team - 1);
     if (call.parts) {
         for (int64_t piece = 0; piece < pieces; piece++) {
             float* const parts = call.parts + piece * call.subs * ROW;

@@ -322,6 +322,7 @@ OPENING = {
     "optim/kernel_cache.py": "the package's own, and what the compiler has made",
     "optim/prebuilt_kernels.py": "the package's own, and what the compiler has made",
     "optim/nvrtc.py": "the package's own",
+    "optim/native_adam.py": "the kernel's",
     "plan/machine.py": "the package's own",
     "safe_files.py": "the opener",
     "run/commands/doctor.py": "the kernel's",

@@ -61,8 +61,8 @@ class Special:
     """Exceptions of one architecture from the rules of this module; None keeps the rule.
 
     `config()` returns the tiny configuration, and `inputs(model, random)` a whole batch of `ROWS` rows with `labels`.
-    `pixels` names the input that the loss has to depend on. `build(config)`, `load(folder)` and `loss(model, batch)` are
-    for an architecture that AutoModelForImageTextToText cannot build or read, or that computes no loss of its own.
+    `pixels` names the input that the loss has to depend on. `build(config)`, `load(folder)` and `loss(model, batch)`
+    are for an architecture that AutoModelForImageTextToText cannot build or read, or that computes no loss of its own.
     `refused` is part of the error with which `offload_trainer.load` has to refuse the architecture; the module is then
     passed to `offload_trainer.offload`. `tower` is a pattern for the names of weights that are frozen in the end.
     `note` is for the table.

@@ -309,7 +309,7 @@ def test_models_that_load_does_not_build_are_refused(tmp_path: Path) -> None:
     """PI0 predicts the actions of a robot, and transformers' auto classes list Evolla but do not build it."""
     for kind, message in (
         ("pi0", "PI0ForConditionalGeneration: its configuration says no vocab_size"),
-        ("evolla", "transformers' auto classes build no EvollaConfig model that predicts tokens: build it with its own"),
+        ("evolla", "transformers' auto classes build no EvollaConfig model that predicts tokens: build it with"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(UserError, match=message):
@@ -331,7 +331,7 @@ def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
     )
     assert refused == both | {"DiffusionGemma": "it takes no labels", "PI0": "it takes no labels"}
     tiny_image_config(kinds()["Udop"]).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="UdopForConditionalGeneration: it is an encoder and a decoder, and this command"):
+    with pytest.raises(UserError, match="UdopForConditionalGeneration: it is an encoder and a decoder, and this"):
         model_of(load_config(["--model", str(tmp_path), "--scratch", "model.image_patches=16"]))
 
 

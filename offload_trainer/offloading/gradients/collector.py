@@ -191,9 +191,7 @@ class Gradients:
         elif host is not None and at_hand:
             norm = self._norm(name)
             pieces = norm.pieces if measured else None
-            results = self._kernel.add(
-                host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True
-            )
+            results = self._kernel.add(host[here], flat.contiguous(), first=first, pieces=pieces, on_torch_threads=True)
             if measured:
                 self._norms[name] = norm.total(results)
         elif first and host is not None and flat.dtype is self.dtype:

@@ -152,7 +152,7 @@ class NativeGradients:
     name = "native"
 
     def __init__(self, library: NativeLibrary, lanes: Lanes) -> None:
-        self._library, self._add = library, library.functions.add_gradient
+        self.library, self._add = library, library.functions.add_gradient
         self._add.restype = ctypes.c_int32
         self._lanes = lanes
 
@@ -187,8 +187,8 @@ class NativeGradients:
             lanes=self._lanes.count,
             group=self._lanes.group,
         )
-        parallel = ctypes.c_void_p(self._library.parallel if on_torch_threads else None)
-        if self._add(ctypes.byref(addition), ctypes.c_int32(self._library.threads()), parallel):
+        parallel = ctypes.c_void_p(self.library.parallel if on_torch_threads else None)
+        if self._add(ctypes.byref(addition), ctypes.c_int32(self.library.threads()), parallel):
             raise TrainerError(f"no memory to measure a gradient of {count} elements")
         return results
 

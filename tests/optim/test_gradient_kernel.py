@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from itertools import product
 
@@ -26,7 +27,7 @@ SIZES = [1, 7, 255, 1024, 1025, 131_072, 131_073, 700_001, (1 << 20) + 5, 5 << 2
 
 
 @pytest.fixture(params=[1, 2, 5], ids="{} threads".format)
-def native(request: pytest.FixtureRequest) -> Iterator[GradientKernel]:
+def native(request: pytest.FixtureRequest) -> Iterator[NativeGradients]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     found = gradient_kernel(NativeKernel())
@@ -106,6 +107,34 @@ def test_norms_of_small_weights_have_torchs_bits(native: GradientKernel, size: i
     for _ in range(100):
         sums = torch.randn(size, generator=random)
         assert torch.equal(norm.of(sums, native), norm_of(sums))
+
+
+PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_torchs_threads_add_with_the_same_bits(
+    native: NativeGradients, monkeypatch: pytest.MonkeyPatch, *, ordered: bool
+) -> None:
+    """They are those of the libgomp that torch has loaded, and as many as torch uses."""
+    library, threads = native.library, list[int]()
+    assert library.parallel is not None
+    real = PARALLEL(library.parallel)
+
+    @PARALLEL
+    def counted(work: int, argument: int, count: int, flags: int) -> None:
+        threads.append(count)
+        real(work, argument, count, flags)
+
+    monkeypatch.setattr(library, "parallel", ctypes.cast(counted, ctypes.c_void_p).value)
+    sums, more = numbers(1_000_003, seed=5), numbers(1_000_003, seed=6).bfloat16()
+    pieces = PiecewiseNorm(len(sums), ordered=ordered).pieces
+    alone = sums.clone()
+    results = native.add(alone, more, pieces=pieces)
+    assert not threads
+    assert torch.equal(native.add(sums, more, pieces=pieces, on_torch_threads=True), results)
+    assert torch.equal(sums, alone)
+    assert threads == [torch.get_num_threads()]
 
 
 def test_with_another_update_kernel_torch_adds_gradients() -> None:

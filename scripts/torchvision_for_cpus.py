@@ -1,4 +1,4 @@
-"""Import torchvision as PyPI has it, built for CUDA, beside a torch for CPUs; do nothing where it is not installed.
+"""Import torchvision as PyPI has it, built for CUDA, in a process whose torch is built for CPUs; do nothing where it is not installed.
 
 Its compiled operators do not load there, and two registrations fail without them. Their schemas are declared here, so
 that torchvision can be imported. Nothing that calls an operator works; transforms, which need none, do.

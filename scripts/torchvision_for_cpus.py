@@ -1,6 +1,6 @@
-"""Import torchvision as PyPI has it, built for CUDA, in a process whose torch is built for CPUs; do nothing where it is not installed.
+"""Import PyPI's torchvision, which is built for CUDA, although torch is built for CPUs; do nothing without torchvision.
 
-Its compiled operators do not load there, and two registrations fail without them. Their schemas are declared here, so
+Its compiled operators do not load then, and two registrations fail without them. Their schemas are declared here, so
 that torchvision can be imported. Nothing that calls an operator works; transforms, which need none, do.
 """
 

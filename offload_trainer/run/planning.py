@@ -2,9 +2,9 @@
 
     TrainConfig ── machine_here, resolve_model ──> MachineProfile, ModelSource ── planned ──> Planned
 
-No weights are loaded. The planner itself is `plan/planner.py`; this module supplies its inputs, keeps choices of the
-run that is being resumed, and tries settings that need less device memory if a configuration does not fit and leaves
-them at `auto`: fewer weight buffers, then MLPs on chunks of a row, then weights fetched by the module.
+No weights are loaded. The planner itself is `plan/planner.py`; this module supplies its inputs and keeps choices of the
+run that is being resumed. If a configuration does not fit, it tries settings that need less device memory and that are
+`auto`: fewer weight buffers, then MLPs on chunks of a row, then weights fetched by the module.
 """
 
 from __future__ import annotations

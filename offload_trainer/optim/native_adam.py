@@ -29,17 +29,18 @@ _RULES = {ADAMW: 0, LION: 1}  # adam.cpp's Rule
 
 
 def openmp_parallel() -> int | None:
-    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if there is none.
+    """Return the address of `GOMP_parallel` in the libgomp whose threads torch computes with; None if none is found.
 
     Of several in this process it is the one in torch's own directory.
     """
-    with open("/proc/self/maps") as maps:
-        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
-    own = {path for path in mapped if Path(path).is_relative_to(Path(torch.__file__).parent)}
-    found = own or mapped
-    if len(found) != 1:
+    try:
+        with open("/proc/self/maps") as maps:
+            mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
+        own = {path for path in mapped if Path(path).is_relative_to(Path(torch.__file__).parent)}
+        (path,) = own or mapped
+        return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, ValueError, AttributeError):  # not readable, not exactly one, or another runtime of that name
         return None
-    return ctypes.cast(ctypes.CDLL(found.pop()).GOMP_parallel, ctypes.c_void_p).value
 
 
 class NativeLibrary:

@@ -46,7 +46,7 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
 
-def loaded(folder: Path) -> PreTrainedModel:
+def opened(folder: Path) -> PreTrainedModel:
     """Return the fp32 model that transformers finds in a directory."""
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
 
@@ -62,7 +62,7 @@ class Special:
 
     `config()` returns the tiny configuration, and `inputs(model, random)` a whole batch of `ROWS` rows with `labels`.
     `pixels` names the input that the loss has to depend on. `build(config)`, `load(folder)` and `loss(model, batch)`
-    are for an architecture that AutoModelForImageTextToText cannot build or read, or that computes no loss of its own.
+    are for an architecture that AutoModelForImageTextToText cannot build or read, or that computes no loss.
     `refused` is part of the error with which `offload_trainer.load` has to refuse the architecture; the module is then
     passed to `offload_trainer.offload`. `tower` is a pattern for the names of weights that are frozen in the end.
     `note` is for the table.
@@ -72,7 +72,7 @@ class Special:
     inputs: Callable[[PreTrainedModel, torch.Generator], Batch] | None = None
     pixels: str = "pixel_values"
     build: Callable[[PreTrainedConfig], PreTrainedModel] = built
-    load: Callable[[Path], PreTrainedModel] = loaded
+    load: Callable[[Path], PreTrainedModel] = opened
     loss: Callable[[PreTrainedModel, Batch], torch.Tensor] = loss_of_model
     refused: str = ""
     tower: str = r"vision|visual|image_|vit|encoder"

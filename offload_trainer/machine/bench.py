@@ -48,7 +48,7 @@ _BUFFERS = 6
 _HEAD = 64  # size of an attention head
 _FEW = 128  # tokens of a short micro-batch
 _COLD, _MOST_BLOCKS = 48 << 20, 16  # elements of weights that no cache holds, and the blocks that have them
-_TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient anew each time
+_TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient again each time
 _VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
@@ -243,7 +243,7 @@ def bench_orthogonalisation(
 def _rates_of_adding(kernel: GradientKernel, size: int, *, halving: bool) -> dict[str, Rate]:
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
-    `halving`: as beside a GPU, where another thread adds them than the one that computes.
+    `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
     """
     total, more = torch.ones(size), torch.ones(size, dtype=torch.bfloat16)
     found = {}

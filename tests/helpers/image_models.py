@@ -11,18 +11,16 @@ import torch
 from PIL import Image
 from sample_chats import chat_tokenizer
 from transformers import (
-    AutoModelForImageTextToText,
     CLIPImageProcessor,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    PreTrainedModel,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from tiny_image_models import PATCHES, Batch, image_batches, kinds, tiny_image_config, tiny_image_model
+from tiny_image_models import PATCHES, Batch, image_batches, kinds, opened, tiny_image_config, tiny_image_model
 
 __all__ = ["PATCHES", "Batch", "image_model", "image_rows", "llava", "opened", "picture", "stacked", "told"]
 
@@ -111,11 +109,6 @@ def image_model(folder: Path, name: str, *, batches: int, seed: int = 1, **chang
         setattr(config, key, value)
     tiny_image_model(config, seed=seed).save_pretrained(folder)
     return image_batches(opened(folder), batches)
-
-
-def opened(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    return model
 
 
 def image_rows(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:

@@ -13,8 +13,8 @@ import torch
 from compare_trainers import assert_same, told, weights
 from hf_trainers import HOMES as TRAINERS_HOMES
 from hf_trainers import Ours, arguments, loaded
-from image_models import PATCHES, Batch, image_model, image_rows, opened, stacked
-from tiny_image_models import kinds, tiny_image_config, tiny_image_model
+from image_models import PATCHES, Batch, image_model, image_rows, stacked
+from tiny_image_models import kinds, opened, tiny_image_config, tiny_image_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -317,7 +317,7 @@ def test_models_that_load_does_not_build_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
-    """Of all image-text models, the command refuses those that do not predict the next tokens of the same rows."""
+    """The command refuses exactly the image-text models that do not predict the next tokens of the same rows."""
     refused = {}
     for name, kind in kinds().items():
         config = kind()

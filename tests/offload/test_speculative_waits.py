@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from offload_trainer.offloading.update.page_pipeline import PagePipeline
 from offload_trainer.offloading.update.step_params import MispredictionWatch
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.update_staging import Route
+from offload_trainer.storage.transfer import Future, together
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -213,9 +214,19 @@ def test_copies_that_a_record_names_stay_if_the_next_one_cannot_be_written(
 def test_state_of_the_first_pages_and_then_in_the_order_of_the_last_backward_is_read_ahead(
     folder: Path, drive: Path, monkeypatch: Any
 ) -> None:
-    """After an update, state is read ahead until the slots are full, and is not read again later."""
+    """After an update, state is read ahead until the slots are full, and is not read again later.
+
+    Pages that are still being written would be read later, so the update's writes end first here.
+    """
     read: list[int] = []
     monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
+    read_ahead = PagePipeline.read_ahead
+
+    def after_writes(pipeline: PagePipeline, *, writing: Mapping[int, Future] | None = None) -> None:
+        together((writing or {}).values()).wait()
+        read_ahead(pipeline, writing=writing)
+
+    monkeypatch.setattr(PagePipeline, "read_ahead", after_writes)
     words = [*HOMES["a third in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
     with engine(gpt2(folder), *words, FULL, drives=[drive]) as ours:
         hold_up(ours)

@@ -23,6 +23,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
+from offload_trainer.model.cross_entropy import cross_entropy
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.machine import (
     DriveFacts,
@@ -405,7 +406,7 @@ def _blocks(tokens: int, width: int, count: int, dtype: torch.dtype) -> _Work:
 def _loss(dtype: torch.dtype, device: torch.device) -> _Work:
     logits = torch.randn(_OF_LOSS, _VOCABULARY, device=device).to(dtype).requires_grad_()
     targets = torch.arange(_OF_LOSS, device=device)
-    return [logits], lambda: [functional.cross_entropy(logits.float(), targets)]
+    return [logits], lambda: [cross_entropy(logits, targets)]
 
 
 def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:

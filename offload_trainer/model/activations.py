@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from offload_trainer.model.loss import CausalLoss, cross_entropy
+from offload_trainer.model.cross_entropy import cross_entropy
+from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.meta_trace import (
     BACKWARD,
     FORWARD,
@@ -163,9 +164,7 @@ class _Run:
         targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
         with self._watched([], states, targets) as held:
             summed = (
-                cross_entropy(states.float(), targets)
-                if self._loss.whole
-                else self._loss.summed(self.kind, states, targets)
+                cross_entropy(states, targets) if self._loss.whole else self._loss.summed(self.kind, states, targets)
             )
             held.mark("body")
             summed.backward()

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
+from offload_trainer.model.cross_entropy import cross_entropy
 
 _IGNORED = -100  # torch's and transformers' label for targets that do not count
 _LENGTHS = 64  # `next_logits` pads to multiples of this many tokens
@@ -148,7 +149,7 @@ class CausalLoss(nn.Module):
             )
         count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
         if self.whole:
-            loss = cross_entropy(output.logits.flatten(0, 1).float(), flat) / count
+            loss = cross_entropy(output.logits.flatten(0, 1), flat) / count
             return loss + output.loss if self._adds else loss
         loss = self._in_chunks(type(output), output.last_hidden_state.flatten(0, 1), flat) / count
         return loss + self._added(output) if self._adds else loss
@@ -178,7 +179,7 @@ class CausalLoss(nn.Module):
 
     def summed(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the summed loss of one chunk: `hidden` is [tokens, hidden], `targets` is [tokens]."""
-        return cross_entropy(self._logits(kind, hidden).float(), targets)  # the 16-bit logits are already freed here
+        return cross_entropy(self._logits(kind, hidden), targets)
 
     def _logits(self, kind: type, hidden: torch.Tensor) -> torch.Tensor:
         ids = hidden.new_zeros((), dtype=torch.int64).expand(1, len(hidden))  # heads read only its length
@@ -230,8 +231,3 @@ class CausalLoss(nn.Module):
         if self.whole:
             return output.logits[:, last]
         return self._logits(type(output), output.last_hidden_state[:, last])
-
-
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy summed over targets that count: fp32 logits [tokens, vocabulary], targets [tokens]."""
-    return functional.cross_entropy(logits, targets, reduction="sum")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, Weight, pruned
+from offload_trainer.plan.shape import LOSS_PIECES, Activations, Growth, ModelShape, Part, Weight, pruned
 
 
 def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:
@@ -117,13 +117,16 @@ def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
         forward=(Growth(token=states + 8),),
         backward=(Growth(fixed=2 * states, position=-states, token=states + 8),),
     )
+    # `model/cross_entropy.py`: logits, pieces in fp32, and each target's column and log-softmax
+    logits, piece = e * vocabulary, 4 * vocabulary / LOSS_PIECES
+    looked_up = piece + 8 + 4 if e == 4 else 2 * piece + 8 + 4 * (1 - 1 / LOSS_PIECES)
     head = Part(
-        kept=Growth(token=4 * vocabulary),
-        forward=(Growth(token=8 * vocabulary),),
+        kept=Growth(token=logits),
+        forward=(Growth(token=logits + looked_up),),
         backward=pruned(
             [
-                Growth(fixed=states * vocabulary, token=e * vocabulary + states),
-                Growth(token=12 * vocabulary),
+                Growth(fixed=states * vocabulary, token=logits + states),
+                Growth(token=2 * logits + 3 * piece + 12),
             ]
         ),
     )

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 from operator import add, sub
 from typing import Literal
 
+LOSS_PIECES = 32  # parts of the rows that the loss computes in fp32, one at a time (`model/cross_entropy.py`)
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -338,12 +340,13 @@ def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
     head = e * shape.vocabulary * shape.hidden
+    loss = 2 * e * shape.vocabulary + 12 * shape.vocabulary / LOSS_PIECES
     return Activations(
         before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),
         blocks=(0,) * shape.layers,
         hidden=states,
         norm=Part(states, (states + states,), (states + states,)),
-        head=Part(Growth(), (), (Growth(token=12 * shape.vocabulary), Growth(fixed=head, token=e * shape.vocabulary))),
+        head=Part(Growth(), (), (Growth(token=loss), Growth(fixed=head, token=e * shape.vocabulary))),
         embedding=(Growth(fixed=head) + states + states,),
     )

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload_trainer.storage.host_memory import host_buffer, return_now
+from offload_trainer.storage.host_memory import Heap, host_buffer
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
@@ -182,8 +182,8 @@ def limit_cores(thread: Workers, cores: int) -> None:
     torch.set_num_threads(threads)  # also sets the default for new threads
 
 
-def trim_heap_between(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]]) -> list[RemovableHandle]:
-    """Register hooks that return freed memory to the system after every 8th block, in forward and backward.
+def trim_heap_between(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]], *, heap: Heap) -> list[RemovableHandle]:
+    """Register hooks that trim `heap` after every 8th block, in forward and backward.
 
     Each block comes with the parameter whose gradient is its last, or None if the block is frozen. glibc up to 2.37
     cuts each aligned allocation out of a larger one and does not reuse the holes. With allocations of up to 10 MiB, a
@@ -192,7 +192,7 @@ def trim_heap_between(blocks: Sequence[tuple[nn.Module, nn.Parameter | None]]) -
     """
 
     def trim(*_: object) -> None:
-        return_now()
+        heap.trim()
 
     hooks = []
     for number, (module, parameter) in enumerate(blocks):

@@ -40,7 +40,7 @@ from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs
 from offload_trainer.plan.tiered.update_staging import routes_of
-from offload_trainer.storage.host_memory import return_now
+from offload_trainer.storage.host_memory import Heap
 
 
 class OffloadedModel:
@@ -85,6 +85,7 @@ class OffloadedModel:
         self._prefetches_pages = False  # prefetch pages when the next backward begins
         self.manifest: ManifestWriter | None = None
         self.activations: Activations | None = None
+        self.heap = Heap()
         with ExitStack() as stack:
             stores = allocate_stores(layout, device=device, drives=drives, order=self.trained, kernel=kernels[0])
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
@@ -145,7 +146,8 @@ class OffloadedModel:
             # The gradient of a block's first trainable weight arrives last in a backward.
             last = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
             blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
-            hooks += trim_heap_between([(self._module.get_submodule(name), last.get(name)) for name in blocks])
+            inside = [(self._module.get_submodule(name), last.get(name)) for name in blocks]
+            hooks += trim_heap_between(inside, heap=self.heap)
         for hook in hooks:
             stack.callback(hook.remove)
 
@@ -324,7 +326,7 @@ class OffloadedModel:
         with self._passing(backward=True, then=None if last else False):
             if last:
                 self.updater.begin_last_backward()
-            return_now()  # a forward leaves holes in the heap, and the first gradient, that of the head, is large
+            self.heap.trim()  # a forward leaves holes in the heap, and the first gradient, that of the head, is large
             yield
             self.gradients.end_of_backward(last=last)
         if last:
@@ -454,7 +456,7 @@ class OffloadedModel:
         """Start prefetching the weights that the next forward needs first."""
         if self.stream:
             self.stream.begin()
-        return_now()
+        self.heap.trim()
 
     @property
     def steps_done(self) -> int:

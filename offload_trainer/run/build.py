@@ -33,7 +33,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.inference import sample_text
 from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
 from offload_trainer.plan.engines import mistakes_of_length
-from offload_trainer.plan.memory import checkpoint_bytes
+from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
@@ -229,6 +229,8 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
     # With split masters the page files are useless without the weights in memory, so they get no index.
     if engine.offloaded.node.is_first and not sizes.remainders:
         engine.offloaded.enable_manifest(model=setup.output / "model")
+    if sizes.keeps_heap:
+        engine.offloaded.heap.keep(heap_limit(setup.plan.items))
     return engine
 
 

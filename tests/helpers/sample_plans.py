@@ -5,6 +5,7 @@ from __future__ import annotations
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import load_config
 
 GB = 10**9
@@ -26,3 +27,8 @@ def wish(*words: str) -> TrainConfig:
 
 
 SHAPES = {name: gpt2_shape(preset) for name, preset in PRESETS.items()}
+
+
+def least_ram(plan: Plan) -> int:
+    """Return the RAM that a plan needs where there is no room to keep freed memory for reuse."""
+    return plan.tiers["ram"]["need"] - sum(item.bytes for item in plan.items if item.name == "heap")

@@ -1,4 +1,4 @@
-"""Tests that freed host memory returns to the system between blocks, so that no holes remain in the heap."""
+"""Tests that freed host memory returns to the system between blocks, or is kept for reuse up to a limit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from offload_trainer.offloading import device
+from offload_trainer.storage.host_memory import Heap
 
 
 def test_the_heap_is_trimmed_after_every_eighth_block_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    monkeypatch.setattr(device, "return_now", lambda: messages.append("trim"))
+    heap = Heap()
+    monkeypatch.setattr(heap, "trim", lambda: messages.append("trim"))
     blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
     for number, block in enumerate(blocks):
         block.register_forward_hook(lambda *_, number=number: messages.append(f"forward {number}"))
         block.weight.register_post_accumulate_grad_hook(lambda _, number=number: messages.append(f"gradient {number}"))
-    hooks = device.trim_heap_between([(block, block.weight if number else None) for number, block in enumerate(blocks)])
+    inside = [(block, block.weight if number else None) for number, block in enumerate(blocks)]
+    hooks = device.trim_heap_between(inside, heap=heap)
 
     blocks(torch.ones(1, 4)).sum().backward()
 
@@ -53,4 +56,41 @@ def test_freed_memory_of_a_long_row_is_returned_immediately() -> None:
     no holes yet.
     """
     done = subprocess.run([sys.executable, "-c", LONG_ROW], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+KEPT = """
+import resource
+from offload_trainer.storage.host_memory import Heap, set_malloc_threshold
+from offload_trainer.telemetry.meters import current_rss_bytes
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    values = [bytes([1]) * (48 << 20) for _ in range(4)]
+    values.clear()
+
+set_malloc_threshold("tiered")
+heap, before = Heap(), current_rss_bytes()
+step()
+assert current_rss_bytes() - before < 8 << 20
+heap.keep(before + (300 << 20))
+step()
+heap.trim()
+held, then = current_rss_bytes() - before, faults()
+assert held > 180 << 20, held
+step()
+assert faults() - then < 1000, faults() - then  # 192 MiB of fresh pages are 49,000 faults
+heap.keep(before + (100 << 20))
+heap.trim()
+assert current_rss_bytes() - before < 8 << 20
+set_malloc_threshold("tiered")
+step()
+assert current_rss_bytes() - before < 8 << 20
+"""
+
+
+def test_freed_memory_is_kept_and_reused_until_the_process_exceeds_the_limit() -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

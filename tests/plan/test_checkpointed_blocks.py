@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, least_ram, machine, wish
 from test_time import timed
 
 from offload_trainer.config import TrainConfig
@@ -92,7 +92,7 @@ def test_a_small_model_that_does_not_fit_checkpoints_as_few_blocks_as_fit() -> N
     """Checkpointing changes no result, so it comes before MLPs in chunks."""
     shape, words = SHAPES["gpt2-mini"], ("--micro-batch", "64")
     needs = [
-        make_plan(wish(*words, f"model.activation_checkpointing={count}"), shape, machine()).tiers["ram"]["need"]
+        least_ram(make_plan(wish(*words, f"model.activation_checkpointing={count}"), shape, machine()))
         for count in range(shape.layers + 1)
     ]
     assert needs == sorted(needs, reverse=True)

@@ -6,11 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, least_ram, machine, wish
 from test_time import timed
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile, read_machine
+from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, REMAINDER
@@ -248,7 +249,7 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_d
 def test_split_masters_are_chosen_if_nothing_else_fits() -> None:
     words = ("--ram-fraction", "1", "--params", "gpu", "model.activation_checkpointing=on")
     whole, short = planned(*words, "tiered.master_format=fp32"), planned(*words, "tiered.master_format=split")
-    between = (whole.tiers["ram"]["need"] + short.tiers["ram"]["need"]) // 2
+    between = (least_ram(whole) + least_ram(short)) // 2
     for on in (machine(ram=between), replace(timed(), ram_bytes=between)):
         plan = planned(*words, on=on)
         assert plan.fits
@@ -266,3 +267,34 @@ def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
     many = planned(*words, "--accumulate", str(round(found.tokens / 128))).forecast
     assert many.step
     assert 0.09 < ((many.seconds["update"] or 0.0) - many.hidden) / many.step < 0.103
+
+
+@pytest.mark.parametrize("share", [(), ("--ram-fraction", "0.5")])
+def test_malloc_keeps_freed_memory_where_ram_has_room_for_its_holes(share: tuple[str, ...]) -> None:
+    words = (*share, "--seq-len", "128", "--params", "gpu")
+    roomy = planned(*words, on=machine(ram=64 * GB))
+    assert sizes(roomy).keeps_heap
+    (item,) = (item for item in roomy.items if item.name == "heap")
+    least = least_ram(roomy)
+    assert heap_limit(roomy.items) == pytest.approx(1.02 * (least + item.bytes), rel=0.05)
+    margin = 20 * (least + item.bytes) // 19 + 1  # 5 % stay free
+    assert sizes(planned(*words, on=machine(ram=margin))).keeps_heap
+    tight = planned(*words, on=machine(ram=margin - item.bytes // 2))
+    assert tight.fits
+    assert not sizes(tight).keeps_heap
+    assert not [item for item in tight.items if item.name == "heap"]
+
+
+def test_freed_memory_is_returned_for_long_rows_beside_a_gpu_and_with_several_ranks() -> None:
+    words = ("--params", "gpu", "--ram-fraction", "1")
+    long = replace(SHAPE, context=8192)
+    assert not sizes(make_plan(wish(*words, "--seq-len", "8192"), long, machine(ram=64 * GB))).keeps_heap
+    assert not sizes(planned(*words, on=machine(gpu=80 * GB, ram=64 * GB))).keeps_heap
+    assert not sizes(planned(*words, on=machine(ram=64 * GB), world=2)).keeps_heap
+    assert not sizes(planned(*words, on=machine(ram=64 * GB), saves=False)).keeps_heap  # a session
+
+
+def test_on_a_large_machine_the_heap_comes_before_the_state() -> None:
+    plan = make_plan(wish("--params", "gpu"), SHAPES["gpt2-xl"], machine(ram=16 * GB))
+    assert 0 < sizes(plan).ram_fraction < 1
+    assert sizes(plan).keeps_heap

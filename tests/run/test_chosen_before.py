@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import HELPERS, TINY, Run, run_script
+from sample_plans import least_ram
 
 from offload_trainer.plan.plan import Plan
 from offload_trainer.run import planning
@@ -37,7 +38,7 @@ def planned(*words: str, output: Path, ram: int = 10**12) -> Plan:
 
 
 def needs(*words: str, output: Path) -> int:
-    return planned(*words, output=output).tiers["ram"]["need"]
+    return least_ram(planned(*words, output=output))
 
 
 def chosen(output: Path) -> dict:

@@ -15,6 +15,7 @@ from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.packages import lacks
 from offload_trainer.plan.machine import MachineProfile, sums_key, update_key
+from offload_trainer.plan.memory import LONG, heap_holes
 from offload_trainer.plan.parallel.collectives import all_to_alls, link_seconds, refusal
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, CommCost, exchange_of, hidden_waits, waits
 from offload_trainer.plan.step_time import (
@@ -48,6 +49,8 @@ from offload_trainer.plan.tiered.orthogonalisation import seconds_of
 from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
+    heap_that_fits,
+    left_free,
     shadows_that_fit,
     shares_in_words,
     shares_that_fit,
@@ -273,9 +276,13 @@ class Tiered:
             return sum_of(sized(sizes).items(), tier)
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
-        each = one.sizes.format.mean_bytes(one.work.shape)
-        sizes = shares_that_fit(self.place, one.sizes, one.machine, trained=trained, each=each, needs=needs)
-        ram = tiers_of(one.machine).ram
+        each, ram, sizes = one.sizes.format.mean_bytes(one.work.shape), tiers_of(one.machine).ram, one.sizes
+        may_keep = _may_keep_heap(one.work, one.machine)
+        if may_keep and heap_holes(one.items()) <= left_free(one.machine.ram_bytes):
+            sizes = replace(sizes, keeps_heap=True)  # so little that it comes before the state
+        sizes = shares_that_fit(self.place, sizes, one.machine, trained=trained, each=each, needs=needs)
+        if may_keep:
+            sizes = heap_that_fits(sizes, one.machine, needs=lambda sizes: needs(sizes, ram))
         return sized(shadows_that_fit(sizes, one.machine, needs=lambda sizes: needs(sizes, ram)))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
@@ -302,6 +309,14 @@ class Tiered:
                 homes = [asked]
             found += [(placement, one) for one in homes]
         return [one for one in found if place.nvme or drives not in (one[0].params, one[1])]
+
+
+def _may_keep_heap(work: Workload, machine: MachineProfile) -> bool:
+    """Return whether malloc may keep freed memory: in a run of one process that computes rows below `LONG` on a CPU.
+
+    For long rows the arithmetic outweighs fresh pages (`mapped_from`). A session's process also runs other code.
+    """
+    return machine.gpu is None and work.world == 1 and work.seq_len < LONG and work.checkpoints is not None
 
 
 def why_not_breadth_first(work: Workload) -> str:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offload_trainer.plan.memory import activation_items, input_items, inputs_of, process_items
+from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
 from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, PageGroup, TierMap, Unit, largest_range
 from offload_trainer.plan.tiered.orthogonalisation import workspace_bytes
@@ -94,6 +94,9 @@ def tiered_items(
         items.append(ram("checksums", checked // 512, why))
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied)
+    if sizes.keeps_heap:
+        why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
+        items.append(ram("heap", heap_holes(items), why))
     if work.compiled:
         blocks = [sum(place.weight.numel for place in u.places if place.weight.trainable) for u in units if u.block]
         why = "of the largest block: its compiled backward returns them together"

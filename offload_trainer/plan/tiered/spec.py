@@ -66,6 +66,7 @@ class TierSizes:
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
     shadow_fraction: float = 0.0  # largest share of the blocks' state in RAM that has shadow memory, if `ahead`
+    keeps_heap: bool = False  # malloc keeps freed memory for reuse, as far as the plan counts it
 
     @property
     def here(self) -> int:
@@ -282,6 +283,16 @@ def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs)
     whole = needs(replace(sizes, shadow_fraction=1.0)) - used
     share = min(1.0, max(0, have - used) / whole) if whole else 0.0
     return replace(sizes, shadow_fraction=int(1000 * share) / 1000)
+
+
+def heap_that_fits(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:
+    """Return `sizes` with a heap that keeps freed memory if the RAM holds what it needs, otherwise without one.
+
+    `needs` returns the bytes of RAM that sizes need.
+    """
+    kept = replace(sizes, keeps_heap=True)
+    fits = needs(kept) <= machine.ram_bytes - left_free(machine.ram_bytes)
+    return kept if fits else replace(sizes, keeps_heap=False)
 
 
 def shares_in_words(shares: dict[str, float]) -> str:

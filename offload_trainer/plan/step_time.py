@@ -344,9 +344,9 @@ def _work_of_blocks(shape: ModelShape, seq_len: int) -> TokenWork:
 def _fresh_elements(weight: Weight, work: Workload) -> int:
     """Return the elements of a weight's gradients that each micro-batch writes to newly mapped memory on a CPU.
 
-    Each use of a tied weight has a gradient, and their sum is one more.
+    Each use of a tied weight has a gradient, and their sum is one more. It is 0 if freed memory is reused.
     """
-    large = weight.numel * work.item_bytes >= mapped_from(work.seq_len)
+    large = not work.keeps_heap and weight.numel * work.item_bytes >= mapped_from(work.seq_len)
     return weight.numel * (weight.uses + (weight.uses > 1)) if large else 0
 
 

@@ -38,6 +38,7 @@ class Workload:
     compiled: bool = False  # the inside of blocks is compiled
     kernels: str = "torch"  # library of the kernels that the model's modules run (`model.kernels`)
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
+    keeps_heap: bool = False  # freed host memory is reused (`TierSizes.keeps_heap`)
 
     @property
     def item_bytes(self) -> int:

@@ -283,7 +283,8 @@ class Tiered:
         sizes = shares_that_fit(self.place, sizes, one.machine, trained=trained, each=each, needs=needs)
         if may_keep:
             sizes = heap_that_fits(sizes, one.machine, needs=lambda sizes: needs(sizes, ram))
-        return sized(shadows_that_fit(sizes, one.machine, needs=lambda sizes: needs(sizes, ram)))
+        chosen = sized(shadows_that_fit(sizes, one.machine, needs=lambda sizes: needs(sizes, ram)))
+        return replace(chosen, work=replace(chosen.work, keeps_heap=chosen.sizes.keeps_heap))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
         """Return (placement, tier of gradient sums), from the fastest to the one that needs the least memory.

@@ -337,6 +337,7 @@ OPENING = {
     "storage/tensorfile.py": "new files, and what open_file has looked at",
     "storage/transfer.py": "for reading and writing, which no pipe waits for",
     "stdio.py": "/dev/null",
+    "storage/host_memory.py": "the kernel's",
     "telemetry/meters.py": "the kernel's",
     "telemetry/report.py": "the package's own",
 }

@@ -96,7 +96,7 @@ def tiered_items(
     items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied)
     if sizes.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
-        items.append(ram("heap", heap_holes(items), why))
+        items.append(ram("heap", heap_holes(work, items), why))
     if work.compiled:
         blocks = [sum(place.weight.numel for place in u.places if place.weight.trainable) for u in units if u.block]
         why = "of the largest block: its compiled backward returns them together"

@@ -214,9 +214,9 @@ def mapped_from(row: int) -> int:
 def heap_holes(work: Workload, items: Sequence[Item]) -> int:
     """Return the bytes of holes to expect in a heap that keeps freed memory (`storage/host_memory.py`).
 
-    They are half of the activations, and twice the largest weight's gradient, at most `_HOLES`. Eleven runs of GPT-2 (39
-    to 354 M parameters, 128 and 1,024 tokens, glibc 2.36) needed 140 to 490 MB more than `items`, their plan without
-    this. With it, plans of later runs were at most 5 % too high.
+    They are half of the activations, and twice the largest weight's gradient, at most `_HOLES`. Eleven runs of GPT-2
+    (39 to 354 M parameters, 128 and 1,024 tokens, glibc 2.36) needed 140 to 490 MB more than `items`, their plan
+    without this. With it, plans of later runs were at most 5 % too high.
     """
     names = ("block inputs", "saved activations", "activations")
     activations = sum(item.bytes for item in items if item.name in names)

@@ -23,7 +23,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from offload_trainer.model.cross_entropy import cross_entropy
+from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.machine import (
     DriveFacts,

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from offload_trainer.model.cross_entropy import cross_entropy
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.meta_trace import (
     BACKWARD,
@@ -38,6 +37,7 @@ from offload_trainer.model.meta_trace import (
     TileStub,
     TooLong,
 )
+from offload_trainer.optim.cross_entropy import cross_entropy
 from offload_trainer.plan.shape import Activations, Growth, Order, Part, pruned
 
 _ROWS = 2  # rows of the smallest pass; with a single row, sums and repetitions over rows would not show

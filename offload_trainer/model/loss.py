@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.cross_entropy import cross_entropy
+from offload_trainer.optim.cross_entropy import cross_entropy
 
 _IGNORED = -100  # torch's and transformers' label for targets that do not count
 _LENGTHS = 64  # `next_logits` pads to multiples of this many tokens

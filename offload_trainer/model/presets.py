@@ -117,7 +117,7 @@ def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
         forward=(Growth(token=states + 8),),
         backward=(Growth(fixed=2 * states, position=-states, token=states + 8),),
     )
-    # `model/cross_entropy.py`: logits, pieces in fp32, and each target's column and log-softmax
+    # `optim/cross_entropy.py`: logits, pieces in fp32, and each target's column and log-softmax
     logits, piece = e * vocabulary, 4 * vocabulary / LOSS_PIECES
     looked_up = piece + 8 + 4 if e == 4 else 2 * piece + 8 + 4 * (1 - 1 / LOSS_PIECES)
     head = Part(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from operator import add, sub
 from typing import Literal
 
-LOSS_PIECES = 32  # parts of the rows that the loss computes in fp32, one at a time (`model/cross_entropy.py`)
+LOSS_PIECES = 32  # parts of the rows that the loss computes in fp32, one at a time (`optim/cross_entropy.py`)
 
 
 @dataclass(frozen=True)

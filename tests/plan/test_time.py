@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, least_ram, machine, wish
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates, layer_key
@@ -105,11 +105,14 @@ def test_work_other_than_products_takes_its_own_time() -> None:
         if value
     }
     words = ("model.activation_checkpointing=on", "model.loss_chunk=4096", "--accumulate", "1", "--micro-batch", "1")
+    short_of_ram = 1 + least_ram(make_plan(wish(*words), SHAPES["gpt2"], here))  # so that no freed memory is reused
     made = {
         known: make_plan(
-            wish(*words), SHAPES["gpt2"], replace(here, rates=replace(here.rates, layers=layers if known else {}))
+            wish(*words),
+            SHAPES["gpt2"],
+            replace(here, ram_bytes=ram, rates=replace(here.rates, layers=layers if known else {})),
         )
-        for known in (True, False)
+        for known, ram in ((True, short_of_ram), (False, here.ram_bytes))
     }
     blocks, head, attention = 2 * 12 * 12 * 768**2, 2 * 50304 * 768, 2 * 1024 * 2 * 768 * 12
     values = 12 * (4 + 2 + 5 + 5) * 768  # inputs and outputs of the matrix products of a GPT-2 block

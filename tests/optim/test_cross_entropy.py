@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_trainer.model.cross_entropy import cross_entropy
+from offload_trainer.optim.cross_entropy import cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from offload_trainer.plan.shape import LOSS_PIECES, Activations, Growth, ModelShape, Part, Weight, pruned
+from offload_trainer.plan.shape import LOSS_PIECES, Activations, Growth, ModelShape, Part, Weight, loss_peak, pruned
 
 
 def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
         backward=pruned(
             [
                 Growth(fixed=states * vocabulary, token=logits + states),
-                Growth(token=2 * logits + 3 * piece + 12),
+                Growth(token=loss_peak(vocabulary, e) + 12),
             ]
         ),
     )

@@ -327,6 +327,11 @@ def _widths(weights: Iterable[Weight]) -> float:
 KEPT = 1.8  # estimate of what a block keeps, as a multiple of the inputs and outputs of its matrix products
 
 
+def loss_peak(vocabulary: int, item_bytes: int) -> float:
+    """Return the bytes per token of the loss's backward: the logits, their gradient, and three pieces in fp32."""
+    return 2 * item_bytes * vocabulary + 3 * 4 * vocabulary / LOSS_PIECES
+
+
 def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     """Estimate activation memory for an architecture that cannot run on meta tensors.
 
@@ -340,13 +345,14 @@ def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     kept = Growth(token=KEPT * e * text.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in text.weights if weight.block), default=0)
     head = e * shape.vocabulary * shape.hidden
-    loss = 2 * e * shape.vocabulary + 12 * shape.vocabulary / LOSS_PIECES
     return Activations(
         before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),
         blocks=(0,) * shape.layers,
         hidden=states,
         norm=Part(states, (states + states,), (states + states,)),
-        head=Part(Growth(), (), (Growth(token=loss), Growth(fixed=head, token=e * shape.vocabulary))),
+        head=Part(
+            Growth(), (), (Growth(token=loss_peak(shape.vocabulary, e)), Growth(fixed=head, token=e * shape.vocabulary))
+        ),
         embedding=(Growth(fixed=head) + states + states,),
     )

@@ -105,7 +105,8 @@ def test_work_other_than_products_takes_its_own_time() -> None:
         if value
     }
     words = ("model.activation_checkpointing=on", "model.loss_chunk=4096", "--accumulate", "1", "--micro-batch", "1")
-    short_of_ram = 1 + least_ram(make_plan(wish(*words), SHAPES["gpt2"], here))  # so that no freed memory is reused
+    # With this little RAM no freed memory is kept, and the embedding's gradients go to new pages.
+    short_of_ram = 1 + least_ram(make_plan(wish(*words), SHAPES["gpt2"], here))
     made = {
         known: make_plan(
             wish(*words),

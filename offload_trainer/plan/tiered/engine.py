@@ -279,7 +279,7 @@ class Tiered:
         each, ram, sizes = one.sizes.format.mean_bytes(one.work.shape), tiers_of(one.machine).ram, one.sizes
         may_keep = _may_keep_heap(one.work, one.machine)
         if may_keep and heap_holes(one.work, one.items()) <= left_free(one.machine.ram_bytes):
-            sizes = replace(sizes, keeps_heap=True)  # so little that it comes before the state
+            sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
         sizes = shares_that_fit(self.place, sizes, one.machine, trained=trained, each=each, needs=needs)
         if may_keep:
             sizes = heap_that_fits(sizes, one.machine, needs=lambda sizes: needs(sizes, ram))

@@ -3,8 +3,8 @@ schedules.
 
     compare_predictions.py --nvme DIR [--ways] [--only TEXT ...] [--steps 6] [--table FILE] [--json FILE]
 
-`--ways` instead makes eight short runs whose update has no overlap, overlaps the forward or backward, or uses
-remainders.
+`--ways` instead runs eight cases of GPT-2 124M and 39M whose update has no overlap, or overlaps the forward or
+backward, with fp32 and split masters. A cell of the table is: planned, measured (measured / planned).
 
 The machine is timed first (`offload-train bench`, into a separate cache). Then each case is planned, and runs for a few
 steps in a separate process. Run this in a box with a drive of known speed, since the plan cannot foresee what other
@@ -68,26 +68,26 @@ CASES = {
     "354M, ZeRO-3, both on the CPU": [*_354M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
     "354M, ZeRO-3, optimizer on the drive": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
 }
-_IN_LINE, _FORWARD = (
+_OFF, _FORWARD = (
     ["tiered.master_format=fp32", "tiered.overlap=off"],
     ["tiered.master_format=fp32", "tiered.overlap=forward"],
 )
-_FULL = ["tiered.overlap=backward", "optim.max_grad_norm=1000"]  # high enough that nothing is clipped
+_BACKWARD = ["tiered.overlap=backward", "optim.max_grad_norm=1000"]  # high enough that nothing is clipped
 _LONG = ["--model", "gpt2", "--seq-len", "1024", "--micro-batch", "1", "--dtype", "bf16"]
 WAYS = {
-    "124M x 128, state on the drive, in line": [*_124M, "--ram-fraction", "0", *_IN_LINE],
-    "124M x 1024, half in RAM, in line": [*_LONG, "--ram-fraction", "0.5", *_IN_LINE],
-    "124M x 1024, half in RAM, behind the forward": [*_LONG, "--ram-fraction", "0.5", *_FORWARD],
-    "124M x 1024, half in RAM, behind the backward": [*_LONG, "--ram-fraction", "0.5", *_FULL],
-    "124M x 1024, state on the drive, behind the backward": [*_LONG, "--ram-fraction", "0", *_FULL],
-    "124M x 128, state on the drive, remainders in line": [
+    "124M x 128, state on the drive, no overlap": [*_124M, "--ram-fraction", "0", *_OFF],
+    "124M x 1024, half in RAM, no overlap": [*_LONG, "--ram-fraction", "0.5", *_OFF],
+    "124M x 1024, half in RAM, overlap with the forward": [*_LONG, "--ram-fraction", "0.5", *_FORWARD],
+    "124M x 1024, half in RAM, overlap with the backward": [*_LONG, "--ram-fraction", "0.5", *_BACKWARD],
+    "124M x 1024, state on the drive, overlap with the backward": [*_LONG, "--ram-fraction", "0", *_BACKWARD],
+    "124M x 128, state on the drive, split masters, no overlap": [
         *(*_124M, "--ram-fraction", "0", "tiered.master_format=split", "tiered.overlap=off"),
     ],
-    "124M x 1024, half in RAM, remainders behind the forward": [
+    "124M x 1024, half in RAM, split masters, overlap with the forward": [
         *(*_LONG, "--ram-fraction", "0.5", "tiered.master_format=split", "tiered.overlap=forward"),
     ],
-    "39M, all on the drive, 4 micro-batches, in line": [
-        *(*_40M, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "4", *_IN_LINE),
+    "39M, all on the drive, 4 micro-batches, no overlap": [
+        *(*_40M, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "4", *_OFF),
     ],
 }
 _COLUMNS = ("peak host GB", "on drives GB", "read GB", "written GB", "update s", "step s")
@@ -153,20 +153,20 @@ def _bytes_below(drive: Path) -> Iterator[list[int]]:
 
 
 def table(rows: dict[str, list[tuple[float | None, float | None]]]) -> Iterator[str]:
-    yield "| case | " + " | ".join(f"{column}: planned, measured, ratio" for column in _COLUMNS) + " |"
+    yield f"| case | {' | '.join(_COLUMNS)} |"
     yield "| --- |" + " --- |" * len(_COLUMNS)
     for name, pairs in rows.items():
-        cells = []
-        for expected, found in pairs:
-            ratio = f"{found / expected:.3f}" if expected and found is not None else "-"
-            cells.append(f"{expected or 0:.3f}, {found or 0:.3f}, {ratio}")
-        yield f"| {name} | " + " | ".join(cells) + " |"
+        cells = [
+            f"{expected:.2f}, {found:.2f} ({found / expected:.2f})" if expected and found is not None else "-"
+            for expected, found in pairs
+        ]
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", required=True)
-    parser.add_argument("--ways", action="store_true", help="the eight runs of the update's ways")
+    parser.add_argument("--ways", action="store_true", help="the eight cases with and without overlap")
     parser.add_argument("--only", action="append", help="part of a case's name; repeat it for several")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--table", type=Path)

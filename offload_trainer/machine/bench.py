@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -42,7 +41,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
-from offload_trainer.units import format_bytes, format_count
+from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6
@@ -213,14 +212,20 @@ def _triad(size: int) -> Rate:
 
 
 def bench_sums(
-    machine: MachineProfile, kernels: Sequence[GradientKernel], *, budget: Budget, say: Callable[[str], None]
+    machine: MachineProfile,
+    kernels: Sequence[GradientKernel],
+    *,
+    budget: Budget,
+    say: Callable[[str], None],
+    layer: LayerSizes | None = None,
 ) -> MachineProfile:
     """Return `machine` with the rates of adding gradients with `kernels` that it lacks."""
     sums = dict(machine.rates.sums)
+    width = (layer or (ON_CPU if machine.gpu is None else ON_GPU)).width
     for kernel in kernels:
         if sums_key(kernel.name, measured=True) not in sums:
             say(f"bench: adding gradients, {kernel.name}")
-            sums |= _rates_of_adding(kernel, budget.memory_elements // 2, halving=machine.gpu is not None)
+            sums |= _rates_of_adding(kernel, budget.memory_elements, width, halving=machine.gpu is not None)
     return replace(machine, rates=replace(machine.rates, sums=sums))
 
 
@@ -241,18 +246,27 @@ def bench_orthogonalisation(
     return replace(machine, rates=replace(machine.rates, layers=machine.rates.layers | {RATE: rate}))
 
 
-def _rates_of_adding(kernel: GradientKernel, size: int, *, halving: bool) -> dict[str, Rate]:
+def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: bool) -> dict[str, Rate]:
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
-    `halving`: as on a machine with a GPU, where the thread that adds is not the one that computes.
+    Args:
+        size: elements of the sums, far more than the CPU's caches hold.
+        width: the gradients are of square weights so wide, each added by its own call.
+        halving: as on a machine with a GPU, where the thread that adds is not the one that computes.
     """
-    total, more = torch.ones(size), torch.ones(size, dtype=torch.bfloat16)
+    count, weight = max(1, size // width**2), width**2
+    total, more = torch.ones(count, weight), torch.ones(count, weight, dtype=torch.bfloat16)
     found = {}
-    for pieces in (None, Pieces(piece_width(size, ordered=halving), halving=halving)):
-        add = partial(kernel.add, total, more, pieces=pieces, on_torch_threads=not halving)
-        taken = _repeat(add, seconds=size / (64 << 20))
-        how = f"{format_count(size)} 16-bit gradients added to fp32 sums, median of {len(taken)}"
-        found[sums_key(kernel.name, measured=pieces is not None)] = Rate(10 * size / median(taken), "measured", how)
+    for pieces in (None, Pieces(piece_width(weight, ordered=halving), halving=halving)):
+
+        def add_all(pieces: Pieces | None = pieces) -> None:
+            for sums, gradient in zip(total, more, strict=True):
+                kernel.add(sums, gradient, pieces=pieces, on_torch_threads=not halving)
+
+        taken = _repeat(add_all, seconds=size / (64 << 20))
+        how = f"16-bit gradients of {count} weights of {width} x {width} added to fp32 sums, median of {len(taken)}"
+        moved = 10 * total.numel()
+        found[sums_key(kernel.name, measured=pieces is not None)] = Rate(moved / median(taken), "measured", how)
     return found
 
 

@@ -1,6 +1,7 @@
 """A cache of measured rates, keyed by what they depend on: processor, GPU, threads, and each disk with its limits.
 
-It is one JSON file in the cache directory. A machine that has changed has other keys and is timed again.
+It is one JSON file in the cache directory. A machine that has changed, or whose rates an older version measured in
+another way, has other keys and is timed again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from offload_trainer.storage.cache_files import MODE, cache_directory, open_owne
 from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 
+_METHOD = 2  # raised when the same computation is timed in another way, so that older rates are measured again
 _KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
 
 
@@ -37,7 +39,7 @@ def cache_file() -> Path:
 def fingerprint(machine: MachineProfile, threads: int | None = None) -> str:
     """Return the cache key of compute and copy rates, with these or this process's threads of all ranks together."""
     # os.cpu_count: the machine's cores, since a rank may be restricted to some of them
-    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads or threads_of_all_ranks(machine)))
+    facts = (_METHOD, machine.cpu, os.cpu_count(), machine.gpu, str(threads or threads_of_all_ranks(machine)))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -238,7 +238,9 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
                 say=lambda _: None,
                 layer=layer,
             )
-            timed = bench_sums(timed, gradient_kernels(config.optim.kernel), budget=budget, say=lambda _: None)
+            timed = bench_sums(
+                timed, gradient_kernels(config.optim.kernel), budget=budget, say=lambda _: None, layer=layer
+            )
             if state_format(config.optim.name, config.optim.moment_dtype).rule.matrices:
                 timed = bench_orthogonalisation(timed, orthogonalisation, seconds=budget.layer_seconds, layer=layer)
     except TrainerError as error:

@@ -225,7 +225,7 @@ def bench_sums(
     for kernel in kernels:
         if sums_key(kernel.name, measured=True) not in sums:
             say(f"bench: adding gradients, {kernel.name}")
-            sums |= _rates_of_adding(kernel, budget.memory_elements, width, halving=machine.gpu is not None)
+            sums |= _rates_of_adding(kernel, 2 * budget.memory_elements, width, halving=machine.gpu is not None)
     return replace(machine, rates=replace(machine.rates, sums=sums))
 
 
@@ -250,7 +250,7 @@ def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: 
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
     Args:
-        size: elements of the sums, far more than the CPU's caches hold.
+        size: elements of the sums in total, so many that caches do not hold them.
         width: the gradients are of square weights so wide, each added by its own call.
         halving: as on a machine with a GPU, where the thread that adds is not the one that computes.
     """

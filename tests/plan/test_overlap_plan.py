@@ -99,9 +99,6 @@ def test_auto_overlaps_the_update_if_that_gains_enough() -> None:
     behind, hidden, step = chosen(*half, on=timed())
     assert behind
     assert hidden > 0.05 * step
-    behind, hidden, step = chosen("--ram-fraction", "0.5", "--seq-len", "192", "--micro-batch", "1", on=timed())
-    assert behind
-    assert 0.02 * step < hidden < 0.05 * step  # less than other schedules must gain, since this one costs nothing
     assert chosen(*half, "tiered.overlap=off", on=timed())[:2] == (False, 0.0)
     for words in (("--ram-fraction", "1"), ("--ram-fraction", "0", "--seq-len", "16", "--micro-batch", "1")):
         assert chosen(*words, on=timed())[:2] == (False, 0.0)  # one CPU does both, or there is little to overlap with

@@ -250,11 +250,12 @@ def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: 
     """Return bytes/s of adding 16-bit gradients to fp32 sums in RAM, without and with norms, by `sums_key`.
 
     Args:
-        size: elements of the sums in total, so many that caches do not hold them.
+        size: elements of the sums in total, so many that caches do not hold them; fewer if 256 weights have fewer.
         width: the gradients are of square weights so wide, each added by its own call.
         halving: as on a machine with a GPU, where the thread that adds is not the one that computes.
     """
-    count, weight = max(1, size // width**2), width**2
+    weight = width**2
+    count = max(1, min(256, size // weight))
     total, more = torch.ones(count, weight), torch.ones(count, weight, dtype=torch.bfloat16)
     found = {}
     for pieces in (None, Pieces(piece_width(weight, ordered=halving), halving=halving)):
@@ -263,7 +264,7 @@ def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: 
             for sums, gradient in zip(total, more, strict=True):
                 kernel.add(sums, gradient, pieces=pieces, on_torch_threads=not halving)
 
-        taken = _repeat(add_all, seconds=size / (64 << 20))
+        taken = _repeat(add_all, seconds=size / (256 << 20))
         how = f"16-bit gradients of {count} weights of {width} x {width} added to fp32 sums, median of {len(taken)}"
         moved = 10 * total.numel()
         found[sums_key(kernel.name, measured=pieces is not None)] = Rate(moved / median(taken), "measured", how)

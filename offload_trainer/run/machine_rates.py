@@ -191,7 +191,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
 
     | what | s | what it decides |
     | --- | --- | --- |
-    | a drive: writing, reading, both at once | 2.2 | update schedule, placement, share of each drive |
+    | a drive: writing, reading, both together | 2.2 | update schedule, placement, share of each drive |
     | four settings of the first drive's transfers | 0.8 | `tiered.io_threads`, `tiered.io_block_bytes` |
     | the run's update kernel, 2 pages | 0.3 | update schedule, placement |
     | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |

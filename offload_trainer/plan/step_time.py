@@ -426,12 +426,9 @@ def hidden_seconds(found: Forecast, parts: Sequence[UnitShare], *, micro_batches
         done += part.update
         ways.append(update * done + forward * left)
         left -= part.forward
-    asked: dict[str, float] = {}
-    for bound in found.bounds:
-        if bound.phase in ("update", "forward"):
-            times = micro_batches if bound.phase == "forward" else 1
-            of = _asked_of(bound, gpu=gpu)
-            asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0) / times
+    asked = _seconds_of_resources(found, "update", gpu=gpu)
+    for of, seconds in _seconds_of_resources(found, "forward", gpu=gpu).items():
+        asked[of] = asked.get(of, 0.0) + seconds / micro_batches
     return max(0.0, update + forward - max([*ways, *asked.values()]))
 
 
@@ -484,20 +481,18 @@ def ahead_of(
     blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
     first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
     asked: dict[str, float] = {}  # seconds of each resource that early pages use
-    others: dict[str, float] = {}  # seconds of each resource that the last backward uses
     for bound in found.bounds:
-        of, seconds = _asked_of(bound, gpu=gpu), bound.seconds or 0.0
         if bound.phase == "update" and bound.kind != "adamw_gpu":
-            all_of_it = bound.kind == "drive" and early.on_drives > 0
-            asked[of] = asked.get(of, 0.0) + seconds * (1.0 if all_of_it else early.share)
-        elif bound.phase == "backward":
-            others[of] = others.get(of, 0.0) + seconds / micro_batches
+            of, all_of_it = _asked_of(bound, gpu=gpu), bound.kind == "drive" and early.on_drives > 0
+            asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0) * (1.0 if all_of_it else early.share)
+    whole = _seconds_of_resources(found, "backward", gpu=gpu)
+    others = {of: seconds / micro_batches for of, seconds in whole.items()}
     could = (1 - early.last) * min(update, max(asked.values(), default=0.0))
     asked["cpu"] = asked.get("cpu", 0.0) + early.copying
-    whole = max(could, (1 - early.last) * max(asked.values()))
+    longest = max(could, (1 - early.last) * max(asked.values()))
     part, both = 0.0, backward
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
-        part = min(1.0, (both - first) / whole) if whole else 0.0
+        part = min(1.0, (both - first) / longest) if longest else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
     return BackwardOverlap(part * could, backward + part * could - both)
 
@@ -529,6 +524,22 @@ def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: 
     share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
     scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before)] * (len(parts) - first)
     return [replace(part, update=part.update * its) for part, its in zip(parts, scale, strict=True)]
+
+
+def _seconds_of_resources(found: Forecast, phase: str, *, gpu: bool) -> dict[str, float]:
+    """Return the seconds that a phase takes of each resource.
+
+    What a CPU that computes the model does besides (`on_top` in `forecast`) takes the same cores.
+    """
+    asked: dict[str, float] = {}
+    bounds = [bound for bound in found.bounds if bound.phase == phase]
+    for bound in bounds:
+        of = _asked_of(bound, gpu=gpu)
+        asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0)
+    whole, longest = found.seconds[phase], _longest(bounds)
+    if not gpu and whole is not None and longest is not None:
+        asked["cpu"] = asked.get("cpu", 0.0) + whole - longest
+    return asked
 
 
 def _asked_of(bound: Bound, *, gpu: bool) -> str:

@@ -69,11 +69,11 @@ def test_the_rest_of_one_direction_runs_at_its_own_speed() -> None:
 def test_compute_counts_the_recomputation() -> None:
     """Checkpointing repeats the blocks, and a loss in more than one chunk repeats the head.
 
-    A CPU also copies each 16-bit gradient to its sum.
+    A CPU also copies each 16-bit gradient to its sum, whose memory is read before it is overwritten.
     """
     shape, memory = SHAPES["gpt2"], timed().rates.memory
     assert memory
-    copying = (2 + 2) * shape.trainable / memory.value
+    copying = (2 + 2 * 2) * shape.trainable / memory.value
     forward = {"blocks": shape.block_flops(seq_len=1024), "head": shape.head_flops()}
     assert forward["head"] == 2 * 50304 * 768
     for words, again in {

@@ -69,6 +69,7 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 WORTH = 0.05  # share of a step that an alternative update schedule must save, since forecasts are inexact
+_FORWARD_WORTH = 0.02  # the same for `FORWARD` instead of `OFF`, which needs no memory and changes no bits
 
 # The update schedules. tiered.overlap: without overlap, with the next forward, and with the backward as well, which
 # needs two copies of the state. Split masters: fewer bytes per parameter, one copy, `OFF` or `FORWARD` only.
@@ -498,7 +499,7 @@ class TieredCandidate:
             return self.sizes, found
         overlapped = self.overlapping_forward(found)
         if found.step is not None:
-            gains = overlapped.hidden >= WORTH * found.step
+            gains = overlapped.hidden >= _FORWARD_WORTH * found.step
         else:
             # Overlap changes no result and needs no memory, and without it drives are idle during the forward. If the
             # CPU computes the model, there must be more cores than ranks: each rank's update needs a core too.

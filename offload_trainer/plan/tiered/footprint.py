@@ -363,12 +363,13 @@ class AddedBytes:
 def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: bool) -> AddedBytes:
     """Return the bytes of a step's additions in host memory.
 
-    Each gradient after a weight's first one reads and writes the sum, and is itself read. A CPU copies the first one. A
-    GPU's first one needs no addition, and if it is the only one, the GPU computes its norm.
+    Each gradient reads and writes the sum, and is itself read. A CPU copies a weight's first one, which moves as much,
+    since it reads the memory that it overwrites into its caches. A GPU's first one needs no addition, and if it is the
+    only one, the GPU computes its norm.
     """
     count = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
-    copied, added = (work.item_bytes + writes * work.gradient_bytes for writes in (1, 2))
-    passes = [0 if gpu else copied, *[added] * (work.added - 1)]
+    added = work.item_bytes + 2 * work.gradient_bytes
+    passes = [0 if gpu else added, *[added] * (work.added - 1)]
     return AddedBytes(sum(passes[:-1]) * count, passes[-1] * count)
 
 

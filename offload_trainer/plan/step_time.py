@@ -414,22 +414,44 @@ def parts_of(units: Sequence[Unit]) -> list[UnitShare]:
     return [*parts, UnitShare(0.0, tied / computed)]
 
 
-def hidden_seconds(found: Forecast, parts: Sequence[UnitShare], *, micro_batches: int, gpu: bool) -> float:
-    """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown."""
+def hidden_seconds(
+    found: Forecast, parts: Sequence[UnitShare], *, micro_batches: int, gpu: bool, read: float = 0.0
+) -> float:
+    """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown.
+
+    `read`: share of the state on drives that is in page buffers when the update begins.
+    """
     update, forward = found.seconds["update"], found.seconds["forward"]
     if update is None or forward is None:
         return 0.0
     forward /= micro_batches
+    others = [bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]
+    computed = min(update, max(others, default=0.0))  # seconds of an update whose state has been read
     done, left = 0.0, 1.0
-    ways = []
+    ways = [update]
     for part in parts:
         done += part.update
-        ways.append(update * done + forward * left)
+        ways.append(max(update * (done - read), computed * done) + forward * left)
         left -= part.forward
     asked = _seconds_of_resources(found, "update", gpu=gpu)
     for of, seconds in _seconds_of_resources(found, "forward", gpu=gpu).items():
         asked[of] = asked.get(of, 0.0) + seconds / micro_batches
     return max(0.0, update + forward - max([*ways, *asked.values()]))
+
+
+def read_before_update(found: Forecast, pages: int, *, buffers: int, micro_batches: int) -> float:
+    """Return the share of a rank's `pages` on drives that its page buffers have read when the update begins.
+
+    They are read during the last backward, while the drive is not busy with weights. The page after them is read when
+    the first of them has been written.
+    """
+    share = (buffers - 1) / pages if pages > buffers else 1.0
+
+    def busy(phase: str) -> float:
+        return max((b.seconds or 0.0 for b in found.bounds if b.phase == phase and b.kind == "drive"), default=0.0)
+
+    free, needed = ((found.seconds["backward"] or 0.0) - busy("backward")) / micro_batches, busy("update")
+    return min(share, free / needed) if needed else 0.0
 
 
 @dataclass(frozen=True)
@@ -439,6 +461,7 @@ class EarlyPages:
     on_drives: float
     in_ram: float = 0.0  # share of the pages with shadow memory
     last: float = 0.0  # share of those on drives that belong to units before the blocks, whose gradients come last
+    read: float = 0.0  # share of those on drives that belong to these units too, and are read during the backward
     copying: float = 0.0  # seconds of the CPU that copying the old bytes to shadow memory takes
 
     @property
@@ -446,16 +469,18 @@ class EarlyPages:
         return self.on_drives + self.in_ram
 
 
-def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float) -> EarlyPages:
-    """Return the pages that a layout lets the backward update."""
-    first, away, last, outside = first_block(units), 0, 0, 0
-    for page in homes.pages:
-        outside += page.elements * (page.home != DEVICE)
-        if on_drive(page.home):
-            away += page.elements
-            last += page.elements * (page.unit < first)
+def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
+    """Return the pages that a layout lets the backward update. Half of the `buffers` are for the first pages."""
+    first = first_block(units)
+    outside = sum(page.elements for page in homes.pages if page.home != DEVICE) or 1
+    on_drives = [page for page in homes.pages if on_drive(page.home)]
+    away = sum(page.elements for page in on_drives)
+    last, read = (
+        sum(page.elements for page in pages if page.unit < first) / (away or 1)
+        for pages in (on_drives, on_drives[: buffers // 2])
+    )
     in_ram = sum(homes.pages[number].elements for number in homes.shadows)
-    return EarlyPages(away / (outside or 1), in_ram / (outside or 1), last=last / (away or 1), copying=copying)
+    return EarlyPages(away / outside, in_ram / outside, last=last, read=read, copying=copying)
 
 
 @dataclass(frozen=True)
@@ -515,12 +540,15 @@ def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Fo
     return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(bounds))
 
 
-def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: float) -> list[UnitShare]:
-    """Return the shares of the remaining update; the forward waits for all of the units before the blocks."""
+def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, unread: float) -> list[UnitShare]:
+    """Return the shares of the remaining update; the forward waits for all of the units before the blocks.
+
+    `unread`: share of the state on drives that belongs to these units and is not in page buffers.
+    """
     parts, first = parts_of(units), first_block(units)
     before = sum(part.update for part in parts[:first])
     inside = sum(bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind == "adamw")
-    waits = max(last * (found.seconds["update"] or 0.0), before * inside)
+    waits = max(unread * (found.seconds["update"] or 0.0), before * inside)
     share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
     scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before)] * (len(parts) - first)
     return [replace(part, update=part.update * its) for part, its in zip(parts, scale, strict=True)]

@@ -23,6 +23,7 @@ from offload_trainer.plan.step_time import (
     left_after,
     parts_left,
     parts_of,
+    read_before_update,
     steady_ratios,
 )
 from offload_trainer.plan.tiered.layout import units_of
@@ -34,13 +35,13 @@ def forecast(update: float, forward: float, *bounds: Bound) -> Forecast:
     return Forecast({"data": 0.0, "forward": forward, "backward": 1.0, "update": update}, bounds)
 
 
-def simulated(update: float, forward: float, parts: list[UnitShare]) -> float:
+def simulated(update: float, forward: float, parts: list[UnitShare], *, read: float, adamw: float) -> float:
     """Return the seconds until update and forward are done, simulated unit by unit."""
-    home = done = 0.0
+    share = done = 0.0
     for part in parts:
-        home += update * part.update
-        done = max(home, done) + forward * part.forward
-    return max(home, done)
+        share += part.update
+        done = max(adamw * share, update * (share - read), done) + forward * part.forward
+    return max(update * share, done)
 
 
 @pytest.mark.parametrize("update", [0.0, 0.3, 1.0, 3.0])
@@ -53,7 +54,39 @@ def test_hidden_is_what_a_walk_through_the_units_gives(
 ) -> None:
     parts = [UnitShare(*share) for share in shares]
     hidden = hidden_seconds(forecast(update, forward), parts, micro_batches=1, gpu=False)
-    assert update + forward - hidden == pytest.approx(simulated(update, forward, parts))
+    assert update + forward - hidden == pytest.approx(simulated(update, forward, parts, read=0.0, adamw=update))
+    adamw = Bound("update", 0.6 * update, "", "adamw")
+    for read in (0.2, 0.5, 1.0):
+        hidden = hidden_seconds(forecast(update, forward, adamw), parts, micro_batches=1, gpu=True, read=read)
+        its = simulated(update, forward, parts, read=read, adamw=0.6 * update)
+        assert update + forward - hidden == pytest.approx(its)
+
+
+def arrivals(pages: int, buffers: int) -> list[int]:
+    """Return when each page's state arrives, in seconds since the update began, if reading or writing one takes 1 s."""
+    arrived, written = [0] * min(pages, buffers), list[int]()
+    for page in range(pages):
+        if page >= buffers:
+            arrived.append(max(written[page - buffers], arrived[-1]) + 1)
+        written.append(max(arrived[page], written[-1] if written else 0) + 1)
+    return arrived
+
+
+@pytest.mark.parametrize(("pages", "buffers"), [(1, 6), (6, 6), (7, 6), (50, 6), (50, 2), (50, 49)])
+def test_pages_that_buffers_read_during_the_backward_arrive_earlier(pages: int, buffers: int) -> None:
+    drive = Bound("update", float(pages), "", "drive", "sda")
+    found = replace(forecast(float(pages), 1.0, drive), seconds={"backward": 100.0, "update": float(pages)})
+    read = read_before_update(found, pages, buffers=buffers, micro_batches=2)
+    planned = [max(0, page + 1 - read * pages) for page in range(pages)]
+    assert arrivals(pages, buffers)[buffers:] == pytest.approx(planned[buffers:])
+    assert max(planned[:buffers]) < 1.0 + 1e-9  # they arrive at once; the last of them is planned a page late
+
+
+def test_pages_are_read_in_the_time_in_which_the_backward_leaves_the_drive_idle() -> None:
+    bounds = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.6, "", "drive", "sda")
+    assert read_before_update(forecast(4.0, 1.0, *bounds), 6, buffers=6, micro_batches=1) == pytest.approx(0.4 / 4.0)
+    assert read_before_update(forecast(4.0, 1.0, *bounds), 6, buffers=6, micro_batches=4) == pytest.approx(0.1 / 4.0)
+    assert read_before_update(forecast(4.0, 1.0), 0, buffers=6, micro_batches=1) == 0.0
 
 
 def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not_overlap() -> None:
@@ -216,11 +249,11 @@ def test_a_forward_waits_for_all_that_is_complete_last() -> None:
     units = units_of(SHAPES["gpt2-medium"])
     found = forecast(2.0, 1.0, Bound("update", 2.0, "", "drive", "sda"), Bound("update", 0.4, "", "adamw"))
     left = replace(found, seconds=found.seconds | {"update": 0.8})
-    for last, waits in (
+    for unread, waits in (
         (0.3, 0.6),
         (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPES["gpt2-medium"].trainable),
     ):
-        parts = parts_left(found, left, units, last=last)
+        parts = parts_left(found, left, units, unread=unread)
         assert sum(part.update for part in parts) == pytest.approx(1.0)
         assert 0.8 * sum(part.update for part in parts[:2]) == pytest.approx(waits, rel=0.01)
         assert [part.forward for part in parts] == [part.forward for part in parts_of(units)]
@@ -242,7 +275,10 @@ def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks:
     assert full.seconds == forward.seconds
     assert full.step == pytest.approx(sum(seconds or 0.0 for seconds in full.seconds.values()) - full.hidden)
     assert full.hidden > forward.hidden
-    assert full.if_clipped == pytest.approx(full.hidden - forward.hidden)
+    units = units_of(SHAPES["gpt2-medium"])
+    unread = hidden_seconds(forward, parts_of(units), micro_batches=1, gpu=False)  # of an update that starts again
+    assert unread < forward.hidden
+    assert full.if_clipped == pytest.approx(full.hidden - unread)
     assert full.apart == ()
     second = [item for item in plans["backward"].items if item.name == "state, second copy"]
     assert [item.bytes for item in second] == [item.bytes for item in plans["backward"].items if item.name == "state"]

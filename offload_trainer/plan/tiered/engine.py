@@ -7,9 +7,10 @@ much of the optimizer state on the GPU as fits, then as much in RAM as fits, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
@@ -25,6 +26,7 @@ from offload_trainer.plan.step_time import (
     Bound,
     Forecast,
     Traffic,
+    UnitShare,
     ahead_of,
     early_pages,
     hidden_seconds,
@@ -33,6 +35,7 @@ from offload_trainer.plan.step_time import (
     left_after,
     parts_left,
     parts_of,
+    read_before_update,
     transfer_seconds,
     update_rate,
 )
@@ -64,7 +67,7 @@ from offload_trainer.plan.tiered.weight_streaming import (
     bounds_by_parts,
     describe_weight_transfer,
 )
-from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, sum_of, tiers_of
+from offload_trainer.plan.tiers import Item, Placement, Tier, TierKind, kind_asked, on_drive, sum_of, tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -507,7 +510,7 @@ class TieredCandidate:
         if not self.sizes.overlap and not gains:
             return self.sizes, replace(found, could_hide=overlapped.hidden)
         if self.sizes.ahead:
-            return self.sizes, self._overlapping_backward(found, overlapped.hidden)
+            return self.sizes, self._overlapping_backward(found)
         return replace(self.sizes, overlap=True), overlapped
 
     @property
@@ -517,24 +520,26 @@ class TieredCandidate:
 
     def overlapping_forward(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
-        micro, gpu = self.work.passes, self.machine.gpu is not None
-        hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
-        return replace(found, behind=True, hidden=hidden)
+        pages = sum(group.count for group in self._laid_out.page_groups if on_drive(group.page.home))
+        each, buffers, micro = ceil(pages / self.work.here), self.sizes.page_buffers, self.work.passes
+        read = read_before_update(found, each, buffers=buffers, micro_batches=micro)
+        return replace(found, behind=True, hidden=self._hidden(found, parts_of(self.units), read=read))
 
-    def _overlapping_backward(self, found: Forecast, hidden: float) -> Forecast:
-        """Return the forecast of an update that starts during the backward.
+    def _hidden(self, found: Forecast, parts: Sequence[UnitShare], *, read: float = 0.0) -> float:
+        gpu = self.machine.gpu is not None
+        return hidden_seconds(found, parts, micro_batches=self.work.passes, gpu=gpu, read=read)
 
-        `hidden` is the seconds hidden by an update that overlaps only the next forward.
-        """
-        micro, gpu = self.work.passes, self.machine.gpu is not None
-        early = early_pages(self.units, self._laid_out, copying=self._copying_shadows)
-        ahead = ahead_of(found, self.units, early, micro_batches=micro, gpu=gpu)
+    def _overlapping_backward(self, found: Forecast) -> Forecast:
+        """Return the forecast of an update that starts during the backward; `found` has no overlap."""
+        early = early_pages(self.units, self._laid_out, copying=self._copying_shadows, buffers=self.sizes.page_buffers)
+        gpu = self.machine.gpu is not None
+        ahead = ahead_of(found, self.units, early, micro_batches=self.work.passes, gpu=gpu)
         left = left_after(found, ahead, early)
         before = (found.seconds["update"] or 0.0) - (left.seconds["update"] or 0.0)
-        parts = parts_left(found, left, self.units, last=early.last)
-        whole = hidden_seconds(left, parts, micro_batches=micro, gpu=gpu)
+        whole = self._hidden(left, parts_left(found, left, self.units, unread=early.last - early.read))
         whole += before - (ahead.done - ahead.hidden)
-        longer = max(0.0, whole - hidden) + early.copying  # old bytes are copied back
+        again = self._hidden(found, parts_of(self.units))  # of a clipped step's update, which starts after the backward
+        longer = max(0.0, whole - again) + early.copying  # old bytes are copied back
         return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
 
     @property

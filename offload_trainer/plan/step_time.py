@@ -415,11 +415,18 @@ def parts_of(units: Sequence[Unit]) -> list[UnitShare]:
 
 
 def hidden_seconds(
-    found: Forecast, parts: Sequence[UnitShare], *, micro_batches: int, gpu: bool, read: float = 0.0
+    found: Forecast,
+    parts: Sequence[UnitShare],
+    *,
+    micro_batches: int,
+    gpu: bool,
+    read: float = 0.0,
+    after: float = 0.0,
 ) -> float:
     """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown.
 
-    `read`: share of the state on drives that is in page buffers when the update begins.
+    `read`: share of the update for which drives need no time before the weights are ready, because page buffers have
+    read the state when the update begins. `after`: seconds after the forward in which the last state may be written.
     """
     update, forward = found.seconds["update"], found.seconds["forward"]
     if update is None or forward is None:
@@ -428,7 +435,7 @@ def hidden_seconds(
     others = [bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]
     computed = min(update, max(others, default=0.0))  # seconds of an update whose state has been read
     done, left = 0.0, 1.0
-    ways = [update]
+    ways = [update - after]
     for part in parts:
         done += part.update
         ways.append(max(update * (done - read), computed * done) + forward * left)
@@ -436,6 +443,8 @@ def hidden_seconds(
     asked = _seconds_of_resources(found, "update", gpu=gpu)
     for of, seconds in _seconds_of_resources(found, "forward", gpu=gpu).items():
         asked[of] = asked.get(of, 0.0) + seconds / micro_batches
+    for of in {bound.place for bound in found.bounds if bound.kind == "drive"}:
+        asked[of] = asked.get(of, 0.0) - after
     return max(0.0, update + forward - max([*ways, *asked.values()]))
 
 
@@ -461,7 +470,7 @@ class EarlyPages:
     on_drives: float
     in_ram: float = 0.0  # share of the pages with shadow memory
     last: float = 0.0  # share of those on drives that belong to units before the blocks, whose gradients come last
-    read: float = 0.0  # share of those on drives that belong to these units too, and are read during the backward
+    read: float = 0.0  # share of those on drives that page buffers read for the next forward during the backward
     copying: float = 0.0  # seconds of the CPU that copying the old bytes to shadow memory takes
 
     @property
@@ -470,17 +479,20 @@ class EarlyPages:
 
 
 def early_pages(units: Sequence[Unit], homes: TierMap, *, copying: float, buffers: int) -> EarlyPages:
-    """Return the pages that a layout lets the backward update. Half of the `buffers` are for the first pages."""
+    """Return the pages that a layout lets the backward update. Half of the `buffers` read for the next forward."""
     first = first_block(units)
     outside = sum(page.elements for page in homes.pages if page.home != DEVICE) or 1
     on_drives = [page for page in homes.pages if on_drive(page.home)]
     away = sum(page.elements for page in on_drives)
-    last, read = (
-        sum(page.elements for page in pages if page.unit < first) / (away or 1)
-        for pages in (on_drives, on_drives[: buffers // 2])
-    )
+    last = sum(page.elements for page in on_drives if page.unit < first)
     in_ram = sum(homes.pages[number].elements for number in homes.shadows)
-    return EarlyPages(away / outside, in_ram / outside, last=last, read=read, copying=copying)
+    return EarlyPages(
+        away / outside,
+        in_ram / outside,
+        last=last / (away or 1),
+        read=min(1.0, buffers // 2 / (len(on_drives) or 1)),
+        copying=copying,
+    )
 
 
 @dataclass(frozen=True)
@@ -489,6 +501,7 @@ class BackwardOverlap:
 
     done: float  # seconds of the update that are done
     hidden: float  # seconds saved compared with running both one after the other; negative if copying takes longer
+    first: float = 0.0  # seconds of the backward before the first page is updated
 
 
 def ahead_of(
@@ -519,7 +532,7 @@ def ahead_of(
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
         part = min(1.0, (both - first) / longest) if longest else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
-    return BackwardOverlap(part * could, backward + part * could - both)
+    return BackwardOverlap(part * could, backward + part * could - both, first)
 
 
 def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Forecast:
@@ -540,15 +553,12 @@ def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Fo
     return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(bounds))
 
 
-def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, unread: float) -> list[UnitShare]:
-    """Return the shares of the remaining update; the forward waits for all of the units before the blocks.
-
-    `unread`: share of the state on drives that belongs to these units and is not in page buffers.
-    """
+def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: float) -> list[UnitShare]:
+    """Return the shares of the remaining update; the forward waits for all of the units before the blocks."""
     parts, first = parts_of(units), first_block(units)
     before = sum(part.update for part in parts[:first])
     inside = sum(bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind == "adamw")
-    waits = max(unread * (found.seconds["update"] or 0.0), before * inside)
+    waits = max(last * (found.seconds["update"] or 0.0), before * inside)
     share = min(1.0, waits / left.seconds["update"]) if left.seconds["update"] else 0.0
     scale = [share / before if before else 0.0] * first + [(1 - share) / (1 - before)] * (len(parts) - first)
     return [replace(part, update=part.update * its) for part, its in zip(parts, scale, strict=True)]

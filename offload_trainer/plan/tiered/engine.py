@@ -525,19 +525,21 @@ class TieredCandidate:
         read = read_before_update(found, each, buffers=buffers, micro_batches=micro)
         return replace(found, behind=True, hidden=self._hidden(found, parts_of(self.units), read=read))
 
-    def _hidden(self, found: Forecast, parts: Sequence[UnitShare], *, read: float = 0.0) -> float:
-        gpu = self.machine.gpu is not None
-        return hidden_seconds(found, parts, micro_batches=self.work.passes, gpu=gpu, read=read)
+    def _hidden(self, found: Forecast, parts: Sequence[UnitShare], *, read: float = 0.0, after: float = 0.0) -> float:
+        gpu, micro = self.machine.gpu is not None, self.work.passes
+        return hidden_seconds(found, parts, micro_batches=micro, gpu=gpu, read=read, after=after)
 
     def _overlapping_backward(self, found: Forecast) -> Forecast:
         """Return the forecast of an update that starts during the backward; `found` has no overlap."""
-        early = early_pages(self.units, self._laid_out, copying=self._copying_shadows, buffers=self.sizes.page_buffers)
-        gpu = self.machine.gpu is not None
+        buffers, gpu = self.sizes.page_buffers, self.machine.gpu is not None
+        early = early_pages(self.units, self._laid_out, copying=self._copying_shadows, buffers=buffers)
         ahead = ahead_of(found, self.units, early, micro_batches=self.work.passes, gpu=gpu)
         left = left_after(found, ahead, early)
-        before = (found.seconds["update"] or 0.0) - (left.seconds["update"] or 0.0)
-        whole = self._hidden(left, parts_left(found, left, self.units, unread=early.last - early.read))
-        whole += before - (ahead.done - ahead.hidden)
+        update, rest = (one.seconds["update"] or 0.0 for one in (found, left))
+        parts = parts_left(found, left, self.units, last=early.last)
+        read = early.read * update / rest if rest else 0.0
+        whole = self._hidden(left, parts, read=read, after=min(ahead.first, early.read * update))
+        whole += update - rest - (ahead.done - ahead.hidden)
         again = self._hidden(found, parts_of(self.units))  # of a clipped step's update, which starts after the backward
         longer = max(0.0, whole - again) + early.copying  # old bytes are copied back
         return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=longer)

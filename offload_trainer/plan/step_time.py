@@ -523,8 +523,8 @@ def ahead_of(
         if bound.phase == "update" and bound.kind != "adamw_gpu":
             of, all_of_it = _asked_of(bound, gpu=gpu), bound.kind == "drive" and early.on_drives > 0
             asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0) * (1.0 if all_of_it else early.share)
-    whole = _seconds_of_resources(found, "backward", gpu=gpu)
-    others = {of: seconds / micro_batches for of, seconds in whole.items()}
+    taken = _seconds_of_resources(found, "backward", gpu=gpu)
+    others = {of: seconds / micro_batches for of, seconds in taken.items()}
     could = (1 - early.last) * min(update, max(asked.values(), default=0.0))
     asked["cpu"] = asked.get("cpu", 0.0) + early.copying
     longest = max(could, (1 - early.last) * max(asked.values()))
@@ -567,7 +567,8 @@ def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: 
 def _seconds_of_resources(found: Forecast, phase: str, *, gpu: bool) -> dict[str, float]:
     """Return the seconds that a phase takes of each resource.
 
-    What a CPU that computes the model does besides (`on_top` in `forecast`) takes the same cores.
+    What a phase takes on top of its slowest bound (`on_top` in `forecast`) is the time of the cores if the CPU computes
+    the model: they add gradients and copy weights.
     """
     asked: dict[str, float] = {}
     bounds = [bound for bound in found.bounds if bound.phase == phase]

@@ -277,11 +277,24 @@ def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> P
         if plan is None or not plan.fits:
             continue
         step, before = plan.forecast.step, best.forecast.step
-        if not best.fits or (step is not None and before is not None and step <= (1 - WORTH) * before):
+        if best.fits and (step is None or before is None):
+            continue
+        if not best.fits or (step or 0.0) <= min(before or 0.0, (1 - WORTH) * _with_little_overlap_off(best)):
             best, taken = plan, words
     if in_memory and best is first:
         return first
     return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
+
+
+def _with_little_overlap_off(plan: Plan) -> float:
+    """Return the seconds of a step, without its overlap with the next forward if that gains less than `WORTH`.
+
+    Such an overlap is taken all the same, and must not keep another schedule from being taken.
+    """
+    found = plan.forecast
+    step = found.step or 0.0
+    little = found.behind and not found.ahead and found.hidden < WORTH * (step + found.hidden)
+    return step + found.hidden if little else step
 
 
 def _could_gain(plan: Plan) -> bool:

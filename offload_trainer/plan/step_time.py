@@ -426,7 +426,8 @@ def hidden_seconds(
     """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown.
 
     `read`: share of the update for which drives need no time before the weights are ready, because page buffers have
-    read the state when the update begins. `after`: seconds after the forward in which the last state may be written.
+    read the state when the update begins. `after`: seconds of drives after the forward in which the last state may be
+    written.
     """
     update, forward = found.seconds["update"], found.seconds["forward"]
     if update is None or forward is None:
@@ -449,18 +450,20 @@ def hidden_seconds(
 
 
 def read_before_update(found: Forecast, pages: int, *, buffers: int, micro_batches: int) -> float:
-    """Return the share of a rank's `pages` on drives that its page buffers have read when the update begins.
+    """Return the share of the `pages` on drives that page buffers have read when the update begins.
 
-    They are read during the last backward, while the drive is not busy with weights. The page after them is read when
-    the first of them has been written.
+    They are read during the last backward, while no drive is busy. The page after them is read when the first of them
+    has been written, so it and all others arrive by the time of `buffers - 1` pages earlier.
     """
     share = (buffers - 1) / pages if pages > buffers else 1.0
-
-    def busy(phase: str) -> float:
-        return max((b.seconds or 0.0 for b in found.bounds if b.phase == phase and b.kind == "drive"), default=0.0)
-
-    free, needed = ((found.seconds["backward"] or 0.0) - busy("backward")) / micro_batches, busy("update")
+    needed = _seconds_of_drives(found, "update")
+    free = max(0.0, (found.seconds["backward"] or 0.0) - _seconds_of_drives(found, "backward")) / micro_batches
     return min(share, free / needed) if needed else 0.0
+
+
+def _seconds_of_drives(found: Forecast, phase: str) -> float:
+    """Return the seconds that the busiest drive takes in a phase."""
+    return max((one.seconds or 0.0 for one in found.bounds if one.phase == phase and one.kind == "drive"), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -501,7 +504,7 @@ class BackwardOverlap:
 
     done: float  # seconds of the update that are done
     hidden: float  # seconds saved compared with running both one after the other; negative if copying takes longer
-    first: float = 0.0  # seconds of the backward before the first page is updated
+    first: float = 0.0  # seconds of the backward before the first page is updated, in which drives are not busy
 
 
 def ahead_of(
@@ -532,22 +535,25 @@ def ahead_of(
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
         part = min(1.0, (both - first) / longest) if longest else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
-    return BackwardOverlap(part * could, backward + part * could - both, first)
+    idle = max(0.0, 1 - _seconds_of_drives(found, "backward") / micro_batches / backward) if backward else 0.0
+    return BackwardOverlap(part * could, backward + part * could - both, first * idle)
 
 
 def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Forecast:
     """Return the forecast of the rest of the update after the clipping factor is known; other pages wait for it."""
     update = found.seconds["update"] or 0.0
-    waiting = {"drive": 0.0, "adamw_gpu": 1.0}  # share of a bound's work that waits; of other kinds all but early pages
-    inside = [
-        waiting.get(bound.kind, 1 - early.share) * (bound.seconds or 0.0)
-        for bound in found.bounds
-        if bound.phase == "update"
-    ]
+
+    def waits(bound: Bound) -> float:
+        """Return the share of the bound's work that waits: of a drive's none, of others all but early pages."""
+        return {"drive": 0.0, "adamw_gpu": 1.0}.get(bound.kind, 1 - early.share)
+
+    inside = [waits(bound) * (bound.seconds or 0.0) for bound in found.bounds if bound.phase == "update"]
     left = max([update - ahead.done, *inside])
     part = left / update if update else 1.0
     bounds = [
-        replace(bound, seconds=bound.seconds and bound.seconds * part) if bound.phase == "update" else bound
+        replace(bound, seconds=bound.seconds and bound.seconds * max(part, waits(bound)))
+        if bound.phase == "update"
+        else bound
         for bound in found.bounds
     ]
     return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(bounds))
@@ -568,7 +574,7 @@ def _seconds_of_resources(found: Forecast, phase: str, *, gpu: bool) -> dict[str
     """Return the seconds that a phase takes of each resource.
 
     What a phase takes on top of its slowest bound (`on_top` in `forecast`) is the time of the cores if the CPU computes
-    the model: they add gradients and copy weights.
+    the model: they add gradients and copy weights. Waits for other ranks count as such too.
     """
     asked: dict[str, float] = {}
     bounds = [bound for bound in found.bounds if bound.phase == phase]

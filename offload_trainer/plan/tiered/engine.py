@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
@@ -521,9 +520,18 @@ class TieredCandidate:
     def overlapping_forward(self, found: Forecast) -> Forecast:
         """Return the forecast with the update overlapping the next forward; `found` has no overlap."""
         pages = sum(group.count for group in self._laid_out.page_groups if on_drive(group.page.home))
-        each, buffers, micro = ceil(pages / self.work.here), self.sizes.page_buffers, self.work.passes
-        read = read_before_update(found, each, buffers=buffers, micro_batches=micro)
+        micro, buffers, read = self.work.passes, self.sizes.page_buffers, 0.0
+        if self._weights_precede_state:
+            read = read_before_update(found, pages, buffers=buffers, micro_batches=micro)
         return replace(found, behind=True, hidden=self._hidden(found, parts_of(self.units), read=read))
+
+    @property
+    def _weights_precede_state(self) -> bool:
+        """Return whether new weights are ready before the state of their page has been written.
+
+        Several ranks wait for both. Weights on drives are written after the state of earlier pages.
+        """
+        return self.work.world == 1 and self.placement.params != TierKind.DRIVES
 
     def _hidden(self, found: Forecast, parts: Sequence[UnitShare], *, read: float = 0.0, after: float = 0.0) -> float:
         gpu, micro = self.machine.gpu is not None, self.work.passes
@@ -537,8 +545,8 @@ class TieredCandidate:
         left = left_after(found, ahead, early)
         update, rest = (one.seconds["update"] or 0.0 for one in (found, left))
         parts = parts_left(found, left, self.units, last=early.last)
-        read = early.read * update / rest if rest else 0.0
-        whole = self._hidden(left, parts, read=read, after=min(ahead.first, early.read * update))
+        ready = early.read * update if self._weights_precede_state else 0.0
+        whole = self._hidden(left, parts, read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
         whole += update - rest - (ahead.done - ahead.hidden)
         again = self._hidden(found, parts_of(self.units))  # of a clipped step's update, which starts after the backward
         longer = max(0.0, whole - again) + early.copying  # old bytes are copied back

@@ -336,7 +336,8 @@ def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks:
     assert full.step == pytest.approx(sum(seconds or 0.0 for seconds in full.seconds.values()) - full.hidden)
     assert full.hidden > forward.hidden
     units = units_of(SHAPES["gpt2-medium"])
-    unread = hidden_seconds(forward, parts_of(units), micro_batches=1, gpu=False)  # of an update that starts again
+    # A clipped step's update starts again, with nothing read in advance.
+    unread = hidden_seconds(forward, parts_of(units), micro_batches=1, gpu=False)
     assert unread < forward.hidden if ranks == 1 else unread == pytest.approx(forward.hidden)
     assert full.if_clipped == pytest.approx(full.hidden - unread)
     assert full.apart == ()

@@ -548,7 +548,8 @@ class TieredCandidate:
         ready = early.read * update if self._weights_precede_state else 0.0
         whole = self._hidden(left, parts, read=ready / rest if rest else 0.0, after=min(ahead.first, ready))
         whole += update - rest - (ahead.done - ahead.hidden)
-        again = self._hidden(found, parts_of(self.units))  # of a clipped step's update, which starts after the backward
+        # A clipped step's update starts after the backward.
+        again = self._hidden(found, parts_of(self.units))
         longer = max(0.0, whole - again) + early.copying  # old bytes are copied back
         return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=longer)
 

@@ -63,8 +63,8 @@ class ModelSection(_Section):
         "auto",
         description="recompute activations in the backward (gradient checkpointing). on: those of all blocks; N: of "
         "the first N (tiered and plain only); auto: on for models of 100 M parameters and more, else off. On a "
-        "benchmarked machine, the tiered engine's auto takes fewer blocks if that makes a step 5 % faster and writes "
-        "no more to drives; a smaller model that does not fit checkpoints as few blocks as fit",
+        "benchmarked machine, the tiered engine's auto takes fewer blocks if that makes a step 5 % faster and puts "
+        "no more on drives; a smaller model that does not fit checkpoints as few blocks as fit",
     )
     offload_activations: Annotated[
         bool | Literal["cpu", "nvme"], AfterValidator(lambda wish: "cpu" if wish is True else wish)

@@ -37,9 +37,9 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, r
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic, forecast, stands_for, tokens_that_hide_the_update
+from offload_trainer.plan.step_time import Traffic, forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, WORTH, Tiered
-from offload_trainer.plan.tiered.spec import Layouts
+from offload_trainer.plan.tiered.spec import Layouts, TierSizes
 from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.plan.tiered.weight_streaming import at_once
 from offload_trainer.plan.tiers import Item, TierKind, kind_asked, tiers_of
@@ -190,7 +190,7 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
 
     A block that is not checkpointed is not recomputed, and what it keeps takes the place of optimizer state on the
     device. Another number than the default's must save `WORTH` of the step, since forecasts are inexact and the state
-    moves to slower tiers; it may not write more to drives, which wear out. Without a forecast the default stays if it
+    moves to slower tiers; it may not put more on drives, which wear out. Without a forecast the default stays if it
     fits, else as few blocks as fit are checkpointed. If no number fits, all are.
 
     A CPU that computes the model shares its cores with the update and the transfers, so computation is not free where
@@ -208,7 +208,7 @@ def _best_checkpointing(engine: Tiered, work: Workload, machine: MachineProfile,
 
     def seconds(count: int) -> float:
         plan = plans[count]
-        if not plan.fits or (default.fits and _written(plan) > _written(default)):
+        if not plan.fits or (default.fits and _is_more_on_drives(plan, default)):
             return math.inf
         return plan.forecast.step if plan.forecast.step is not None else 1.0 + count
 
@@ -245,9 +245,18 @@ def _computing(plan: Plan) -> float:
     return sum(plan.forecast.seconds[phase] or 0.0 for phase in ("forward", "backward"))
 
 
-def _written(plan: Plan) -> int:
-    """Return the bytes that a step writes to drives."""
-    return sum(moved.written for moved in plan.traffic if moved.place != DEVICE_COPIES)
+def _is_more_on_drives(plan: Plan, other: Plan) -> bool:
+    """Return whether weights, gradients or a larger share of optimizer state are on drives than in `other`.
+
+    Bytes written would not tell, since a step of the same placement writes more of them with some update schedules.
+    """
+
+    def on_drives(one: Plan) -> tuple[float, ...]:
+        sizes = one.sizes
+        assert isinstance(sizes, TierSizes)
+        return (sizes.on_drives, one.placement.params == TierKind.DRIVES, sizes.gradients == TierKind.DRIVES)
+
+    return any(here > there for here, there in zip(on_drives(plan), on_drives(other), strict=True))
 
 
 def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -50,6 +51,7 @@ _FEW = 128  # tokens of a short micro-batch
 _COLD, _MOST_BLOCKS = 48 << 20, 16  # elements of weights that no cache holds, and the blocks that have them
 _TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient again each time
 _VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
+_ROWS, _SIDE = 256, 1024  # of the product that is timed while a drive works
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
 
@@ -73,6 +75,7 @@ class Budget:
     drive_bytes: int = 3 << 30  # maximum written to each drive in one measurement
     drive_seconds: float = 8.0  # per measured rate of a drive
     try_seconds: float = 2.0  # per transfer method that is tried
+    contention_seconds: float = 4.0  # of computation while a drive is read and written, and as long without
     try_on_each: bool = True  # False: drives after the first use the method that is best on the first
     product_seconds: float = 2.0  # per dtype
     layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss
@@ -85,9 +88,10 @@ class Budget:
     def written(self, *, drives: int, ways: int) -> int:
         """Return the maximum bytes written to the drives.
 
-        They are written when filling the file, trying each method, writing alone, and reading and writing together.
+        They are written when filling the file, trying each method, writing alone, and twice when reading and writing
+        together: alone, and while the cores compute.
         """
-        return (ways + 3) * self.drive_bytes * drives
+        return (ways + 4) * self.drive_bytes * drives
 
 
 def bench_machine(
@@ -493,6 +497,9 @@ def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]
         written, write_seconds = timed(best, budget.drive_seconds, read=False, write=True)
     read, read_seconds = timed(best, budget.drive_seconds, read=True, write=False)
     mixed, mixed_seconds = timed(best, budget.drive_seconds, read=True, write=True)
+    lost = _computation_lost(
+        lambda: timed(best, budget.contention_seconds, read=True, write=True), seconds=budget.contention_seconds
+    )
 
     def rate(moved: int, taken: float, what: str) -> Rate:
         return Rate(moved / taken, "measured", f"{format_bytes(moved)} in {taken:.1f} s, {what}; {best}")
@@ -502,8 +509,34 @@ def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]
         write=rate(written[0], write_seconds, "writing alone"),
         mixed_read=rate(mixed[0], mixed_seconds, "read while as much was written"),
         mixed_write=rate(mixed[1], mixed_seconds, "written while as much was read"),
+        computation_lost=lost,
         tried=tried,
     )
+
+
+def _computation_lost(move: Callable[[], tuple[list[int], float]], *, seconds: float) -> Rate:
+    """Return the bytes that `move` moves while all cores lose one second of computation to it.
+
+    The computation is a matrix product, timed for half of `seconds` before and after `move`. Transfers slow it down
+    where they take time of the cores, as copies in a virtual machine do, or bandwidth of the memory. A product waits
+    for the slowest of its threads, so it loses more than the transfers take of one core.
+    """
+    given, weight = torch.randn(_ROWS, _SIDE), torch.randn(_SIDE, _SIDE)
+
+    def product() -> None:
+        given @ weight
+
+    alone, count = _repeat(product, seconds=seconds / 2), 0
+    with ThreadPoolExecutor(1) as other:
+        moving = other.submit(move)
+        while not moving.done():
+            product()
+            count += 1
+        moved, taken = moving.result()
+    alone += _repeat(product, seconds=seconds / 2)
+    lost = max(taken - count * median(alone), 0.001 * taken)
+    how = f"{format_bytes(sum(moved))} read and written in {taken:.1f} s, {lost / taken:.0%} of them lost"
+    return Rate(sum(moved) / lost, "measured", f"{how}; products of {_ROWS} x {_SIDE} x {_SIDE}")
 
 
 _Way = tuple[Callable[[DriveFile, int, torch.Tensor], Future], DriveFile, Sequence[torch.Tensor]]

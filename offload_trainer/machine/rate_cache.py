@@ -29,6 +29,7 @@ from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.storage.owned_dirs import reason
 
 _METHOD = 2  # raised when the same computation is timed in another way, so that older rates are measured again
+_DRIVE_METHOD = 2  # the same for drives
 _KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
 
 
@@ -58,7 +59,8 @@ def _links_key(machine: MachineProfile) -> str:
 
 
 def _drive_key(drive: DriveFacts) -> str:
-    return f"{drive.disk or drive.device} {drive.filesystem} {drive.throttle}".strip()
+    facts = (drive.disk or drive.device, drive.filesystem, drive.throttle, f"method {_DRIVE_METHOD}")
+    return " ".join(str(fact) for fact in facts if fact)
 
 
 @with_config(LENIENT)

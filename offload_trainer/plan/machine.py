@@ -60,6 +60,7 @@ class DriveRates:
     write: Rate
     mixed_read: Rate
     mixed_write: Rate
+    computation_lost: Rate | None = None  # bytes moved while all cores lose one second of computation to transfers
     tried: dict[_Words, Number] = field(default_factory=dict)  # settings -> bytes/s, reads plus writes
 
     @property
@@ -279,6 +280,7 @@ def describe_rates(machine: MachineProfile) -> str:
         )
         for name in ("read", "write", "mixed_read", "mixed_write"):
             add(name.replace("_", " "), getattr(drive.rates, name), 1e9, "GB/s")
+        add("computation lost to transfers", drive.rates.computation_lost, 1e9, "GB per s lost")
         lines += [
             f"  tried {words}: {speed / 1e9:.4g} GB/s, read and written together"
             for words, speed in drive.rates.tried.items()

@@ -49,6 +49,7 @@ class Bound:
     what: str
     kind: str  # compute, turns, adamw, adamw_gpu, device, drive, memory, network, gpus or meeting
     place: str = ""  # the disk, if `kind` is "drive"
+    lost: float = 0.0  # seconds of computation that all cores lose to a drive's transfers
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,11 @@ def forecast(
     every = [*computing_bounds(work, machine), *bounds]
     for phase in PHASES:
         longer = stretch if phase == "update" else 1.0
-        every += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
+        moving = _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
+        if phase != "update" and machine.gpu is None:
+            every = _lengthened(every, sum(bound.lost for bound in moving), phase=phase)
+            moving = [replace(bound, lost=0.0) for bound in moving]
+        every += moving
     ratios = machine.rates.corrections
 
     def ratio(phase: str, kind: str) -> float:
@@ -149,6 +154,16 @@ def forecast(
             known += ratio(phase, found.kind(phase)) * (on_top or {}).get(phase, 0.0)
         found.seconds[phase] = known
     return found
+
+
+def _lengthened(bounds: Sequence[Bound], lost: float, *, phase: str) -> list[Bound]:
+    """Return the bounds with the seconds that a phase's computation loses to drives."""
+    return [
+        replace(bound, seconds=bound.seconds and bound.seconds + lost)
+        if (bound.phase, bound.kind) == (phase, "compute")
+        else bound
+        for bound in bounds
+    ]
 
 
 def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:
@@ -213,6 +228,7 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
         by_disk.setdefault(drive.disk or one.place if drive else one.place, []).append(one)
     bounds = []
     for disk, parts in by_disk.items():
+        lost = 0.0
         read, written = sum(part.read for part in parts), sum(part.written for part in parts)
         if not read and not written:
             continue
@@ -231,9 +247,10 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
             if timed is not None:
                 alone = _at_once(read, written, timed.read, timed.write, timed.mixed_read, timed.mixed_write)
                 seconds = None if alone is None else stretch * alone
+                lost = (read + written) / timed.computation_lost.value if timed.computation_lost else 0.0
             ways = ((read, "read"), (written, "written"))
             what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
-        bounds.append(Bound(phase, seconds, what, "device" if disk == DEVICE_COPIES else "drive", disk))
+        bounds.append(Bound(phase, seconds, what, "device" if disk == DEVICE_COPIES else "drive", disk, lost))
     return bounds
 
 
@@ -525,12 +542,14 @@ def ahead_of(
     for bound in found.bounds:
         if bound.phase == "update" and bound.kind != "adamw_gpu":
             of, all_of_it = _asked_of(bound, gpu=gpu), bound.kind == "drive" and early.on_drives > 0
-            asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0) * (1.0 if all_of_it else early.share)
+            share = (1 - early.last) * (1.0 if all_of_it else early.share)
+            asked[of] = asked.get(of, 0.0) + share * (bound.seconds or 0.0)
     taken = _seconds_of_resources(found, "backward", gpu=gpu)
     others = {of: seconds / micro_batches for of, seconds in taken.items()}
-    could = (1 - early.last) * min(update, max(asked.values(), default=0.0))
-    asked["cpu"] = asked.get("cpu", 0.0) + early.copying
-    longest = max(could, (1 - early.last) * max(asked.values()))
+    could = min((1 - early.last) * update, max(asked.values(), default=0.0))
+    lost = sum(bound.lost for bound in found.bounds if bound.phase == "update") if early.on_drives else 0.0
+    asked["cpu"] = asked.get("cpu", 0.0) + early.copying + (1 - early.last) * lost
+    longest = max(could, *asked.values())
     part, both = 0.0, backward
     for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
         part = min(1.0, (both - first) / longest) if longest else 0.0
@@ -550,13 +569,13 @@ def left_after(found: Forecast, ahead: BackwardOverlap, early: EarlyPages) -> Fo
     inside = [waits(bound) * (bound.seconds or 0.0) for bound in found.bounds if bound.phase == "update"]
     left = max([update - ahead.done, *inside])
     part = left / update if update else 1.0
-    bounds = [
-        replace(bound, seconds=bound.seconds and bound.seconds * max(part, waits(bound)))
-        if bound.phase == "update"
-        else bound
-        for bound in found.bounds
-    ]
-    return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(bounds))
+
+    def scaled(bound: Bound) -> Bound:
+        by = max(part, waits(bound)) if bound.phase == "update" else 1.0
+        return replace(bound, seconds=bound.seconds and bound.seconds * by, lost=bound.lost * by)
+
+    bounds = tuple(scaled(bound) for bound in found.bounds)
+    return replace(found, seconds={**found.seconds, "update": left}, bounds=bounds)
 
 
 def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: float) -> list[UnitShare]:
@@ -574,13 +593,16 @@ def _seconds_of_resources(found: Forecast, phase: str, *, gpu: bool) -> dict[str
     """Return the seconds that a phase takes of each resource.
 
     What a phase takes on top of its slowest bound (`on_top` in `forecast`) is the time of the cores if the CPU computes
-    the model: they add gradients and copy weights. Waits for other ranks count as such too.
+    the model: they add gradients and copy weights. Waits for other ranks count as such too. The cores also lose
+    computation to the transfers of drives.
     """
     asked: dict[str, float] = {}
     bounds = [bound for bound in found.bounds if bound.phase == phase]
     for bound in bounds:
         of = _asked_of(bound, gpu=gpu)
         asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0)
+        if bound.lost:
+            asked["cpu"] = asked.get("cpu", 0.0) + bound.lost
     whole, longest = found.seconds[phase], _longest(bounds)
     if not gpu and whole is not None and longest is not None:
         asked["cpu"] = asked.get("cpu", 0.0) + whole - longest

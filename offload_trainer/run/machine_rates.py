@@ -186,12 +186,13 @@ def _move_threads(cpus: Collection[int]) -> None:
 def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile:
     """Measure the rates that a run's plan lacks, cache them, and return the machine with them.
 
-    By the budget below this takes 4.5 s, and 2 s for each further drive; two slow cores and a drive of 400 MB/s took
-    9 s. On a new machine, the first build of the update kernel comes before that; the run would build it otherwise.
+    By the budget below this takes 5.7 s, and 3.3 s for each further drive; two slow cores and a drive of 400 MB/s took
+    10 s. On a new machine, the first build of the update kernel comes before that; the run would build it otherwise.
 
     | what | s | what it decides |
     | --- | --- | --- |
     | a drive: writing, reading, both together | 2.2 | update schedule, placement, share of each drive |
+    | products while the drive is read and written, and without | 1.2 | update schedule |
     | four settings of the first drive's transfers | 0.8 | `tiered.io_threads`, `tiered.io_block_bytes` |
     | the run's update kernel, 2 pages | 0.3 | update schedule, placement |
     | products, attention, values, loss, in its dtype | 0.8 | what the forward and backward can hide; recomputation |
@@ -214,6 +215,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         drive_bytes=1 << 30,
         drive_seconds=0.7,
         try_seconds=0.2,
+        contention_seconds=0.6,
         try_on_each=False,
         product_seconds=0.2,
         layer_seconds=0.1,

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -85,9 +86,32 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, driv
         measured = getattr(found, name)
         assert measured.value > 0
         assert found.words in measured.source
+    assert found.computation_lost
+    assert found.computation_lost.value > 0
     assert not list((drive / "offload-trainer").glob("run-*"))
-    for told in ("products, fp32", "attention, forward, fp32", "loss, backward, fp32"):
+    for told in ("computation lost to transfers", "products, fp32", "attention, forward, fp32", "loss, backward, fp32"):
         assert told in describe_rates(timed)
+
+
+def test_lost_computation_is_what_products_alone_would_have_done_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = [10**9, 2 * 10**9], 2.0
+    for of_product, lost in ((0.0, 2.0), (1e6, 0.002)):
+        monkeypatch.setattr(bench, "_repeat", lambda work, seconds, its=of_product: [its])
+        begun = threading.Event()
+        monkeypatch.setattr(bench.torch, "randn", lambda *shape, its=begun: _Product(its))
+        found = bench._computation_lost(lambda its=begun: (its.wait(60), moved)[1], seconds=1.0)
+        assert found.value == pytest.approx(3e9 / lost)
+        assert "3 GB read and written in 2.0 s" in found.source
+
+
+class _Product:
+    """A matrix whose product says that it has begun."""
+
+    def __init__(self, begun: threading.Event) -> None:
+        self.begun = begun
+
+    def __matmul__(self, other: object) -> None:
+        self.begun.set()
 
 
 def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,29 @@ def test_shared_resources_lengthen_the_backward() -> None:
         assert behind_the_backward(1.0, adamw, replace(cpu, seconds=compute)).hidden == pytest.approx(0.0, abs=1e-9)
 
 
+def test_early_pages_of_drives_take_computation_from_the_backward() -> None:
+    """Of four seconds of a drive, `last` wait for units before the blocks, and so does what the cores lose to them."""
+    drive, cpu = Bound("update", 4.0, "", "drive", "sda", lost=1.0), Bound("backward", 1.0, "", "compute")
+    found = behind_the_backward(4.0, drive, cpu)
+    assert found.done == pytest.approx(4 / 3, rel=0.01)
+    assert found.hidden == pytest.approx(1.0, rel=0.01)
+    early = EarlyPages(on_drives=1.0, last=0.5)  # two seconds of the drive and half a second of the cores
+    found = behind_the_backward(4.0, drive, cpu, early=early)
+    assert found.done == pytest.approx(4 / 3, rel=0.01)
+    assert found.hidden == pytest.approx(1.0, rel=0.01)
+    little = replace(drive, seconds=0.5, lost=0.3)
+    assert behind_the_backward(0.5, little, cpu).hidden == pytest.approx(0.2)
+    assert behind_the_backward(0.5, little, cpu, gpu=True).hidden == pytest.approx(0.5)
+
+
+def test_the_forward_loses_computation_to_the_drives_of_an_update() -> None:
+    parts = [UnitShare(0.01, 0.01)] * 100
+    for lost, hidden in ((0.0, 1.0), (2.0, 1.0), (3.5, 0.5), (5.0, 0.0)):
+        bounds = Bound("update", 4.0, "", "drive", "sda", lost=lost), Bound("forward", 1.0, "", "compute")
+        found = hidden_seconds(forecast(4.0, 1.0, *bounds), parts, micro_batches=1, gpu=False)
+        assert found == pytest.approx(hidden, abs=0.02)
+
+
 def test_pages_in_ram_with_shadow_memory_take_seconds_of_a_cpu_that_is_free() -> None:
     """A GPU computes the model. Copying the old bytes takes time in which no page is updated."""
     adamw, compute = Bound("update", 0.8, "", "adamw"), Bound("backward", 1.0, "", "compute")

@@ -66,6 +66,26 @@ def test_the_rest_of_one_direction_runs_at_its_own_speed() -> None:
     assert plan.forecast.seconds["forward"] == pytest.approx(2 * shape.parameters / 1e9, rel=0.01)
 
 
+def test_computation_is_lost_to_drives_that_work_at_the_same_time() -> None:
+    """Forward and backward on a CPU take longer; of the update only what overlaps them would. A GPU loses nothing."""
+    words, shape = ("--params", "nvme", "--ram-fraction", "0", "tiered.overlap=off"), SHAPES["gpt2"]
+    here = timed(matmul=1e11)
+    rates = here.drives[0].rates
+    assert rates
+    slowed = replace(here, drives=(replace(here.drives[0], rates=replace(rates, computation_lost=rate(2e9))),))
+    plan = make_plan(wish(*words), shape, here)
+    before, after = plan.forecast.seconds, make_plan(wish(*words), shape, slowed).forecast.seconds
+    for phase in ("forward", "backward"):
+        (moved,) = [one for one in plan.traffic if one.phase == phase and one.place == "/ssd"]
+        assert moved.read > 100e6
+        assert after[phase] == pytest.approx((before[phase] or 0.0) + (moved.read + moved.written) / 2e9)
+    assert after["update"] == before["update"]
+    overlapped = [make_plan(wish(*words[:-1], "tiered.overlap=forward"), shape, one) for one in (here, slowed)]
+    longer = (overlapped[1].forecast.step or 0.0) - (overlapped[0].forecast.step or 0.0)
+    without = sum((after[phase] or 0.0) - (before[phase] or 0.0) for phase in ("forward", "backward"))
+    assert longer > 2 * without
+
+
 def test_compute_counts_the_recomputation() -> None:
     """Checkpointing repeats the blocks, and a loss in more than one chunk repeats the head.
 

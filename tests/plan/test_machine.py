@@ -62,7 +62,9 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
         transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
         updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
         dtypes=["fp32"],
-        budget=bench.Budget(drive_bytes=24 << 20, layer_seconds=0, update_elements=100_000, update_page=32_768),
+        budget=bench.Budget(
+            drive_bytes=24 << 20, contention_seconds=0.2, layer_seconds=0, update_elements=100_000, update_page=32_768
+        ),
         say=lambda line: None,
         layer=bench.LayerSizes((256, 1024, 4096), tokens=32, width=64),
     )

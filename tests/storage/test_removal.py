@@ -238,7 +238,9 @@ def test_a_bench_reports_what_it_removes(tmp_path: Path) -> None:
     left = dead_lease(tmp_path / "offload-trainer")
     machine = probe_machine(PlacementSection(nvme=(str(tmp_path),)), output=str(tmp_path))
     messages: list[str] = []
-    budget = Budget(drive_bytes=1 << 20, drive_seconds=0.01, try_seconds=0.01, update_elements=1000)
+    budget = Budget(
+        drive_bytes=1 << 20, drive_seconds=0.01, try_seconds=0.01, update_elements=1000, contention_seconds=0.05
+    )
     bench_machine(
         machine,
         transfers={"threads": lambda: ThreadedTransfers(threads=1)},

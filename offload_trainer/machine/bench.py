@@ -51,7 +51,7 @@ _FEW = 128  # tokens of a short micro-batch
 _COLD, _MOST_BLOCKS = 48 << 20, 16  # elements of weights that no cache holds, and the blocks that have them
 _TABLE = 24 << 20  # elements of an embedding; malloc maps its gradient again each time
 _VOCABULARY, _OF_LOSS = 50257, 256  # logits per token; tokens of the loss
-_ROWS, _SIDE = 256, 1024  # of the product that is timed while a drive works
+_ROWS, _SIDE = 256, 1024  # sizes of the product that is timed while a drive works
 VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
 
@@ -75,7 +75,7 @@ class Budget:
     drive_bytes: int = 3 << 30  # maximum written to each drive in one measurement
     drive_seconds: float = 8.0  # per measured rate of a drive
     try_seconds: float = 2.0  # per transfer method that is tried
-    contention_seconds: float = 4.0  # of computation while a drive is read and written, and as long without
+    contention_seconds: float = 4.0  # products while a drive is read and written; as long again without
     try_on_each: bool = True  # False: drives after the first use the method that is best on the first
     product_seconds: float = 2.0  # per dtype
     layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss

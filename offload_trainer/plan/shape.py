@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from operator import add, sub
 from typing import Literal
 
@@ -104,7 +105,7 @@ class Weight:
     # Matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts.
     products: float = 1.0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -345,7 +345,7 @@ def _cut(unit: Unit, cuts: Sequence[int], *, page: int) -> list[Page]:
 
 def _moved_to(page: Page, home: int) -> Page:
     """Return the page in another tier; faster than `replace`, since a plan may count millions of pages."""
-    return Page(page.unit, page.start, page.elements, home, page.matrices)
+    return page if page.home == home else Page(page.unit, page.start, page.elements, home, page.matrices)
 
 
 def _split(page: Page, elements: int) -> tuple[Page, Page]:

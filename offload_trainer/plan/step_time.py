@@ -143,7 +143,7 @@ def forecast(
     def ratio(phase: str, kind: str) -> float:
         return ratios.get(correction_key(engine, phase, kind, ranks=work.world), 1.0)
 
-    # Each resource is corrected by itself, so that a slow one also counts in plans that another one limits.
+    # Each resource is corrected separately, so that a slow one also counts in plans that another one limits.
     every = [
         replace(bound, seconds=bound.seconds and bound.seconds * ratio(bound.phase, bound.kind)) for bound in every
     ]

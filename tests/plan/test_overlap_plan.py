@@ -43,7 +43,7 @@ def forecast(update: float, forward: float, *bounds: Bound) -> Forecast:
 def simulated(
     update: float, forward: float, parts: list[UnitShare], *, adamw: float, read: float = 0.0, after: float = 0.0
 ) -> float:
-    """Return the seconds until the forward is done, and the update but for `after`, simulated unit by unit."""
+    """Return the seconds until the forward is done, and the update except for `after`, simulated unit by unit."""
     share = done = 0.0
     for part in parts:
         share += part.update
@@ -251,7 +251,7 @@ def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
 def test_shared_resources_lengthen_the_backward() -> None:
     """A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time.
 
-    It has none while it adds gradients either, which the backward takes in addition to its computation.
+    It is not free while it adds gradients either, which the backward takes in addition to its computation.
     """
     drive, weights = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.5, "", "drive", "sda")
     assert behind_the_backward(4.0, drive, weights).hidden == pytest.approx(0.5, rel=0.01)
@@ -264,7 +264,7 @@ def test_shared_resources_lengthen_the_backward() -> None:
 
 
 def test_early_pages_of_drives_take_computation_from_the_backward() -> None:
-    """Of four seconds of a drive, `last` wait for units before the blocks, and so does what the cores lose to them."""
+    """The share `last` of the drive's seconds waits for units before the blocks, and so does its cost to the cores."""
     drive, cpu = Bound("update", 4.0, "", "drive", "sda", lost=1.0), Bound("backward", 1.0, "", "compute")
     found = behind_the_backward(4.0, drive, cpu)
     assert found.done == pytest.approx(4 / 3, rel=0.01)

@@ -1,5 +1,6 @@
 # make demo: train the default model end to end (WORDS='--steps 100': with these).
 # make wheel: a release in dist/: source distribution, and a wheel that needs no compiler.
+# make gpu-folder: .gpu, what scripts/gpu_suite.sh needs on a machine without network or compiler (docs/benchmarks/gpu.md).
 # make test: what a change can break, in about 15 minutes on two cores (SEED=7: another sample of the large matrices, other random trials).
 # make test-all: every test that this machine can run, and the lowest versions of all libraries; nightly, and before a
 # release. Random trials use the date as seed; it is printed with the minutes that all took.
@@ -11,13 +12,16 @@ RUN := $(VENV)/bin
 test: SEED ?= 0
 test-all: SEED ?= $(shell date +%Y%m%d)
 
-.PHONY: demo wheel test test-all check setup clean
+.PHONY: demo wheel gpu-folder test test-all check setup clean
 
 demo: setup
 	$(RUN)/python scripts/demo.py $(WORDS)
 
 wheel: setup
 	$(RUN)/python scripts/build_release.py dist
+
+gpu-folder: setup
+	$(RUN)/python scripts/gpu_folder.py .gpu
 
 # DeepSpeed's kernels name the environment they were built in: two that share a cache build each other's anew.
 test test-all: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions

@@ -101,7 +101,10 @@ def enlarged() -> Iterator[None]:
 
 
 def native_engine(setup: Any, **_: Any) -> Any:
-    """Build an engine that only runs plain torch's forward and backward, and discards the gradients."""
+    """Build an engine that only runs plain torch's forward and backward, and discards the gradients.
+
+    Its only wait for a GPU is for the losses, once a step.
+    """
     import torch
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
@@ -122,12 +125,12 @@ def native_engine(setup: Any, **_: Any) -> Any:
         losses = []
         for batch in batches:
             with clock.phase("forward"):
-                loss = module(batch.inputs.to(device), batch.targets.to(device))
-                losses.append(float(loss))
+                loss = module(*batch.arguments(device, training=True))
+                losses.append(loss.detach())
             with clock.phase("backward"):
                 (loss / len(batches)).backward()
         module.zero_grad(set_to_none=True)
-        return StepResult(loss=fmean(losses), grad_norm=None, loss_scale=1.0, skipped=False)
+        return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=None, loss_scale=1.0, skipped=False)
 
     return SimpleNamespace(train_step=train_step, close=lambda: None, rank=0, world=1)
 

@@ -1,7 +1,7 @@
 """Update kernels that are compiled before they are installed, one library for each x86-64 level.
 
     offload_trainer/optim/prebuilt/<key>/adam.x86-64-v4.so    in a wheel (scripts/build_release.py)
-    <cache>/kernels/<key>/adam.x86-64-v4.so                   from a bundle (scripts/offline_bundle.sh)
+    <cache>/kernels/<key>/adam.x86-64-v4.so                   from scripts/gpu_folder.py
 
 The key is a hash of level, options and sources, so libraries of other sources are not found. A library has plain C
 functions, which ctypes calls: it depends neither on torch's C++ ABI nor on Python's. libstdc++ is linked statically,

@@ -1,4 +1,4 @@
-"""Check that this machine is ready, what it would run, and how fast it is.
+"""Check that the update kernels of this machine agree, and, with time left, what it is and would run.
 
 A check that fails does not stop the others.
 """
@@ -7,26 +7,35 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_stages.large import homes
+from gpu_stages.speed import homes, planned_seconds
 from gpu_stages.stage import Failure, Stage
 
-TITLE = "What is here, and whether it works"
+TITLE = "The driver, and the bits of the update kernels"
 COLUMNS = {"check": "check", "found": "found"}
+Check = Callable[[Stage], dict[str, Any]]
 
 
-def carry_out(stage: Stage) -> None:
-    checks: dict[str, Callable[[Stage], dict[str, Any]]] = {
-        "driver": driver,
-        "doctor": doctor,
-        "kernels of the update": kernels,
-        "plan of 10B for a V100": lambda stage: plan(stage, ["--machine", "v100-32gb", "--dtype", "fp16"]),
+def kernels(stage: Stage) -> None:
+    """Carry out the stage `kernels`."""
+    _carry_out(stage, {"driver": driver, "kernels of the update": kernel_bits})
+
+
+def machine(stage: Stage) -> None:
+    """Carry out the stage `machine`."""
+    checks: dict[str, Check] = {
         "bench": bench,
         "plan of 10B here": lambda stage: plan(stage, ["--nvme", str(stage.drive), "--dtype", "bf16"]),
+        "plan of 10B for a V100": lambda stage: plan(stage, ["--machine", "v100-32gb", "--dtype", "fp16"]),
+        "doctor": doctor,
     }
+    _carry_out(stage, checks)
+
+
+def _carry_out(stage: Stage, checks: Mapping[str, Check]) -> None:
     for name, check in checks.items():
         if not stage.asked(name):
             continue
@@ -57,7 +66,7 @@ def doctor(stage: Stage) -> dict[str, Any]:
     return {"found": f"{len(checks)} looked at, warnings: {', '.join(warned) or 'none'}", "checks": checks}
 
 
-def kernels(stage: Stage) -> dict[str, Any]:
+def kernel_bits(stage: Stage) -> dict[str, Any]:
     """Report the CPU's update kernel, and whether the GPU's kernel compiles and gives the same bits."""
     found = _json(stage.command([sys.executable, str(Path(__file__).with_name("kernels.py"))]))
     if found["same"] is False:
@@ -67,8 +76,9 @@ def kernels(stage: Stage) -> dict[str, Any]:
 
 def bench(stage: Stage) -> dict[str, Any]:
     """Measure the machine's rates, and write bench.json next to the table, for `plan --machine FILE` elsewhere."""
-    drive = [] if stage.rehearsal else ["--nvme", str(stage.drive)]  # each write method of a drive takes seconds
-    machine = _json(_ours(stage, ["bench", "--json", *drive]))
+    if stage.rehearsal:
+        raise Failure("not run: it takes a minute")
+    machine = _json(_ours(stage, ["bench", "--json", "--nvme", str(stage.drive)]))
     (stage.record.folder / "bench.json").write_text(json.dumps(machine, indent=1))
     rates = machine["rates"]
     told = [f"{dtype} {rate['value'] / 1e12:.4g} TFLOP/s" for dtype, rate in rates["matmul"].items()]
@@ -81,8 +91,8 @@ def bench(stage: Stage) -> dict[str, Any]:
 
 def plan(stage: Stage, words: Sequence[str]) -> dict[str, Any]:
     found = _json(_ours(stage, ["plan", "--json", "--model", "gpt2-10b", *words]), refused=2)
-    seconds = found["seconds"].values()
-    step = "not known" if None in seconds else f"{sum(seconds):.1f} s"
+    seconds = planned_seconds(found)
+    step = "not known" if seconds is None else f"{seconds:.1f} s"
     fits = "fits" if found["fits"] else "does not fit"
     return {"found": f"{fits}; {homes(found)}; a step {step}", "plan": found}
 

@@ -34,25 +34,18 @@ def cheap_weights(wanted: bool) -> Iterator[None]:
 
 
 def filled_for_benchmarks(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, fp32 tensor on the CPU) in the model's order; the same shapes and seed give the same values."""
+    """Yield (name, fp32 tensor on the CPU) in the model's order; the same shapes and seed give the same values.
+
+    Matrices are views of one buffer, so that 8e9 parameters need the memory and the time of the largest.
+    """
     assert source.random
     largest = max(weight.numel for weight in source.shape.weights if len(weight.shape) > 1)
     count = min(_PATTERN, largest | 1)
     deviation = float(getattr(source.config, "initializer_range", 0.02))
     pattern = torch.randn(count, generator=torch.Generator().manual_seed(source.seed)) * deviation
+    repeated = pattern.repeat(largest // count + 2)
     for weight in source.shape.weights:
         if len(weight.shape) == 1:
             yield weight.name, torch.full(weight.shape, 0.0 if weight.name.endswith("bias") else 1.0)
         else:
-            yield weight.name, _from(pattern, zlib.crc32(weight.name.encode()) % count, weight.numel).view(weight.shape)
-
-
-def _from(pattern: torch.Tensor, place: int, numel: int) -> torch.Tensor:
-    """Return `numel` values of the infinitely repeated pattern, starting at offset `place`."""
-    filled = torch.empty(numel)
-    done = 0
-    while done < numel:
-        piece = pattern[place : place + numel - done]
-        filled[done : done + piece.numel()] = piece
-        done, place = done + piece.numel(), 0
-    return filled
+            yield weight.name, repeated[zlib.crc32(weight.name.encode()) % count :][: weight.numel].view(weight.shape)

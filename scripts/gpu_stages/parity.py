@@ -1,59 +1,94 @@
 """Compare every placement of weights and state with plain torch within a tolerance, and with each other bit for bit.
 
 All cases run under torch's deterministic algorithms, without which CUDA adds gradients of attention and embeddings in
-an arbitrary order. One process runs all cases of a dtype; a case that crashes it loses only its own result.
+an arbitrary order. One process runs all cases; a case that crashes it loses only its own result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
 from gpu_stages.stage import Failure, Stage, Worker, middle
 
-TITLE = "Homes against plain torch and against each other"
+TITLE = "Placements against plain torch and against each other"
 COLUMNS = {
-    "dtype": "dtype",
-    "accumulate": "micro-batches a step",
-    "weights": "weights",
-    "shares": "state on GPU, RAM, drive",
-    "overlap": "overlap",
+    "case": "case",
     "steps": "steps",
     "skipped": "skipped",
+    "clipped": "clipped",
+    "early": "pages updated early, valid",
     "apart": "largest loss difference to plain torch",
-    "same": "losses, norms, masters as the first home's",
+    "same": "losses, norms, masters as the first placement's",
     "step": "step s",
 }
 BOUND = 2e-2  # relative difference of a loss from plain torch's, whose update kernel rounds differently
-WEIGHTS = ("gpu", "cpu", "nvme")
-SHARES = ((1.0, 0.0), (0.3, 0.3), (0.0, 1.0), (0.0, 0.0))  # fractions on the GPU and in RAM, the rest on NVMe
-_REHEARSED = (("gpu", SHARES[0]), ("gpu", SHARES[1]), ("cpu", SHARES[2]), ("nvme", SHARES[3]))
+STEPS = 6
+PLAIN = "plain torch"
+# Weights, and the state's fractions on the GPU and in RAM (the rest is on the drive), and the update's overlap.
+_ALL_ON_GPU, _ALL_IN_RAM = ("gpu", 1.0, 0.0, "off"), ("gpu", 0.0, 1.0, "backward")
+_MIXED, _AWAY, _ON_DRIVE = ("gpu", 0.3, 0.3, "backward"), ("cpu", 0.0, 1.0, "forward"), ("nvme", 0.0, 0.0, "backward")
+Placed = tuple[str, float, float, str]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The settings that compared runs share."""
+
+    dtype: str
+    accumulate: int  # micro-batches a step
+    limit: int  # optim.max_grad_norm
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.accumulate} micro-batches, gradients clipped at {self.limit}"
+
+
+# A sparse matrix: every placement once, and twice those that differ in a clipped step, in fp16 and with accumulation.
+MATRIX: Mapping[Setting, Sequence[Placed]] = {
+    Setting("bf16", 1, 1000): [
+        _ALL_ON_GPU,
+        *(_ALL_IN_RAM, _MIXED, _AWAY, _ON_DRIVE),
+        *(("gpu", 0.0, 1.0, "forward"), ("cpu", 0.3, 0.3, "backward")),
+    ],
+    Setting("bf16", 4, 1): [_ALL_ON_GPU, _ALL_IN_RAM, _MIXED],
+    Setting("fp16", 4, 1000): [_ALL_ON_GPU, _MIXED, _AWAY],
+}
 
 
 def carry_out(stage: Stage) -> None:
-    homes = _REHEARSED if stage.rehearsal else tuple(product(WEIGHTS, SHARES))
     stage.record.note(f"Deterministic algorithms; dropout 0.1; differences up to {BOUND:g} in the loss pass.")
     worker: Worker | None = None
-    for dtype, accumulate in product(("bf16", "fp16"), (1, 4)):
+    for setting, places in MATRIX.items():
         compared = Compared()
-        for weights, shares in [("plain torch", None), *homes]:
-            row = {"dtype": dtype, "accumulate": accumulate, "weights": weights, "shares": _told(shares)}
-            row["overlap"] = overlap_of(shares) if shares is not None else None
+        for placed in (None, *places):
+            name = f"{setting}: {told(placed)}"
+            if not stage.asked(name):
+                continue
+            row: dict[str, Any] = {"case": name, "plain": placed is None}
             try:
+                stage.need_time()
                 if worker is None:
                     worker = stage.worker("parity")
-                found = _run(
-                    stage, worker, [*_words(stage, dtype, accumulate), *_home(weights, shares, tiny=stage.rehearsal)]
-                )
-                row |= found
+                words = [*_words(setting, tiny=stage.rehearsal), *_home(placed, tiny=stage.rehearsal)]
+                row |= _run(stage, worker, words, limit=setting.limit)
                 stage.record.add(compared.outcome(row), **row)
             except Failure as failure:
-                worker = None  # the failed process has ended
+                if worker is not None:
+                    worker.end()
+                worker = None
                 stage.record.add(str(failure), **row)
     if worker is not None:
         worker.end()
+
+
+def told(placed: Placed | None) -> str:
+    """Return a placement in words."""
+    if placed is None:
+        return PLAIN
+    weights, gpu, ram, overlap = placed
+    return f"weights {weights}, state {gpu:g} GPU, {ram:g} RAM, {1 - gpu - ram:.1g} drive, overlap {overlap}"
 
 
 class Compared:
@@ -65,10 +100,12 @@ class Compared:
 
     def outcome(self, row: dict[str, Any]) -> str:
         """Return the outcome of comparing a row; set its `apart` and `same`."""
-        if row["shares"] is None:
+        if row["plain"]:
             self._plain = row
             return "ok"
         wrong = []
+        if row["redone"] and not row["clipped"]:
+            wrong.append(f"{row['redone']} pages were updated again, though no step was clipped")
         if self._plain is not None:
             row["apart"] = _furthest(row["losses"], self._plain["losses"])
             if not row["apart"] < BOUND:  # the negation also catches NaN
@@ -87,15 +124,18 @@ def _furthest(losses: Sequence[float], plain: Sequence[float]) -> float:
     return float("nan") if any(map(isnan, apart)) else max(apart)
 
 
-def _run(stage: Stage, worker: Worker, words: list[str]) -> dict[str, Any]:
-    count = 2 if stage.rehearsal else 20
+def _run(stage: Stage, worker: Worker, words: list[str], *, limit: int) -> dict[str, Any]:
+    count = 2 if stage.rehearsal else STEPS
     worker.build(words)
     steps = worker.ask("steps", count=count)["steps"]
-    digest = worker.ask("digest")["digest"]
+    digest, early = worker.ask("digest")["digest"], worker.ask("early")
     worker.ask("close")
     return {
         "steps": count,
         "skipped": sum(step["skipped"] for step in steps),
+        "clipped": sum((step["grad_norm"] or 0.0) > limit for step in steps),
+        "early": f"{early['valid']} of {early['pages']}",
+        "redone": early["pages"] - early["valid"],
         "losses": [step["loss"] for step in steps],
         "norms": [step["grad_norm"] for step in steps],
         "digest": digest,
@@ -103,39 +143,23 @@ def _run(stage: Stage, worker: Worker, words: list[str]) -> dict[str, Any]:
     }
 
 
-def _words(stage: Stage, dtype: str, accumulate: int) -> list[str]:
+def _words(setting: Setting, *, tiny: bool) -> list[str]:
     # 49 M parameters: a step with all state on the drive moves 0.6 GB each way.
     model = ["--model", "gpt2", "model.overrides.n_layer=6", "model.overrides.vocab_size=8192"]
     model += ["--seq-len", "256", "--micro-batch", "4"]
-    if stage.rehearsal:
+    if tiny:
         model = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
     more = ["model.overrides.resid_pdrop=0.1", "model.activation_checkpointing=on", "optim.initial_loss_scale=1024"]
     rate = ["--lr", "5e-5", "optim.warmup_steps=10", "train.deterministic=true"]
-    return [*model, *more, *rate, "--dtype", dtype, "--accumulate", str(accumulate)]
+    step = ["--dtype", setting.dtype, "--accumulate", str(setting.accumulate), f"optim.max_grad_norm={setting.limit}"]
+    return [*model, *more, *rate, *step]
 
 
-def _home(weights: str, shares: tuple[float, float] | None, *, tiny: bool) -> list[str]:
-    if shares is None:
+def _home(placed: Placed | None, *, tiny: bool) -> list[str]:
+    if placed is None:
         return ["--engine", "plain"]
-    gradients = ["placement.gradients=nvme"] if weights == "nvme" else []
-    words = ["--engine", "tiered", "--params", weights, "{drive}", *gradients]
+    weights, gpu, ram, overlap = placed
+    words = ["--engine", "tiered", "--params", weights, "{drive}", f"tiered.overlap={overlap}"]
+    words += ["placement.gradients=nvme"] if weights == "nvme" else []
     words += ["tiered.page_size=65536"] if tiny else []
-    return [
-        *words,
-        "--gpu-fraction",
-        str(shares[0]),
-        "--ram-fraction",
-        str(shares[1]),
-        f"tiered.overlap={overlap_of(shares)}",
-    ]
-
-
-def overlap_of(shares: tuple[float, float]) -> str:
-    """Return the overlap to test with this placement; the bits must not depend on it either."""
-    if shares[0] == 1:
-        return "off"
-    return "backward" if sum(shares) < 1 else "forward"
-
-
-def _told(shares: tuple[float, float] | None) -> str | None:
-    return None if shares is None else f"{shares[0]:.1f}, {shares[1]:.1f}, {1 - sum(shares):.1f}"
+    return [*words, "--gpu-fraction", str(gpu), "--ram-fraction", str(ram)]

@@ -2,7 +2,6 @@
 loss.
 
     native   forward and backward of plain torch, which discards the gradients: the minimum that every engine needs
-    foreach  the package's plain torch engine, with the `foreach` variant of AdamW in place of the fused one
     fsdp2    torch's fully_shard with CPUOffloadPolicy on one rank: fp32 masters, moments and AdamW in host memory
     torchao  CPUOffloadOptimizer: weights on the GPU, AdamW on a copy of them in host memory
 
@@ -18,15 +17,12 @@ from typing import Any
 
 SETTINGS = {
     "native": "torch alone; weights and gradients in 16 bit on the GPU, no optimizer",
-    "foreach": "fp32 masters and moments on the GPU, torch.optim.AdamW(foreach=True)",
     "torchao": "CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True) on weights in bf16: the update is in "
-    "bf16 too, without fp32 masters, 6 bytes a parameter in host memory where ours has 12; clip_grad_norm_ on the GPU",
+    "bf16 too, without fp32 masters, 6 bytes a parameter in host memory where ours has 12; no clipping, since the "
+    "gradients have been copied to host memory by the end of the backward",
     "fsdp2": "fully_shard of each block and of the rest, CPUOffloadPolicy(pin_memory=True), MixedPrecisionPolicy("
     "param_dtype=bf16, reduce_dtype=fp32), torch.optim.AdamW(fused=True) on fp32 CPU parameters, clip_grad_norm_",
 }
-
-
-LACKS_TORCHAO = "not run: torchao is not installed; scripts/offline_bundle.sh brings it"
 
 
 def builder(peer: str | None) -> Callable[..., Any]:
@@ -42,18 +38,6 @@ def _native(setup: Any, **_: Any) -> Any:
     return native_engine(setup)
 
 
-def _foreach(setup: Any, **given: Any) -> Any:
-    import torch
-
-    from offload_trainer.run.build import build_engine
-
-    engine = build_engine(setup, **given)
-    groups = [{key: group[key] for key in ("params", "weight_decay")} for group in engine._adam.param_groups]
-    optim = setup.planned.config.optim
-    engine._adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)
-    return engine
-
-
 def _fsdp2(setup: Any, **_: Any) -> Any:
     return Fsdp2(setup.planned.source, setup.planned.config)
 
@@ -62,7 +46,7 @@ def _torchao(setup: Any, **_: Any) -> Any:
     return TorchAO(setup.planned.source, setup.planned.config)
 
 
-_BUILDERS = {"native": _native, "foreach": _foreach, "fsdp2": _fsdp2, "torchao": _torchao}
+_BUILDERS = {"native": _native, "fsdp2": _fsdp2, "torchao": _torchao}
 
 
 def _groups(module: Any, source: Any, optim: Any) -> list[dict[str, Any]]:
@@ -85,7 +69,7 @@ class _Rival:
     _device: Any
     _module: Any
     _adam: Any
-    _clip: float | None
+    _clip: float | None = None  # None: gradients are neither measured nor clipped
 
     def _begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch, the `last` of its step or not."""
@@ -99,20 +83,22 @@ class _Rival:
         for number, batch in enumerate(batches, 1):
             self._begin(last=number == len(batches))
             with clock.phase("forward"):
-                inputs, targets = batch.inputs.to(self._device), batch.targets.to(self._device)
-                loss = self._module(inputs, targets, batch.seed, batch.counted)
+                loss = self._module(*batch.arguments(self._device, training=True))
                 losses.append(loss.detach())
             with clock.phase("backward"):
                 (loss / len(batches)).backward()
+        norm = None
         with clock.phase("update"):
-            norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._clip or float("inf"))
+            if self._clip:
+                norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._clip)
             for group in self._adam.param_groups:
                 group["lr"] = lr
             self._adam.step()
             self._adam.zero_grad()
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's norm is sharded
+        if norm is not None:  # FSDP2's norm is sharded
+            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         mean = float(torch.stack(losses).mean())
-        return StepResult(loss=mean, grad_norm=float(norm), loss_scale=1.0, skipped=False)
+        return StepResult(loss=mean, grad_norm=norm, loss_scale=1.0, skipped=False)
 
 
 class TorchAO(_Rival):
@@ -134,7 +120,6 @@ class TorchAO(_Rival):
         optim = config.optim
         how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
         self._adam = CPUOffloadOptimizer(_groups(self._module, source, optim), torch.optim.AdamW, **how)
-        self._clip = optim.max_grad_norm
 
     def close(self) -> None:
         self._adam = self._module = None

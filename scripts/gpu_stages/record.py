@@ -1,4 +1,4 @@
-"""The results of one stage so far: STAGE.json and STAGE.md, both rewritten completely after every row.
+"""The results of one stage so far, STAGE.json and STAGE.md, rewritten after every row, and an archive of all stages.
 
 A process that is killed at a time limit leaves all rows that it had, and `"done": false`.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tarfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,9 +73,8 @@ class Record:
         print(f"gpu_suite: {told}: {outcome}", file=sys.stderr, flush=True)
         self._save()
 
-    def complete(self, **more: Any) -> None:
-        """Add keys to the latest row."""
-        self.rows[-1] |= more
+    def complete(self) -> None:
+        """Write both files again, after rows were completed."""
         self._save()
 
     def note(self, text: str) -> None:
@@ -104,6 +105,41 @@ class Record:
         headings[0] = mark + headings[0]
         lines += [_line(headings), _line(["---"] * len(headings))]
         return lines + [_line([_cell(row.get(key)) for key in (*self._columns, "outcome")]) for row in self.rows]
+
+
+class Archive:
+    """A gzipped tar file of a folder, replaced every ten seconds and at the end, for a machine that returns few files.
+
+    A process that is killed leaves the last complete archive.
+    """
+
+    def __init__(self, folder: Path, file: Path, *, every: float = 10.0) -> None:
+        self._folder, self._file, self._every = folder, file, every
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> Archive:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _repeat(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._ended.wait(self._every)
+            self._write()
+
+    def _write(self) -> None:
+        beside = self._file.with_name(f".{self._file.name}.tmp")
+        with tarfile.open(beside, "w:gz", compresslevel=1) as tar:
+            for path in sorted(self._folder.glob("[!.]*")):  # a name with a dot is a file that is being written
+                if path.is_file():
+                    tar.add(path, arcname=path.name)
+        os.replace(beside, self._file)
 
 
 def _line(cells: list[str]) -> str:

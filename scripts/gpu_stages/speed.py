@@ -1,165 +1,373 @@
-"""Time steps of 8 thousand tokens: this package by state placement and overlap, plain torch, and other libraries'
-offload.
+"""Time steps of one model by placement of the optimizer state and overlap of the update, beside other libraries.
 
-Each case has its own process, and the machine to itself: it takes one warm-up step and then the timed ones, and ends
-before the next case is built. Plain torch is measured again at the end, which shows drift of the machine's speed. The
-forward and backward of plain torch alone are the lower bound for every case.
+Each case has its own process, and the machine to itself: two steps are not timed, and the process ends before the next
+case is built. The forward and backward of plain torch alone are the floor under every case. No timed step is clipped,
+since a clipped one updates the pages again that `overlap=backward` has updated early; rows that did so are marked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from gpu_stages import large, peers
-from gpu_stages.large import Case
-from gpu_stages.stage import Failure, Stage
+from gpu_stages import peers
+from gpu_stages.record import Record
+from gpu_stages.stage import Failure, Stage, Worker, middle, spread
 
-TITLE = "Speed at 8 thousand tokens a step, beside others"
-COLUMNS = {"case": "case", "rate": "tokens/s", "against": "x plain torch"} | {
-    key: large.COLUMNS[key]
-    for key in ("step_spread", "forward", "backward", "update", "mfu", "gpu_peak", "retries", "rss", "build")
+COLUMNS = {
+    "case": "case",
+    "homes": "where the plan puts it",
+    "tokens": "tokens a step",
+    "rate": "tokens/s",
+    "of_floor": "of the floor",
+    "mfu": "MFU",
+    "step_spread": "step s (smallest-largest)",
+    "forward": "forward",
+    "backward": "backward",
+    "update": "update",
+    "planned_step": "planned step s",
+    "early": "pages updated early, valid",
+    "gpu_planned": "GPU planned GB",
+    "gpu_peak": "allocated GB",
+    "gpu_reserved": "reserved GB",
+    "retries": "allocation retries",
+    "rss_planned": "host planned GB",
+    "rss": "host peak GB",
+    "read": "read GB a step",
+    "written": "written GB a step",
+    "skipped": "skipped",
+    "build": "built in s",
 }
-OURS = ["--engine", "tiered"]
-PLAIN = "plain torch"
-TRACE = "speed-trace.json.gz"
-STEPS = 5
+NOTES = (
+    "MFU: operations of the shape's products, twice as many in the backward, what checkpointing recomputes not "
+    "counted, over the step's seconds, as a share of what one product of two matrices reached here",
+    "Steps are timed in a row, nothing stopped between them: work that one leaves to the next is in the next",
+    "Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant",
+    "optim.max_grad_norm=1000 where ours has 1: gradients of filled weights have norms of 6 to 11, and none is clipped",
+)
+WARM, STEPS = 2, 5  # untimed and timed steps
+UNCLIPPED = "optim.max_grad_norm=1000"
+FLOOR = "floor: forward and backward alone"
+TRACE = "trace.json.gz"
 
 
-def carry_out(stage: Stage) -> None:
-    words = prepare(stage, rows=8, accumulate=1)
-    for name, settings in peers.SETTINGS.items():
-        stage.record.note(f"{name}: {settings}")
-    found = compare(stage, cases(), words)
-    trace(stage, words)
-    if found is not None and not stage.rehearsal and stage.asked(f"{PLAIN} again"):
-        compare(stage, [replace(plain(), name=f"{PLAIN} again")], words, against=found)
+@dataclass(frozen=True)
+class Case:
+    """One way to train: arguments of `offload-train`, and the foreign engine (peers.py), if any."""
+
+    name: str
+    words: Sequence[str]
+    peer: str | None = None
+    least_gib: float = 0.0  # GPU memory without which the case is not tried
+    traced: bool = False  # one more step is recorded for chrome://tracing and https://ui.perfetto.dev
 
 
-def plain() -> Case:
-    return Case(PLAIN, ["--engine", "plain"])
+@dataclass(frozen=True)
+class Group:
+    """Cases of one model, the most important ones first."""
+
+    title: str
+    words: Callable[[Stage], list[str]]
+    cases: Sequence[Case]
+    steps: int = STEPS
+    cap_bytes: int | None = None  # limit of GPU memory; None: all of it
+
+    def carry_out(self, stage: Stage) -> None:
+        for note in NOTES:
+            stage.record.note(note)
+        words = [*self.words(stage), UNCLIPPED]
+        stage.record.note(f"All cases: `{' '.join(words)}`")
+        for case in self.cases:
+            if not stage.asked(case.name):
+                continue
+            if missing := _missing(stage, case):
+                stage.record.add(f"not run: {missing}", case=case.name)
+                continue
+            if case.peer:
+                stage.record.note(f"{case.peer}: {peers.SETTINGS[case.peer]}")
+            self._measure(stage, case, [*words, *case.words])
+            _relate(stage.record)
+
+    def _measure(self, stage: Stage, case: Case, words: Sequence[str]) -> None:
+        """Measure a case and add its row, whatever the outcome."""
+        row: dict[str, Any] = {"case": case.name, "words": " ".join(words)}
+        place = stage.process if self.cap_bytes is None else lambda name: stage.worker(name, cap_bytes=self.cap_bytes)
+        try:
+            with stage.case(), place(case.name) as worker:
+                size = 128 if stage.rehearsal else 8192
+                about = worker.build(words, fill=True, peer=case.peer, product=size)
+                row |= _of_plan(about, ours=case.peer is None)
+                steps = in_a_row(stage, worker, 2 if stage.rehearsal else self.steps)
+                early = worker.ask("early") if case.peer is None else {}
+                row |= _of_steps(about, steps) | {"counts": early}
+                if early:
+                    row["early"] = f"{early['valid']} of {early['pages']}"
+                if case.traced:
+                    _trace(stage, worker, case.name)
+        except Failure as failure:
+            stage.record.add(str(failure), **row)
+            return
+        over = self.cap_bytes is not None and row["gpu_reserved"] > self.cap_bytes / 1e9
+        taken = WARM + len(row["steps"])
+        stage.record.add("failed: more than the cap" if over else outcome_of(about, early, steps=taken), **row)
 
 
-def shares(gpu: str, ram: str, overlap: str) -> list[str]:
-    """Return arguments with weights on the GPU and this state placement and overlap; nothing is left to `auto`."""
-    return [*OURS, "--params", "gpu", "--gpu-fraction", gpu, "--ram-fraction", ram, f"tiered.overlap={overlap}"]
+def _relate(record: Record) -> None:
+    """Set each row's rate as a share of the first floor's, once that was measured."""
+    rates = [row["rate"] for row in record.rows if row["case"].startswith(FLOOR) and "rate" in row]
+    for row in record.rows if rates else ():
+        if "rate" in row:
+            row["of_floor"] = row["rate"] / rates[0]
+    record.complete()
 
 
-def cases() -> list[Case]:
-    away = [*OURS, "--params", "cpu", "--gpu-fraction", "0", "--ram-fraction", "1"]
-    found = [
-        plain(),
-        Case("forward and backward alone", ["--engine", "plain"], peer="native"),
-        Case("ours, state in RAM, overlap forward", shares("0", "1", "forward")),
-        Case("ours, state in RAM, overlap off", shares("0", "1", "off")),
-        Case("ours, state on the GPU, overlap off", shares("1", "0", "off")),
-        Case("ours, state half GPU, half RAM, overlap forward", shares("0.5", "0.5", "forward")),
-        Case("ours, state in RAM, overlap backward", shares("0", "1", "backward")),
-        Case("ours, weights and state in RAM, overlap forward", [*away, "tiered.overlap=forward"]),
-        Case("torchao, CPU offload", ["--engine", "plain"], peer="torchao"),
-        Case("FSDP2, CPU offload", ["--engine", "plain"], peer="fsdp2"),
-        Case(
-            f"{PLAIN}, checkpointing off, foreach",
-            ["--engine", "plain", "model.activation_checkpointing=off"],
-            peer="foreach",
-        ),
-        Case(
-            "forward and backward alone, checkpointing off",
-            ["--engine", "plain", "model.activation_checkpointing=off"],
-            peer="native",
-        ),
-    ]
-    if find_spec("deepspeed") is not None:
-        stock = ["--engine", "deepspeed", "--optimizer", "cpu"]
-        found += [
-            Case("ZeRO-2, optimizer in RAM", [*stock, "--params", "gpu"]),
-            Case("ZeRO-3, both in RAM", [*stock, "--params", "cpu"]),
-        ]
-    return found
+def in_a_row(stage: Stage, worker: Worker, steps: int) -> dict[str, Any]:
+    """Take warm-up steps, then as many of `steps` as the remaining time allows, without a pause."""
+    warm = worker.ask("steps", count=WARM)["steps"][-1]["step"]
+    return worker.ask("steps", count=max(1, min(steps, int(stage.left() / (2 * warm)))))
 
 
-def prepare(stage: Stage, *, rows: int, accumulate: int) -> list[str]:
-    """Note what the rows mean; return the arguments that all cases share, which a case's own override."""
-    if stage.rehearsal:
-        model, length, rows = ["model.overrides.n_layer=2", "model.overrides.n_embd=64"], 32, 2
-    else:
-        model, length = ["--model", _model(stage)], 1024
-    told = f"`{' '.join(model)}`, bf16, {accumulate} x {rows} rows of {length} tokens, checkpointing on but where a row"
-    for note in (f"{told} says so", large.MFU, large.IN_A_ROW, large.FILLED):
-        stage.record.note(note)
-    words = [*model, "--dtype", "bf16", "--seq-len", str(length), "--micro-batch", str(rows)]
-    return [*words, "--accumulate", str(accumulate), "model.activation_checkpointing=on"]
+def outcome_of(about: dict[str, Any], early: dict[str, int], *, steps: int) -> str:
+    """Return "ok", or why a row must not be quoted as the speed of the schedule in its name.
 
-
-def compare(
-    stage: Stage, compared: Sequence[Case], words: Sequence[str], *, against: float | None = None
-) -> float | None:
-    """Add a row for each selected case; return plain torch's tokens a second, the reference for the others (`against`).
-
-    A rehearsal notes the cases that it cannot run, for want of a GPU or of time.
+    `about` is an answer of `Worker.build`; `early` counts what was updated before the decisions of all `steps`.
     """
-    for case in compared:
-        if not stage.asked(case.name):
-            continue
-        missing = _missing(stage, case)
-        if missing:
-            stage.record.note(f"{case.name} was not run: {missing}")
-            continue
-        timed = measure_against(stage, replace(case, words=[*words, *case.words]), against)
-        if case.name == PLAIN:
-            against = timed
-    return against
+    chosen = about["plan"]["chosen"]
+    sizes = chosen["sizes"] or {}
+    if chosen["engine"] != "tiered":
+        return "ok"
+    # The CPU updates state in RAM and on drives. Without a compiler torch's kernel does so, several times as slowly.
+    if sizes["gpu_fraction"] < 1 and "native kernel," not in about["kernel"]:
+        return f"not comparable: {about['kernel']}"
+    if sizes["ahead"] and (early["steps"] < steps or early["valid"] < early["pages"]):
+        return (
+            f"not comparable: {early['steps']} of {steps} steps were updated early, and {early['valid']} of their "
+            f"{early['pages']} pages were valid, since the others were clipped or skipped"
+        )
+    return "ok"
 
 
-def measure_against(stage: Stage, case: Case, against: float | None) -> float | None:
-    """Add a case's row, including its rate relative to `against`; return its rate in tokens a second."""
-    steps, size = (2, 128) if stage.rehearsal else (STEPS, 8192)
-    row = large.measure(stage, case, steps=steps, dtype="bf16", size=size)
-    if row is None:
-        return None
-    rate = float(row["rate"])
-    stage.record.complete(against=1.0 if case.name == PLAIN else rate / against if against else None)
-    return rate
+def _of_plan(about: dict[str, Any], *, ours: bool) -> dict[str, Any]:
+    plan = about["plan"]
+    found = {
+        "tokens": about["tokens_per_step"],
+        "build": about["build_seconds"],
+        "product": about["product"],
+        "kernel": about["kernel"],
+        "plan": plan,
+    }
+    if not ours:
+        return found
+    return found | {
+        "homes": homes(plan),
+        "planned_step": planned_seconds(plan),
+        "gpu_planned": plan["tiers"].get("gpu", {"need": 0})["need"] / 1e9,
+        "rss_planned": plan["tiers"]["ram"]["need"] / 1e9,
+    }
 
 
-def _missing(stage: Stage, case: Case) -> str | None:
-    if case.peer == "torchao":
-        if find_spec("torchao") is None:
-            return peers.LACKS_TORCHAO
-        return "torchao refuses a machine without a GPU" if stage.rehearsal else None
-    stock = "deepspeed" in case.words
-    return "its kernels take minutes to build" if stock and stage.rehearsal else None
+def planned_seconds(plan: dict[str, Any]) -> float | None:
+    """Return the seconds of a step in a plan's JSON, less those of the update that are hidden; None: not known."""
+    seconds = plan["seconds"].values()
+    return None if None in seconds else sum(seconds) - plan["hidden"]
 
 
-def _model(stage: Stage) -> str:
-    """Return a model of 1.6e9 parameters if plain torch can train it on this GPU, else one of half the size."""
-    gpu = stage.record.about["gpu"]
-    return "gpt2-xl" if float(gpu.split(", ")[-2].removesuffix(" GiB")) > 70 else "gpt2-large"
+def homes(plan: dict[str, Any]) -> str:
+    """Describe the placement of weights and state, the overlap and the checkpointed blocks in a plan's JSON."""
+    chosen, sizes = plan["chosen"], plan["chosen"]["sizes"] or {}
+    if chosen["engine"] != "tiered":
+        return f"{chosen['engine']}, {chosen['checkpointed_blocks']} blocks checkpointed"
+    gpu, ram = sizes["gpu_fraction"], sizes["ram_fraction"]
+    drive = max(0.0, 1 - gpu - ram)
+    overlap = "backward" if sizes["ahead"] else "forward" if sizes["overlap"] else "off"
+    state = f"state {gpu:.1%} GPU, {ram:.1%} RAM, {drive:.1%} drive, {sizes['shadow_fraction']:.0%} with shadows"
+    return (
+        f"weights {chosen['params']}; {state}; overlap {overlap}; {chosen['checkpointed_blocks']} blocks checkpointed"
+    )
 
 
-def trace(stage: Stage, words: Sequence[str]) -> None:
-    """Record a step whose update overlaps the forward.
+def _of_steps(about: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    steps, seconds = found["steps"], middle(found["steps"], "step")
+    return {
+        **{key: middle(steps, key) for key in ("step", "forward", "backward", "update")},
+        "step_spread": spread(steps, "step"),
+        "rate": about["tokens_per_step"] / seconds,
+        "mfu": about["flops_per_step"] / seconds / about["product"],
+        "gpu_peak": max(step["device_peak"] for step in steps) / 1e9,
+        "gpu_reserved": found["reserved"] / 1e9,
+        "gpu_in_use": found["in_use"] / 1e9,
+        "retries": steps[-1]["retries"],
+        "rss": max(step["peak_rss"] for step in steps) / 1e9,
+        "read": middle(steps, "read_bytes") / 1e9,
+        "written": middle(steps, "written_bytes") / 1e9,
+        "skipped": f"{sum(step['skipped'] for step in steps)} of {len(steps)}",
+        "loss": steps[-1]["loss"],
+        "steps": steps,
+    }
 
-    chrome://tracing and https://ui.perfetto.dev read the trace.
-    """
+
+def _trace(stage: Stage, worker: Worker, name: str) -> None:
     path = stage.record.folder / TRACE
-    name = "a trace of state in RAM, overlap forward"
-    if not stage.asked(name):
-        return
-    path.unlink(missing_ok=True)
-    row: dict[str, Any] = {"case": name}
-    try:
-        with stage.process(name) as worker:
-            worker.build([*words, *shares("0", "1", "forward")], fill=True)
-            worker.ask("steps", count=large.WARM)
-            size = worker.ask("trace", path=str(path))["bytes"]
-    except Failure as failure:
-        stage.record.add(str(failure), **row)
-        return
+    size = worker.ask("trace", path=str(path))["bytes"]
     if size > 10_000_000:
         path.unlink()
         stage.record.note(f"A trace of {size / 1e6:.0f} MB was too large to keep")
     else:
-        stage.record.note(f"{path.name}: {name}, {size / 1e6:.2f} MB")
+        stage.record.note(f"{path.name}: a step of {name}, {size / 1e6:.2f} MB")
+
+
+def _missing(stage: Stage, case: Case) -> str | None:
+    """Return what a case lacks on this machine, or None."""
+    library = case.peer if case.peer == "torchao" else "deepspeed" if "deepspeed" in case.words else None
+    if library:
+        if find_spec(library) is None:
+            return f"{library} is not installed"
+        return f"{library} needs a GPU, or minutes to compile kernels" if stage.rehearsal else None
+    if not stage.rehearsal and _gpu_gib(stage) < case.least_gib:
+        return f"it needs more than this GPU's {_gpu_gib(stage):.0f} GiB"
+    return None
+
+
+def _gpu_gib(stage: Stage) -> float:
+    return float(stage.record.about["gpu"].split(", ")[-2].removesuffix(" GiB"))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+# https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+_TINY_LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TINY_LLAMA |= {"num_key_value_heads": 2, "vocab_size": 2048}
+_TINY = ["model.overrides.n_layer=2", "model.overrides.n_embd=64", *("--seq-len", "32", "--micro-batch", "2")]
+
+
+def gpt2(stage: Stage) -> list[str]:
+    """Return arguments for 1.6e9 parameters if plain torch can train them on this GPU, else for half as many."""
+    if stage.rehearsal:
+        return [*_TINY, "--dtype", "bf16"]
+    model = "gpt2-xl" if _gpu_gib(stage) > 70 else "gpt2-large"
+    return ["--model", model, "--dtype", "bf16", "--seq-len", "1024", "--micro-batch", "8", "--accumulate", "1"]
+
+
+def llama_8b(stage: Stage) -> list[str]:
+    """Return arguments for Llama-3-8B's shape, whose configuration is written into a directory on the drive."""
+    folder = stage.drive / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B | (_TINY_LLAMA if stage.rehearsal else {}), indent=1))
+    rows = ["--seq-len", "32", "--micro-batch", "2"] if stage.rehearsal else ["--seq-len", "4096", "--micro-batch", "4"]
+    return [
+        "--model",
+        str(folder),
+        "--scratch",
+        "data.tokenizer=builtin",
+        "--dtype",
+        "bf16",
+        "--accumulate",
+        "1",
+        *rows,
+    ]
+
+
+def gpt2_10b(stage: Stage) -> list[str]:
+    model = _TINY if stage.rehearsal else ["--model", "gpt2-10b", "--seq-len", "1024", "--micro-batch", "4"]
+    return [*model, "--dtype", "fp16", "{drive}", "optim.initial_loss_scale=1024"]
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+def ours(name: str, gpu: str, ram: str, overlap: str, *more: str, params: str = "gpu", traced: bool = False) -> Case:
+    """Return a case with these shares of the state on the GPU and in RAM; nothing is left to `auto`."""
+    words = ["--engine", "tiered", "--params", params, "--gpu-fraction", gpu, "--ram-fraction", ram, *more]
+    return Case(f"ours, {name}, overlap {overlap}", [*words, f"tiered.overlap={overlap}"], traced=traced)
+
+
+_PLAIN = ["--engine", "plain", "--force"]  # --force: the plan counts optimizer state on the GPU, which a floor lacks
+_STOCK = ["--engine", "deepspeed", "--optimizer", "cpu"]
+_PLANNED = Case("ours, as planned", ["--engine", "tiered"])
+
+
+def _floor(checkpointing: str, *, least_gib: float = 0.0) -> Case:
+    name = f"{FLOOR}, checkpointing {checkpointing}"
+    return Case(name, [*_PLAIN, f"model.activation_checkpointing={checkpointing}"], peer="native", least_gib=least_gib)
+
+
+GROUPS = {
+    "speed": Group(
+        "1.6e9 parameters, 8 thousand tokens a step, by where the optimizer state is",
+        gpt2,
+        [
+            _floor("off"),
+            _PLANNED,
+            ours("state in RAM", "0", "1", "backward", traced=True),
+            ours("state half GPU, half RAM", "0.5", "0.5", "backward"),
+            ours("state in RAM", "0", "1", "off"),
+            ours("state in RAM", "0", "1", "forward"),
+            ours("state on the GPU", "1", "0", "off"),
+            Case("plain torch", ["--engine", "plain"]),
+            ours("weights and state in RAM", "0", "1", "backward", params="cpu"),
+            _floor("on"),
+        ],
+    ),
+    "8b": Group(
+        "8B parameters, 16 thousand tokens a step, by where the optimizer state is",
+        llama_8b,
+        [
+            _floor("off", least_gib=120),
+            _PLANNED,
+            ours("state half GPU, half RAM", "0.5", "0.5", "backward"),
+            _floor("on"),
+            ours("state in RAM", "0", "1", "backward"),
+            ours("state in RAM", "0", "1", "off"),
+        ],
+    ),
+    "drive": Group(
+        "1.6e9 parameters, 8 thousand tokens a step, half of the state on a drive",
+        gpt2,
+        [
+            ours("state half in RAM, half on the drive", "0", "0.5", "backward", "{drive}"),
+            _floor("off"),
+            ours("state half in RAM, half on the drive", "0", "0.5", "off", "{drive}"),
+            ours("weights and half of the state on the drive", "0", "0.5", "backward", "{drive}", params="nvme"),
+        ],
+    ),
+    "rivals": Group(
+        "1.6e9 parameters, 8 thousand tokens a step: other libraries' offload",
+        gpt2,
+        [
+            _floor("off"),
+            Case("torchao, CPU offload", _PLAIN, peer="torchao"),
+            Case("FSDP2, CPU offload", _PLAIN, peer="fsdp2"),
+            Case("ZeRO-2, optimizer in RAM", [*_STOCK, "--params", "gpu"]),
+            Case("ZeRO-3, both in RAM", [*_STOCK, "--params", "cpu"]),
+            ours("state in RAM", "0", "1", "backward"),
+        ],
+    ),
+    "10b": Group(
+        "10B parameters in fp16 under a cap of 32 GiB of GPU memory, which imitates a smaller card's capacity only",
+        gpt2_10b,
+        [
+            Case("ours, shares as planned, overlap backward", ["--engine", "tiered", "tiered.overlap=backward"]),
+            ours("no state on the GPU, the rest as planned", "0", "auto", "backward"),
+        ],
+        steps=3,
+        cap_bytes=32 << 30,
+    ),
+}

@@ -11,21 +11,21 @@ import hashlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from gpu_stages.record import OUT_OF_TIME, Record
 from offload_trainer.storage.owned_dirs import scratch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-_Of = TypeVar("_Of")
 _CLOSING = 12.0  # seconds reserved for ending processes and writing the page
 _LEAST = 15.0  # seconds below which nothing new starts: starting a process takes as many
 
@@ -42,6 +42,7 @@ class Stage:
         self.record, self.rehearsal = record, record.rehearsal
         self._only, self._kept = only, list[Worker]()
         self._end = time.monotonic() + seconds - _CLOSING
+        self._shortest = 0.0  # seconds of the shortest case so far
         self._drive = drive
         self._open = ExitStack()
 
@@ -58,14 +59,18 @@ class Stage:
         """Return the seconds that remain."""
         return max(0.0, self._end - time.monotonic())
 
-    def some(self, cases: Mapping[str, _Of]) -> list[tuple[str, _Of]]:
-        """Return the selected cases; a rehearsal takes the first two, since the others differ in arguments alone."""
-        asked = [(name, case) for name, case in cases.items() if self._only in name]
-        return asked[: 2 if self.rehearsal else None]
-
     def asked(self, name: str) -> bool:
         """Return whether a case of this name is selected."""
         return self._only in name
+
+    @contextmanager
+    def case(self) -> Iterator[None]:
+        """Surround a case that is as long as others. Raises Failure if not even the shortest one so far would fit."""
+        self.need_time(max(_LEAST, self._shortest))
+        start = time.monotonic()
+        yield
+        taken = time.monotonic() - start
+        self._shortest = min(self._shortest or taken, taken)
 
     @contextmanager
     def process(self, name: str) -> Iterator[Worker]:
@@ -99,23 +104,17 @@ class Stage:
         if self.left() < least:
             raise Failure(OUT_OF_TIME)
 
-    def command(self, argv: Sequence[str], *, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def command(self, argv: Sequence[str], *, interrupted: float = 0.0) -> subprocess.CompletedProcess[str]:
         """Run a command within the stage's time; return its stdout and stderr separately.
 
-        Raises Failure (out of time) if it takes longer.
+        It gets SIGINT `interrupted` seconds before the end, if any. Raises Failure (out of time) if it takes longer.
         """
         self.need_time()
         with subprocess.Popen(
-            argv,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | (env or {}),
-            cwd=ROOT,
-            start_new_session=True,
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
         ) as process:
             try:
-                out, err = process.communicate(timeout=self.left())
+                out, err = self._wait_for(process, interrupted=interrupted)
             except BaseException as error:
                 os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that it started
                 process.communicate()
@@ -123,6 +122,14 @@ class Stage:
                     raise Failure(OUT_OF_TIME) from None
                 raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def _wait_for(self, process: subprocess.Popen[str], *, interrupted: float) -> tuple[str, str]:
+        if interrupted:
+            try:
+                return process.communicate(timeout=max(0.0, self.left() - interrupted))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+        return process.communicate(timeout=self.left())
 
 
 class Worker:
@@ -158,7 +165,6 @@ class Worker:
         Raises Failure, with the worker's last output or for lack of time, after ending the process.
         """
         assert self._process.stdin is not None
-        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps({"do": what, **given}).encode() + b"\n")
             self._process.stdin.flush()
@@ -174,11 +180,6 @@ class Worker:
             why = f"{'not run' if refused else 'failed'}: {answer['error'][-400:]}"
         self.end()
         raise Failure(why)
-
-    def rest(self) -> None:
-        """Stop the process until the next request, so that its threads take no time from other cases."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGSTOP)
 
     def _line(self) -> bytes:
         assert self._process.stdout is not None
@@ -213,8 +214,8 @@ class Worker:
         self.end()
 
 
-def facts(*, rehearsal: bool) -> dict[str, Any]:
-    """Return the facts that numbers depend on and no setting contains.
+def facts(drive: Path, *, rehearsal: bool) -> dict[str, Any]:
+    """Return the facts that numbers depend on and no setting contains; `drive` is a directory on the drive.
 
     A separate process collects them, since that initialises CUDA.
     """
@@ -225,6 +226,8 @@ def facts(*, rehearsal: bool) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if rehearsal:
         found["gpu"] = None
+    kind = subprocess.run(["stat", "-f", "-c", "%T", drive], capture_output=True, text=True, check=False).stdout.strip()
+    found["drive"] = f"{kind}, {shutil.disk_usage(drive).free / 1e9:.0f} GB free"
     return {"commit": _commit(), "source": _source(), **found}
 
 
@@ -244,19 +247,6 @@ def _source() -> str:
         if path.suffix in (".py", ".cpp", ".cu"):
             total.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]
-
-
-def outcome_of(about: dict[str, Any]) -> str:
-    """Return "ok" for an answer of `Worker.build`, or why its speed must not be quoted.
-
-    The CPU updates state in RAM and on drives. Without a compiler, torch's kernel does so and takes several times as
-    long.
-    """
-    chosen = about["plan"]["chosen"]
-    sizes = chosen["sizes"] or {}
-    if chosen["engine"] != "tiered" or sizes["gpu_fraction"] >= 1 or "native kernel," in about["kernel"]:
-        return "ok"
-    return f"not comparable: {about['kernel']}"
 
 
 def middle(steps: Sequence[dict[str, Any]], key: str) -> float:

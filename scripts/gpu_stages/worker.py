@@ -4,13 +4,14 @@
 
 It reads one JSON object a line from stdin and writes one answer a line to stdout. After {"error": ...} it ends.
 
-    build   words, fill, peer    build the run that `words` configure; answers facts and the plan
-    steps   count                take steps; answers the time, loss and norm of each, and peaks of memory
-    trace   path                 take one more step under torch's profiler
-    digest                       hash names and bytes of all master weights
-    saves   rounds, steps        measure what checkpoints cost (bench_save.compare)
-    product dtype, size          measure the floating-point operations a second of a matrix product
-    close                        end the run and free its memory; another may be built then
+    build   words, fill, peer, product    build the run that `words` configure; answers facts and the plan, and the
+                                          operations a second of a bf16 product of matrices with `product` rows
+    steps   count                         take steps; answers the time, loss and norm of each, and peaks of memory
+    trace   path                          take one more step under torch's profiler
+    early                                 wait for the last update; count steps since `build` whose pages were updated
+                                          during the backward, those pages, and how many of them were valid
+    digest                                hash names and bytes of all master weights
+    close                                 end the run and free its memory; another may be built then
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has bench_step and bench_save
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has bench_step
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # has the package gpu_stages
 
 from offload_trainer.errors import explain
@@ -51,47 +52,50 @@ class Served:
         for line in sys.stdin:
             wish = json.loads(line)
             what = wish.pop("do")
-            if what == "build":
-                self._build(**wish)
-                self._give_back()
-                self.answer({})
-            elif what == "product":
-                self.answer({"rate": self._product(**wish)})
-            else:
-                raise AssertionError(f"{what}, and no run is open")
+            assert what == "build", f"{what}, and no run is open"
+            self._build(**wish)
+            self._give_back()
+            self.answer({})
 
     def answer(self, what: dict[str, Any]) -> None:
         print(json.dumps(what), file=self._answers)
 
     # -- a run ---------------------------------------------------------------------------------------------------------
 
-    def _build(self, words: list[str], output: str, fill: bool = False, peer: str | None = None) -> None:
-        """Build the engine for a configuration and serve requests on it; return at `close`."""
+    def _build(
+        self, words: list[str], output: str, fill: bool = False, peer: str | None = None, product: int = 0
+    ) -> None:
+        """Build the engine for a configuration and serve requests on it; return at `close`.
+
+        The process is prepared before anything imports torch, since CUDA reads its settings when it is first used.
+        """
         from offload_trainer.run.process_setup import prepare_process
         from offload_trainer.settings import load_config
 
         config = load_config([*_ALWAYS, *words, "--output", output])
         prepare_process(config)
         self._prepare_torch()
+        rate = self._product(product) if product else None
         from gpu_stages import fill as filler
         from gpu_stages import peers
         from offload_trainer.run import train
 
         start = time.perf_counter()
-        with filler.cheap_weights(fill), _nothing_kept():
-            served = partial(self._serve_run, output=Path(output), start=start)
+        with filler.cheap_weights(fill), _nothing_kept(), _early_updates() as self._early:
+            served = partial(self._serve_run, output=Path(output), start=start, product=rate)
             train.train_run(config, instead=served, build=peers.builder(peer))
 
-    def _serve_run(self, job: Any, output: Path, *, start: float) -> None:
+    def _serve_run(self, job: Any, output: Path, *, start: float, product: float | None) -> None:
         from offload_trainer.trainer import timed_steps
 
-        self.answer(self._about(job, output) | {"build_seconds": time.perf_counter() - start})
+        seconds = time.perf_counter() - start
+        self.answer(self._about(job, output) | {"build_seconds": seconds, "product": product})
         running = timed_steps(job, steps=sys.maxsize)
         deeds: dict[str, Callable[..., dict[str, Any]]] = {
             "steps": lambda count: self._steps(running, count),
             "trace": lambda path: self._trace(running, path),
+            "early": lambda: self._count_early(job),
             "digest": lambda: {"digest": digest_of(job.engine.named_master_parameters())},
-            "saves": lambda **wish: _saves(job, **wish),
         }
         for line in sys.stdin:
             wish = json.loads(line)
@@ -130,6 +134,10 @@ class Served:
         free, total = self._driver_says()
         return {"steps": steps, "reserved": torch.cuda.max_memory_reserved(), "in_use": total - free}
 
+    def _count_early(self, job: Any) -> dict[str, Any]:
+        job.engine.synchronize()  # the update thread decides about the last step
+        return self._early
+
     def _trace(self, running: Iterator[dict[str, Any]], path: str) -> dict[str, Any]:
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -167,14 +175,12 @@ class Served:
 
         torch.cuda.mem_get_info = within_cap
 
-    def _product(self, dtype: str, size: int) -> float:
-        """Return the operations a second of one matrix product on random values, as the median of ten."""
-        self._prepare_torch()
+    def _product(self, size: int) -> float:
+        """Return the operations a second of one product of bf16 matrices of random values, as the median of ten."""
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        one, other = (torch.randn(size, size, device=device).to(kinds[dtype]) for _ in range(2))
+        one, other = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None
         taken = []
         for _ in range(13):
@@ -212,6 +218,26 @@ def _nothing_kept() -> Iterator[None]:
         planner.saved_items = counted
 
 
+@contextmanager
+def _early_updates() -> Iterator[dict[str, int]]:
+    """Yield counts of the steps, pages and valid pages that engines update before their step is decided."""
+    from offload_trainer.offloading.update.step_params import SpeculativeStep
+
+    counts, kept = {"steps": 0, "pages": 0, "valid": 0}, SpeculativeStep.kept
+
+    def counting(step: Any, *given: Any) -> set[int]:
+        valid = kept(step, *given)
+        for key, more in (("steps", 1), ("pages", len(step.written)), ("valid", len(valid))):
+            counts[key] += more
+        return valid
+
+    SpeculativeStep.kept = counting  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        SpeculativeStep.kept = kept  # type: ignore[method-assign]
+
+
 def digest_of(weights: Iterator[tuple[str, Any]]) -> str:
     """Return the SHA-256 over names and bytes, sorted by name, so that every engine's weights hash alike."""
     import hashlib
@@ -223,12 +249,6 @@ def digest_of(weights: Iterator[tuple[str, Any]]) -> str:
         total.update(name.encode() + b"\0")
         total.update(memoryview(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
     return total.hexdigest()
-
-
-def _saves(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
-    from bench_save import compare
-
-    return compare(job, rounds=rounds, steps=steps)
 
 
 def main() -> None:

@@ -1,180 +1,250 @@
-"""Tests of the GPU suite's stages, rehearsed without a GPU, and of their reports of failures."""
+"""Tests of the GPU suite: both calls are rehearsed without a GPU, measure what they name, and report failures."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from itertools import product
+import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from commands import environment, in_turn
+from commands import environment
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path[:0] = [str(SCRIPTS), str(ROOT / "benchmarks")]
 
-from gpu_stages import gpt2_10b, llama_8b, llama_8b_plain, parity, saves, speed, ways, worker  # noqa: E402
+import gpu_suite  # noqa: E402
+from bench_step import native_engine  # noqa: E402
+from gpu_stages import parity, peers, speed, worker  # noqa: E402
 from gpu_stages import tests as the_tests  # noqa: E402
 from gpu_stages.fill import filled_for_benchmarks  # noqa: E402
-from gpu_stages.record import OUT_OF_TIME, Record  # noqa: E402
-from gpu_stages.stage import Failure, Stage, outcome_of  # noqa: E402
+from gpu_stages.record import OUT_OF_TIME, Archive, Record  # noqa: E402
+from gpu_stages.stage import Failure, Stage  # noqa: E402
 
+from offload_trainer.config import ModelSection  # noqa: E402
+from offload_trainer.data.rows import Batch, DataState  # noqa: E402
 from offload_trainer.errors import UserError  # noqa: E402
+from offload_trainer.model.loader import ModelSource, resolve_model  # noqa: E402
+from offload_trainer.model.loss import CausalLoss  # noqa: E402
 from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
 from offload_trainer.run.train import use_deterministic_algorithms  # noqa: E402
 from offload_trainer.settings import load_config  # noqa: E402
+from offload_trainer.telemetry.meters import PhaseClock  # noqa: E402
 
-STAGES = ("check", "tests", "parity", "speed", "tokens", "ways", "8b", "8b-plain", "10b", "saves")
 TINY = ["model.overrides.n_layer=2", "model.overrides.n_embd=64", "--seq-len", "32", "--micro-batch", "2"]
+CASES = [case for group in speed.GROUPS.values() for case in group.cases]
 
 
-def suite(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def suite(command: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of gpu_suite.sh as a machine without HOME does."""
+    env = environment(PYTHON=sys.executable, **extra)
+    env.pop("HOME", None)
     return subprocess.run(
-        [SCRIPTS / "gpu_suite.sh", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=environment(PYTHON=sys.executable),
-        cwd=cwd,
-        timeout=500,
-        check=False,
+        ["bash", "-c", command], capture_output=True, text=True, env=env, cwd=ROOT, timeout=500, check=False
     )
 
 
-@pytest.fixture(scope="module")
-def rehearsed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that rehearses a stage, once for all of pytest's workers.
-
-    Its folder also has the suite's output and a list of what it left on the drive.
-    """
-
-    def rehearse(stage: str) -> Path:
-        folder = shared / f"rehearsed-{stage}"
-        with in_turn(folder):
-            if not (folder / "left").exists():
-                folder.mkdir(exist_ok=True)
-                drive = tmp_path_factory.mktemp("drive")
-                done = suite(stage, folder, "--rehearse", "--drive", drive)
-                (folder / "said").write_text(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
-                (folder / "left").write_text(" ".join(path.name for path in drive.iterdir()))
-        return folder
-
-    return rehearse
+# -- the two calls -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_passes_its_rehearsal_and_says_so(rehearsed: Callable[[str], Path], stage: str) -> None:
-    folder = rehearsed(stage)
-    said = (folder / "said").read_text()
-    found = json.loads((folder / f"{stage}.json").read_text())
-    assert (found["done"], found["rehearsal"]) == (True, True), said
-    assert found["rows"], said
-    assert {row["outcome"] for row in found["rows"]} == {"ok"}, said
-    page = (folder / f"{stage}.md").read_text().splitlines()
-    assert page[0].startswith("# rehearsal: ")
-    assert next(line for line in page if line.startswith("|")).startswith("| rehearsal: ")
-    assert sum(line.startswith("| ") for line in page) == len(found["rows"]) + 2
-    assert said.startswith("exit 0\n")
-    assert (folder / "left").read_text() == ""
+def commands() -> dict[str, str]:
+    """Return the commands of docs/benchmarks/gpu.md by call."""
+    page = (ROOT / "docs/benchmarks/gpu.md").read_text()
+    return {call: line for line, call in re.findall(r"^ {4}(scripts/gpu_suite\.sh (\w+) .*)$", page, re.MULTILINE)}
 
 
-def test_parity_compares_every_home_with_plain_torch_and_with_the_first(rehearsed: Callable[[str], Path]) -> None:
-    rows = json.loads((rehearsed("parity") / "parity.json").read_text())["rows"]
-    groups = {(row["dtype"], row["accumulate"]) for row in rows}
-    assert len(groups) == 4
-    for group in groups:
-        plain, first, *others = (row for row in rows if (row["dtype"], row["accumulate"]) == group)
-        assert plain["weights"] == "plain torch"
-        assert {row["shares"] for row in (first, *others)} == {
-            *("1.0, 0.0, 0.0", "0.3, 0.3, 0.4", "0.0, 1.0, 0.0", "0.0, 0.0, 1.0")
-        }
+def rehearse(call: str, folder: Path, drive: Path) -> None:
+    """Run a call without a GPU, as the page says, and unpack its archive in `folder`; check what all stages promise."""
+    done = suite(f"{commands()[call]} --rehearse --drive {drive}", OUT=str(folder))
+    said = f"exit {done.returncode}\n{done.stdout}{done.stderr}"
+    with tarfile.open(folder / f"{call}.tar.gz") as tar:
+        tar.extractall(folder, filter="data")
+    for stage in gpu_suite.CALLS[call][1]:
+        found = json.loads((folder / f"{stage}.json").read_text())
+        assert (found["done"], found["rehearsal"]) == (True, True), said
+        wrong = {row["outcome"] for row in found["rows"]} - {"ok"}
+        assert found["rows"], said
+        assert all(re.match(r"not run: (torchao|deepspeed|it takes a minute)", outcome) for outcome in wrong), said
+        page = (folder / f"{stage}.md").read_text().splitlines()
+        assert page[0].startswith("# rehearsal: ")
+        assert next(line for line in page if line.startswith("|")).startswith("| rehearsal: ")
+        assert sum(line.startswith("| ") for line in page) == len(found["rows"]) + 2
+    assert done.returncode == 0, said
+    assert not list(drive.iterdir())
+
+
+def rows_of(folder: Path, stage: str) -> list[dict[str, Any]]:
+    return json.loads((folder / f"{stage}.json").read_text())["rows"]
+
+
+def test_the_page_has_both_calls_and_they_fit_in_fifteen_minutes() -> None:
+    assert commands().keys() == gpu_suite.CALLS.keys() == {"first", "second"}
+    assert all(len(command) < 2000 for command in commands().values())
+    assert [seconds for seconds, _ in gpu_suite.CALLS.values()] == [480, 200]
+    assert sorted(gpu_suite.STAGES) == sorted(name for _, stages in gpu_suite.CALLS.values() for name in stages)
+
+
+def test_the_first_call(tmp_path: Path, drive: Path) -> None:
+    """It compares placements with plain torch and each other, and times what its rows name."""
+    rehearse("first", tmp_path, drive)
+    rows = {row["case"]: row for row in rows_of(tmp_path, "parity")}
+    for setting, places in parity.MATRIX.items():
+        plain, first, *others = (rows.pop(f"{setting}: {parity.told(placed)}") for placed in (None, *places))
+        assert plain["plain"]
         assert all(row["same"] for row in others)
         assert all(row["apart"] < parity.BOUND for row in (first, *others))
+        assert {row["clipped"] == row["steps"] for row in (plain, first, *others)} == {setting.limit == 1}
+        # Pages on the drive were updated early; they are right in unclipped steps, and updated again in clipped ones.
+        early = [row for row in others if not row["early"].endswith("of 0")]
+        assert early
+        assert all((row["redone"] > 0) == (setting.limit == 1) for row in early)
+    assert not rows
+
+    timed = rows_of(tmp_path, "speed")
+    assert [row["case"] for row in timed] == [case.name for case in speed.GROUPS["speed"].cases]
+    assert timed[0]["of_floor"] == 1
+    assert all(row["of_floor"] > 0 for row in timed)
+    ours = [row for row in timed if row["case"].startswith("ours")]
+    assert len({row["loss"] for row in ours}) == 1
+    for row in ours:
+        assert len(row["steps"]) == 2
+        # Every step is announced, the two that are not timed too.
+        assert row["counts"]["steps"] == (4 if "backward" in row["case"] else 0)
+    assert json.loads(gzip.decompress((tmp_path / speed.TRACE).read_bytes()))["traceEvents"]
 
 
-def test_speed_leaves_a_trace_that_a_browser_reads(rehearsed: Callable[[str], Path]) -> None:
-    trace = rehearsed("speed") / "speed-trace.json.gz"
-    assert trace.stat().st_size < 10_000_000
-    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    rows = json.loads((rehearsed("speed") / "speed.json").read_text())["rows"]
-    losses = {row["case"]: row["loss"] for row in rows}
-    ours = {loss for case, loss in losses.items() if case.startswith("ours")}
-    assert len(ours) == 1
-    assert losses["FSDP2, CPU offload"] == pytest.approx(ours.pop(), abs=1e-3)
-    against = {row["case"]: row["against"] for row in rows}
-    assert against["plain torch"] == 1
-    assert all(ratio > 0 for ratio in against.values())
+def test_the_second_call(tmp_path: Path, drive: Path) -> None:
+    """A timed step that overlaps the backward keeps its early pages, and other libraries have the same losses."""
+    rehearse("second", tmp_path, drive)
+    rows = [row for row in rows_of(tmp_path, "drive") if "overlap backward" in row["case"]]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["counts"]["valid"] == row["counts"]["pages"] > 0
+        assert all(step["grad_norm"] < 1000 for step in row["steps"])
+    rivals = {row["case"]: row for row in rows_of(tmp_path, "rivals")}
+    ours = next(row["loss"] for name, row in rivals.items() if name.startswith("ours"))
+    assert rivals["FSDP2, CPU offload"]["loss"] == pytest.approx(ours, abs=1e-3)
 
 
-def test_every_update_schedule_has_its_row_and_bits(rehearsed: Callable[[str], Path]) -> None:
-    """Every update method has a row with the same last loss, so the updates are equal."""
-    rows = json.loads((rehearsed("ways") / "ways.json").read_text())["rows"]
-    assert [row["case"] for row in rows] == list(ways.CASES)
-    assert len({row["loss"] for row in rows}) == 1
-    assert all(len(row["steps"]) == 2 for row in rows)
-    chosen = [row["plan"]["chosen"]["sizes"] for row in rows]
-    assert {size["places"] for size in chosen} == {1, 2}
-    assert {size["remainders"] for size in chosen} == {False, True}
+def test_a_clipped_row_is_marked(tmp_path: Path) -> None:
+    case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
+    record = Record(tmp_path, "drive", title="t", columns=speed.COLUMNS, about={"gpu": None}, rehearsal=True)
+    with Stage(record, seconds=300, drive=tmp_path) as stage:
+        speed.Group("t", speed.gpt2, [case]).carry_out(stage)
+    (row,) = record.rows
+    assert row["outcome"].startswith("not comparable: 3 of 4 steps were updated early, and 0 of their"), row["outcome"]
 
 
-def test_every_case_sets_its_overlap() -> None:
-    """Every case names its overlap: `auto` turns it off on a machine without rates and would leave gaps in tables."""
-    homes = [parity._home("gpu", shares, tiny=False) for shares in parity.SHARES]
-    ours = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values(), *ways.CASES.values(), *homes]
-    ours += [case.words for case in speed.cases() if case.name.startswith("ours")]
-    named = [[word for word in words if word.startswith("tiered.overlap=")] for words in ours]
-    assert all(len(one) == 1 and one[0] != "tiered.overlap=auto" for one in named)
-    for cases in (llama_8b.CASES, ways.CASES, {case.name: case.words for case in speed.cases()}):
-        told = [
-            way
-            for words in cases.values()
-            for way in ("off", "forward", "backward")
-            if f"tiered.overlap={way}" in words
-        ]
-        assert set(told) == {"off", "forward", "backward"}
-        for name, words in cases.items():
-            way = next((word.partition("=")[2] for word in words if word.startswith("tiered.overlap=")), None)
-            assert way is None or f"overlap {way}" in name
+# -- the cases ---------------------------------------------------------------------------------------------------------
 
 
-def test_check_writes_rates_for_plans_of_that_machine(rehearsed: Callable[[str], Path]) -> None:
-    words = ["plan", "--json", "--machine", rehearsed("check") / "bench.json"]
-    done = subprocess.run([sys.executable, "-m", "offload_trainer", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["seconds"]["forward"] > 0
-
-
-def test_the_tests_for_a_gpu_exist() -> None:
-    assert [file for file in the_tests.COMPUTING if not (ROOT / file).exists()] == []
+def test_cases_leave_everything_to_the_plan_or_name_their_overlap() -> None:
+    for name in ("speed", "8b"):
+        first = next(case for case in speed.GROUPS[name].cases if case.name.startswith("ours"))
+        assert first.words == ["--engine", "tiered"]
+    for case in CASES:
+        ways = [word.partition("=")[2] for word in case.words if word.startswith("tiered.overlap=")]
+        assert ways == re.findall(r"overlap (\w+)$", case.name)
+        assert case.name.startswith("floor") or not any("checkpointing" in word for word in case.words)
 
 
 def test_the_command_line_accepts_every_case(tmp_path: Path) -> None:
-    drive = ["--nvme", str(tmp_path), "--engine", "tiered", "--params", "gpu"]
-    given = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values()]
-    words = [
-        *([*drive, *case] for case in given),
-        *([word for word in (*drive, *case) if word != "{drive}"] for case in ways.CASES.values()),
-        *(case for case, _ in llama_8b_plain.CASES.values()),
-        *(case.words for case in speed.cases()),
-    ]
-    for weights, shares in (("plain torch", None), *product(parity.WEIGHTS, parity.SHARES)):
-        home = parity._home(weights, shares, tiny=False)
-        words.append([word for word in home if word != "{drive}"] + (["--nvme", str(tmp_path)] if shares else []))
+    homes = [parity._home(placed, tiny=False) for places in parity.MATRIX.values() for placed in (None, *places)]
     refused = {}
-    for case in words:
+    for words in [*homes, *(case.words for case in CASES)]:
+        named = [word for one in words for word in (["--nvme", str(tmp_path)] if one == "{drive}" else [one])]
         try:
-            load_config(case)
+            load_config([*named, speed.UNCLIPPED])
         except UserError as error:
-            refused[" ".join(case)] = str(error)
+            refused[" ".join(words)] = str(error)
     assert not refused
+
+
+def test_files_with_tests_for_a_gpu_are_named_and_need_no_other_packages() -> None:
+    marked = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/test_*.py") if path != Path(__file__)
+    }
+    marked = {name for name in marked if re.search(r"^[^#\n]*mark\.gpu\b", (ROOT / name).read_text(), re.MULTILINE)}
+    assert marked == set(the_tests.MARKED)
+    for name in the_tests.COMPUTING:  # run on a GPU too, and start no commands
+        text = (ROOT / name).read_text()
+        assert not re.search(r"^pytestmark = .*skipif", text, re.MULTILINE)
+        assert "from commands import" not in text
+    lacking = ["deepspeed", "bitsandbytes", "datasets", "trl", "gguf", "lm_eval", "tensorboard", "PIL", "pyarrow"]
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider", *the_tests.MARKED, *the_tests.COMPUTING]
+    code = f"import sys, pytest; sys.modules.update(dict.fromkeys({lacking})); sys.exit(pytest.main({words}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+# -- other libraries ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return resolve_model(ModelSection(overrides={"n_layer": 2, "n_embd": 64}), seed=3)
+
+
+def two_batches() -> list[Batch]:
+    tokens = torch.randint(1000, (2, 2, 17), generator=torch.Generator().manual_seed(1))
+    return [Batch(inputs=rows[:, :-1], targets=rows[:, 1:], state=DataState(0)) for rows in tokens]
+
+
+class FloatsRead(TorchDispatchMode):
+    """Count the floats that are read from tensors, each of which would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_floor_waits_for_the_gpu_once_a_step(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, of = [], CausalLoss.of
+
+    def seen(self: CausalLoss, output: Any, targets: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        counts.append(count)
+        return of(self, output, targets, count)
+
+    monkeypatch.setattr(CausalLoss, "of", seen)
+    engine = native_engine(SimpleNamespace(source=source, model=SimpleNamespace(dtype="fp32")))
+    with FloatsRead() as floats:
+        result = engine.train_step(two_batches(), lr=0.0, clock=PhaseClock())
+    assert (counts, floats.count) == ([32, 32], 1)  # targets that count are known on the host
+    assert result.loss > 0
+
+
+def test_torchao_is_not_clipped_after_its_gradients_were_copied(source: ModelSource) -> None:
+    class OnCpu(peers.TorchAO):
+        def __init__(self) -> None:
+            self._device, self._module = torch.device("cpu"), source.build(dtype=torch.float32)
+            for name, value in source.weights():
+                self._module.model.get_parameter(name).data.copy_(value)
+            self._adam = torch.optim.SGD(self._module.parameters())
+            self._adam.step = lambda: norms.append(torch.nn.utils.get_total_norm(gradients()))
+
+    def gradients() -> list[torch.Tensor]:
+        return [parameter.grad for parameter in rival._module.parameters()]
+
+    norms: list[torch.Tensor] = []
+    rival = OnCpu()
+    result = rival.train_step(two_batches(), lr=1.0, clock=PhaseClock())
+    assert result.grad_norm is None
+    assert norms[0] > 1.0
 
 
 # -- without a GPU, without time ---------------------------------------------------------------------------------------
@@ -183,7 +253,7 @@ def test_the_command_line_accepts_every_case(tmp_path: Path) -> None:
 def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    done = suite("8b", tmp_path / "folder")
+    done = suite(f"scripts/gpu_suite.sh 8b {tmp_path}/folder")
     assert done.returncode == 2
     assert "torch sees no GPU" in done.stderr
     assert not (tmp_path / "folder").exists()
@@ -195,8 +265,8 @@ def test_rows_whose_update_is_the_fallback_are_marked() -> None:
     slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
 
     def outcome(kernel: str, *, engine: str = "tiered", gpu: float = 0.5) -> str:
-        sizes = {"gpu_fraction": gpu} if engine == "tiered" else None
-        return outcome_of({"plan": {"chosen": {"engine": engine, "sizes": sizes}}, "kernel": kernel})
+        sizes = {"gpu_fraction": gpu, "ahead": False} if engine == "tiered" else None
+        return speed.outcome_of({"plan": {"chosen": {"engine": engine, "sizes": sizes}}, "kernel": kernel}, {}, steps=7)
 
     assert outcome(slow) == f"not comparable: {slow}"
     assert [outcome(built), outcome(slow, gpu=1.0), outcome("", engine="plain")] == ["ok"] * 3
@@ -205,20 +275,51 @@ def test_rows_whose_update_is_the_fallback_are_marked() -> None:
 
 
 def test_selected_cases_are_run(tmp_path: Path) -> None:
-    """--only runs the cases that an earlier stage had no time for."""
-    done = suite("ways", tmp_path, "--rehearse", "--only", "two places")
+    """--only continues a stage that had no time for all; a comparison whose first run is not selected is left out."""
+    words = f"{tmp_path} --rehearse --drive {tmp_path} --only '1: weights gpu, state 0.3 GPU'"
+    done = suite(f"scripts/gpu_suite.sh parity {words}")
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "ways.json").read_text())["rows"]
-    assert [row["case"] for row in rows] == [name for name in ways.CASES if "two places" in name]
+    (row,) = rows_of(tmp_path, "parity")
+    assert row["outcome"] == "ok"
+    assert "clipped at 1: weights gpu, state 0.3 GPU" in row["case"]
 
 
-def test_cases_without_time_are_reported(tmp_path: Path) -> None:
-    done = suite("8b", tmp_path, "--rehearse", "--seconds", "13")
+def test_what_a_call_has_no_time_for_is_listed(tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = suite(f"scripts/gpu_suite.sh second {tmp_path} --rehearse --seconds 1")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "8b.json").read_text())
-    assert [row["outcome"] for row in found["rows"]] == [OUT_OF_TIME] * 2
-    assert found["done"]
-    assert OUT_OF_TIME in (tmp_path / "8b.md").read_text()
+    assert time.monotonic() - start < 60
+    for stage in gpu_suite.CALLS["second"][1]:
+        outcomes = [row["outcome"] for row in rows_of(tmp_path, stage)]
+        assert OUT_OF_TIME in outcomes
+        assert all(outcome.startswith("not run: ") for outcome in outcomes)
+        assert OUT_OF_TIME in (tmp_path / f"{stage}.md").read_text()
+
+
+def test_no_case_starts_that_is_longer_than_the_time_left(stage: Stage) -> None:
+    with stage.case():
+        time.sleep(0.01)
+    stage._shortest = 100.0
+    stage._end = time.monotonic() + 50
+    with pytest.raises(Failure, match=OUT_OF_TIME), stage.case():
+        pass
+
+
+def test_the_archive_is_rewritten_while_stages_run(tmp_path: Path) -> None:
+    file = tmp_path / "out" / "first.tar.gz"
+    with Archive(tmp_path, file, every=0.02):
+        (tmp_path / "one.md").write_text("one")
+        end = time.monotonic() + 60
+        while not (file.exists() and "one.md" in names_in(file)):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        (tmp_path / "two.md").write_text("two")
+    assert names_in(file) == ["one.md", "two.md"]
+
+
+def names_in(file: Path) -> list[str]:
+    with tarfile.open(file) as tar:
+        return tar.getnames()
 
 
 def test_a_stage_that_is_killed_leaves_every_row_it_had(tmp_path: Path) -> None:
@@ -268,16 +369,15 @@ def test_cases_without_an_export_need_no_room_for_it(stage: Stage) -> None:
 
 def test_a_process_without_an_answer_is_ended_and_reported(stage: Stage) -> None:
     with stage.worker("slow") as slow:
-        slow.rest()
+        slow._process.send_signal(signal.SIGSTOP)
         stage._end = 0.0
-        slow._process.send_signal(19)
         with pytest.raises(Failure, match=OUT_OF_TIME):
             slow._line()
         assert slow._process.returncode == -9
         assert not slow.folder.exists()
 
 
-PLACES = ":".join(map(str, (ROOT, SCRIPTS, ROOT / "benchmarks", ROOT / "soak")))
+PLACES = ":".join(map(str, (ROOT, SCRIPTS, ROOT / "benchmarks")))
 
 
 def _code_of(code: str) -> int:
@@ -288,12 +388,20 @@ def _code_of(code: str) -> int:
 
 def test_the_stage_itself_imports_no_torch() -> None:
     """The stage's process must survive a GPU failure, and use no GPU memory."""
+    assert _code_of("import gpu_suite, sys; assert not {'torch', 'transformers'} & set(sys.modules)") == 0
+
+
+def test_a_worker_prepares_its_process_before_it_imports_torch() -> None:
+    """CUDA reads its allocator's settings and its number of connections from the environment when it is first used."""
     code = (
-        "import gpu_suite, importlib, sys\n"
-        "for name in gpu_suite.STAGES.values(): importlib.import_module(f'gpu_stages.{name}')\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "import sys\n"
+        "from gpu_stages import worker\n"
+        "from offload_trainer.run import process_setup\n"
+        "def prepared(config): sys.exit(1 if 'torch' in sys.modules else 7)\n"
+        "process_setup.prepare_process = prepared\n"
+        "worker.Served({})._build([], 'out', fill=True, product=128)\n"
     )
-    assert _code_of(code) == 0
+    assert _code_of(code) == 7
 
 
 def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,18 +415,6 @@ def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.
     worker.Served._cap(served, 34 * gigabyte)  # type: ignore[arg-type]
     assert torch.cuda.mem_get_info() == (32.5 * gigabyte, 34 * gigabyte)
     assert fractions == [pytest.approx(33.5 / 140)]
-
-
-def test_forks_may_still_initialise_cuda() -> None:
-    """Loading the libraries leaves CUDA uninitialised, since the kill tests fork, and forks could not use it."""
-    code = (
-        "import torch\n"
-        "def begun(*_, **__): raise SystemExit('CUDA was begun')\n"
-        "for name in ('_lazy_init', 'device_count', 'get_device_capability', 'get_device_properties'):\n"
-        "    setattr(torch.cuda, name, begun)\n"
-        "import trials; trials.load_libraries()\n"
-    )
-    assert _code_of(code) == 0
 
 
 def test_deterministic_is_more_than_a_warning() -> None:
@@ -336,23 +432,26 @@ def test_deterministic_is_more_than_a_warning() -> None:
 
 
 def a_row(**changed: Any) -> dict[str, Any]:
-    return {"shares": "1.0, 0.0, 0.0", "losses": [3.0, 2.5], "norms": [1.0, 0.5], "digest": "a"} | changed
+    row = {"plain": False, "losses": [3.0, 2.5], "norms": [1.0, 0.5], "digest": "a", "redone": 0, "clipped": 0}
+    return row | changed
 
 
 def test_a_home_that_differs_in_a_bit_fails() -> None:
     compared = parity.Compared()
-    assert compared.outcome(a_row(shares=None, losses=[3.0, 2.51])) == "ok"
+    assert compared.outcome(a_row(plain=True, losses=[3.0, 2.51])) == "ok"
     assert compared.outcome(a_row()) == "ok"
     assert compared.outcome(a_row()) == "ok"
     assert compared.outcome(a_row(digest="b")) == "failed: digest differ"
     assert compared.outcome(a_row(losses=[3.0, 2.5 + 1e-12])) == "failed: losses differ"
     assert compared.outcome(a_row(norms=[1.0, None])) == "failed: norms differ"
+    assert compared.outcome(a_row(redone=2, clipped=1)) == "ok"
+    assert compared.outcome(a_row(redone=2)).startswith("failed: 2 pages were updated again")
 
 
 def test_a_loss_that_is_far_from_plain_torchs_or_nan_fails() -> None:
     for loss in (2.6, float("nan")):
         compared = parity.Compared()
-        compared.outcome(a_row(shares=None))
+        compared.outcome(a_row(plain=True))
         assert compared.outcome(a_row(losses=[3.0, loss])).startswith("failed: loss is")
 
 

@@ -1,0 +1,90 @@
+"""Build the folder that the GPU suite needs on a machine without network or compiler: packages and kernels.
+
+    gpu_folder.py .gpu [--python 3.12] [NAME==VERSION ...]
+
+    .gpu/site     packages that such a machine lacks, unpacked for its Python (x86-64 Linux)
+    .gpu/cache    a cache directory of the package, with the update kernel for each x86-64 level
+
+`scripts/gpu_suite.sh` uses the folder `.gpu` of its own checkout, so nothing is installed on that machine. It has
+torch, transformers and their dependencies; more packages can be named. The kernels belong to the sources next to this
+script, and the package ignores them with other sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from offload_trainer.optim.prebuilt_kernels import LEVELS, build_prebuilt  # noqa: E402
+
+LARGEST = 40 << 20  # limit on the bytes of the folder
+CARRIED = ("pydantic", "pydantic_core", "annotated-types", "typing-inspection")  # requirements.lock has the versions
+RIVALS = ("torchao==0.18.0",)  # compared with by the suite; it depends on torch alone
+THERE = ("torch", "transformers", "safetensors", "psutil", "tqdm", "PyYAML", "typing_extensions", "numpy")
+# pip matches platform tags literally, so tags of older glibc versions must be listed too.
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)]
+PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="gpu_folder.py", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="of the machine that the packages are for")
+    parser.add_argument("more", nargs="*", metavar="NAME==VERSION")
+    options = parser.parse_args()
+    site = options.folder / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    done = subprocess.run(command(site, python=options.python, more=options.more), check=False)
+    if done.returncode:
+        return done.returncode
+    kernels = build_kernels(options.folder / "cache" / "kernels")
+    size = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file())
+    print(f"{options.folder}: {size / 2**20:.1f} MiB, {len(kernels)} kernels")
+    if size > LARGEST:
+        print(f"gpu_folder: more than {LARGEST >> 20} MiB", file=sys.stderr)
+    return int(size > LARGEST)
+
+
+def build_kernels(folder: Path) -> list[Path]:
+    """Compile the update kernel for each x86-64 processor level; return the libraries.
+
+    The list is empty without a compiler or on another kind of machine. The target machine then compiles it, if it can.
+    """
+    made = []
+    for level in LEVELS:
+        try:
+            made.append(build_prebuilt(level, folder=folder))
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"gpu_folder: no kernel for {level}: {error}", file=sys.stderr)
+    return made
+
+
+def command(site: Path, *, python: str, more: list[str]) -> list[str]:
+    """Return the pip command that unpacks exactly these packages for that Python and platform, without dependencies."""
+    there = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    there += ["--python-version", python, "--implementation", "cp"]
+    there += ["--abi", f"cp{python.replace('.', '')}", "--abi", "abi3", "--abi", "none"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    return [*pip, "--no-compile", "--only-binary=:all:", *there, "--target", str(site), *pinned(), *RIVALS, *more]
+
+
+def pinned() -> list[str]:
+    """Return NAME==VERSION of every carried package. Raises KeyError for a name that requirements.lock lacks."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = {same(line.partition("==")[0]): line for line in lines if "==" in line and not line.startswith("#")}
+    return [locked[same(name)] for name in CARRIED]
+
+
+def same(name: str) -> str:
+    """Return a package's name, normalised (PEP 503)."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""Tests of the folder for a GPU machine without network: it has all dependencies, and its kernels are used."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import requires
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from commands import environment
+from packaging.requirements import Requirement
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import gpu_folder  # noqa: E402
+from gpu_folder import CARRIED, THERE, command, pinned, same  # noqa: E402
+
+from offload_trainer.optim import kernel_cache, kernels  # noqa: E402
+from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
+from offload_trainer.optim.prebuilt_kernels import LEVELS  # noqa: E402
+
+LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
+LINUX |= {
+    "platform_system": "Linux",
+    "os_name": "posix",
+    "platform_machine": "x86_64",
+    "implementation_name": "cpython",
+}
+LINUX |= {"platform_python_implementation": "CPython"}
+
+
+def needs(name: str) -> set[str]:
+    found = (Requirement(text) for text in requires(name) or ())
+    return {same(one.name) for one in found if one.marker is None or one.marker.evaluate(LINUX)}
+
+
+def test_every_need_of_the_package_is_carried_or_there() -> None:
+    known = {same(one) for one in (*CARRIED, *THERE)}
+    own = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {same(Requirement(line).name) for line in own} <= known
+    for name in CARRIED:
+        assert needs(name) <= known
+
+
+def test_versions_are_pinned_and_for_one_machine(tmp_path: Path) -> None:
+    words = command(tmp_path, python="3.12", more=["transformers==5.23.0"])
+    assert {"--only-binary=:all:", "--no-deps", "cp312", "manylinux_2_28_x86_64", "transformers==5.23.0"} <= set(words)
+    assert all("==" in pin for pin in pinned())
+    assert not any(word.startswith(("torch==", "nvidia")) for word in words)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are built ahead for x86-64")
+def test_a_prebuilt_kernel_is_used_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = kernel_cache._line_of_features()
+    here = frozenset(line.partition(":")[2].split())
+    level = next((name for name, (_, needed) in LEVELS.items() if needed <= here), None)
+    if level is None:
+        pytest.skip("this processor is older than those that kernels are built ahead for")
+    monkeypatch.setattr(gpu_folder, "LEVELS", {level: LEVELS[level]})  # one level, since each takes seconds
+    (made,) = gpu_folder.build_kernels(tmp_path / "cache" / "kernels")
+    assert made.stat().st_size < 2_000_000
+
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    kernel, words = choose_kernel("auto")
+    assert (kernel.name, f"prebuilt for {level} and checked" in words) == ("native", True), words
+
+    without = f"flags: {' '.join(here - {'fma'})}"  # a processor that cannot run it
+    monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: without)
+    kernels._checked_native.cache_clear()
+    assert choose_kernel("auto")[0].name == "torch"
+    monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: line)
+    content = made.read_bytes()
+    made.unlink()  # not overwritten, since it is mapped here
+    made.write_bytes(content[:-1])
+    kernel, words = choose_kernel("auto")
+    assert (kernel.name, "no-such-compiler" in words) == ("torch", True), words
+
+
+def test_levels_require_the_features_that_their_code_uses() -> None:
+    """The best level comes first, and requires every feature of the later ones."""
+    needed = [flags for _, flags in LEVELS.values()]
+    assert all(more > fewer for more, fewer in pairwise(needed))
+    assert [options[0] for options, _ in LEVELS.values()][-1] == "-march=x86-64-v3"
+
+
+@pytest.mark.network
+def test_the_folder_is_small_and_its_packages_are_importable(tmp_path: Path) -> None:
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    no_kernels = environment(CXX="no-such-compiler")  # each takes seconds; the test above builds one
+    script = [sys.executable, str(SCRIPTS / "gpu_folder.py"), str(tmp_path), "--python", here]
+    done = subprocess.run(script, capture_output=True, text=True, env=no_kernels)
+    if done.returncode and "No matching distribution" in done.stderr:
+        pytest.skip("pip reaches no index here")
+    assert done.returncode == 0, done.stderr  # 1 if it is larger than 40 MiB
+    assert "no kernel for x86-64-v3: " in done.stderr
+    site = str(tmp_path / "site")
+    code = f"import pydantic, torchao; assert pydantic.__file__.startswith({site!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(PYTHONPATH=site))

@@ -1,9 +1,10 @@
-"""Fixtures, and the choice of tests: a sample of the large matrices unless --all is given."""
+"""Fixtures, and the choice of tests: those of a quick run unless --all is given."""
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 import zlib
 from collections.abc import Iterator
@@ -20,32 +21,46 @@ from offload_trainer.optim import kernels
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole populations, where a part is tried otherwise")
-    parser.addoption("--all", action="store_true", help="tests marked slow too, and every case of the large matrices")
-    text = "seed of random trials, and of the sample of the large matrices without --all"
+    parser.addoption("--all", action="store_true", help="tests that take minutes too, and every case of the matrices")
+    text = "seed of random trials, and of the cases of matrices without --all"
     parser.addoption("--seed", type=int, default=0, help=text)
 
 
+_NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
 _SAMPLED = ("engine", "library", "model", "offload", "optim", "plan", "run")  # directories of tests that train
-_SAMPLE, _LEAST = 3, 4  # one case in so many of each test that has more than so many
+_CASES = 2  # cases of one test there
+_ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
+
+
+def _is_quick(config: pytest.Config) -> bool:
+    """Return whether to leave out slow tests: neither --all, nor a marker, a test or a file is named."""
+    return not (config.getoption("--all") or config.option.markexpr or any(".py" in word for word in config.args))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file whose tests are all slow: collecting takes a tenth of a quick run."""
+    if collection_path.suffix == ".py" and _is_quick(config) and _ALL_SLOW.search(collection_path.read_text()):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start the slowest tests first: one that starts last leaves all but one worker idle at the end.
 
-    Without --all, leave out slow tests, and all but a sample of the cases of each large matrix. Nothing is left out if
-    single tests or a marker are named.
+    In a quick run, leave out tests with a marker of `_NOT_QUICK`, and all but two cases of each test that trains;
+    --seed chooses them. `offload/test_pairs.py` has every pair of what those matrices combine.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if config.getoption("--all") or config.option.markexpr or any("::" in word for word in config.args):
+    if not _is_quick(config):
         return
     by_test: dict[tuple[Path, str], list[pytest.Item]] = {}
+    left_out = {item for item in items if any(map(item.get_closest_marker, _NOT_QUICK))}
     for item in items:
-        by_test.setdefault((item.path, getattr(item, "originalname", None) or item.name), []).append(item)
-    left_out = {item for item in items if item.get_closest_marker("slow")}
-    for (path, _), cases in by_test.items():
-        if len(cases) > _LEAST and path.parent.name in _SAMPLED:
-            drawn = sorted(cases, key=lambda item: zlib.crc32(f"{config.getoption('--seed')} {item.nodeid}".encode()))
-            left_out.update(drawn[-(-len(cases) // _SAMPLE) :])
+        if item not in left_out and item.path.parent.name in _SAMPLED and item.path.name != "test_pairs.py":
+            by_test.setdefault((item.path, getattr(item, "originalname", None) or item.name), []).append(item)
+    for cases in by_test.values():
+        drawn = sorted(cases, key=lambda item: zlib.crc32(f"{config.getoption('--seed')} {item.nodeid}".encode()))
+        left_out.update(drawn[_CASES:])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -352,34 +352,34 @@ def counts(results: Sequence[Any], *, not_run: str = "do not run in transformers
     return f"{right} of {len(runs)} right, {', '.join(others)}; {len(results) - len(runs)} {not_run}"
 
 
+_FIGURES = (("loss", "first"), ("norm", "norm"), ("weights", "weights"))
+
+
 def table(results: Sequence[Result]) -> str:
-    """Return the Markdown page: a description of the columns, a row for each architecture, and reasons of failures."""
+    """Return the Markdown page: names of those that are right, what the plan says of some, and reasons of failures."""
     lines = [
         "# Every causal language model of transformers",
         "",
-        "Look up your architecture: whether it trains here as in plain torch, and how closely.",
+        "Look up your architecture: whether it trains here as in plain torch.",
         "",
         f"Written by `scripts/every_architecture.py --table docs/architectures.md`: transformers "
         f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",
         "",
         *(" ".join(part.split()) + "\n" for part in str(__doc__).split("\n\n")[2:]),
-        "`reference` is the loss of transformers that was used. `loss`, `norm` and `weights` are the differences. "
-        "`router` says if the router loss agrees too, `drawn` if random initial weights have transformers' bits. Names "
-        "are those of transformers' configurations, whose defaults `scripts/tiny_models.py` shrinks.",
+        "Names are those of transformers' configurations, whose defaults `scripts/tiny_models.py` shrinks.",
         "",
-        "| architecture | | reference | loss | norm | weights | router | drawn | the plan says |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    right = [r for r in results if r.outcome == "right"]
+    figures = ", ".join(f"{key} {max(getattr(r, field) for r in right):.0e}" for key, field in _FIGURES if right)
+    lines += [f"Largest differences of those that are right: {figures}.", "", "## Right", ""]
+    lines += [", ".join(r.name for r in right) + ".", ""]
+    lines += ["## What the plan says", "", "| architecture | |", "| --- | --- |"]
     for r in results:
-        if r.outcome != "transformers":
-            figures = " | ".join(
-                f"{x:.0e}" if r.outcome in ("right", "wrong") else "" for x in (r.first, r.norm, r.weights)
-            )
-            drawn_ = r.drawn if r.drawn in ("equal", "") else "no"
-            said = "; ".join([*(note.split(",")[0] for note in r.notes), *([r.why] if r.why else [])])
-            lines.append(f"| {r.name} | {r.outcome} | {r.loss} | {figures} | {r.router} | {drawn_} | {said} |")
+        said = "; ".join([*(note.split(",")[0] for note in r.notes), *([r.why] if r.why else [])])
+        if r.outcome != "transformers" and (said or r.outcome != "right"):
+            lines.append(f"| {r.name} | {said if r.outcome == 'right' else f'{r.outcome}: {said}'} |")
     lines += ["", "## What transformers itself does not run", "", "| architecture | its error |", "| --- | --- |"]
-    lines += [f"| {r.name} | {r.why.replace('|', ' ')} |" for r in results if r.outcome == "transformers"]
+    lines += [f"| {r.name} | {r.why.replace('|', ' ')[:120]} |" for r in results if r.outcome == "transformers"]
     lines += ["", "## Random weights that are not drawn here", "", "| architecture | why |", "| --- | --- |"]
     lines += [f"| {r.name} | {r.drawn.replace('|', ' ')} |" for r in results if r.drawn not in ("equal", "")]
     return "\n".join(lines) + "\n"

@@ -467,7 +467,7 @@ class TieredSection(_Section):
         "backward: it also starts during the backward, for pages on drives, which needs two copies of their state, "
         "and with a GPU for pages in RAM, if RAM is left for their old state; off: nothing; auto: the fastest "
         "by the plan's forecast, if it saves 5 % of a step (forward: 2 %) and fits; forward if drives are used and "
-        "this machine was not timed. A run whose first steps show that another value is faster changes to it once",
+        "this machine was not timed",
     )
     state_copies: Literal["auto", 1, 2] = Field(
         "auto",

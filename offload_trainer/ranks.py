@@ -330,15 +330,6 @@ def join_torch(backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
 
 
-def leave_torch() -> None:
-    """Destroy the groups of torch.distributed and free the memory of GPUs that they hold. Collective.
-
-    `join_torch` may be called again afterwards.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _private_file() -> str:
     """Return a path under /proc, valid on every rank, of an unnamed memory file that other users cannot open."""
     own = os.memfd_create("offload-trainer") if place_here()[0] == 0 else -1  # stays open until rank 0 exits

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.checkpoint import Checkpoints, TrainState
 from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
@@ -74,10 +74,6 @@ class Job:
     swaps: list[Path]  # the run's private directories on drives
     commit: Callable[[TrainState], None] | None = None  # records that the page files hold this state; last in a step
     counted: IoCount | None = None  # drive counters after the last step, if its update was still running then
-    # Called on all ranks after each step; on rank 0 with its record, which has the phases of the slowest rank.
-    # Returns the run's metadata with another plan, on all ranks, if the run should change to that now.
-    revise: Callable[[StepRecord | None], RunRecord | None] | None = None
-    revised: RunRecord | None = None  # the last result of `revise`
 
 
 def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
@@ -86,8 +82,6 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
     `resume`: (checkpoint, state) to start from; the checkpoint must be verified already, and None means that the
     engine holds that state. Raises TrainerError for a non-finite gradient if `optim.on_nonfinite_grad` is `stop`; the
     weights are then those of the previous step.
-
-    Also return, with a checkpoint of this step, if `job.revise` asks for another plan; `job.revised` is None otherwise.
     """
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
@@ -118,14 +112,9 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
             stop, wished, ended = _agree(job, asked)
-            changes = job.revised is not None and not stop and _saved_for_change(job, state)
-            if changes:  # A signal may have reached some of the ranks while the checkpoint was written.
-                stop = max(all_gather_json(asked.stop))
-            else:
-                _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
+            _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:
-                asked.stop, job.revised = stop, None  # the signal may have reached another rank only
-            if stop or changes:
+                asked.stop = stop  # the signal may have reached another rank only
                 break
             if job.commit and state.step < job.train.steps:  # after the last step there is nothing to resume
                 job.commit(state)
@@ -173,24 +162,6 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
         job.checkpoints.synchronize()
 
 
-def _saved_for_change(job: Job, state: TrainState) -> bool:
-    """Save a checkpoint with the metadata of the revised plan; return whether the run may change to that plan.
-
-    If the checkpoint cannot be written, the run keeps its plan, since it does not need the change.
-    """
-    assert job.revised is not None
-    job.checkpoints.synchronize()  # an earlier save that has failed ends the run
-    before, job.checkpoints.record = job.checkpoints.record, job.revised
-    try:
-        job.checkpoints.save(job.engine, state)
-        job.checkpoints.synchronize()
-    except TrainerError as error:
-        job.checkpoints.record, job.revise, job.revised = before, None, None
-        job.say(f"note: the update schedule stays as it is, since no checkpoint could be written: {error}")
-        return False
-    return True
-
-
 def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     """Agree with all ranks on (stop signal or 0, checkpoint requested, background save finished).
 
@@ -222,8 +193,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     before = job.counted or read_io()
     group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
     after, phases = read_io(), job.clock.take()
-    tokens = sum(batch.tokens for batch in group)
-    drive, tokens, slowest = _of_all_ranks(job, after - before, tokens=tokens, phases=phases)
+    drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
     job.counted = after if result.update_running else None
     state = replace(
         state,
@@ -231,7 +201,6 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         tokens=state.tokens + tokens,
         data_position=group[-1].state.position,
     )
-    record = None
     if job.telemetry:
         record = StepRecord(
             step=state.step,
@@ -254,30 +223,22 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             hidden=result.hidden,
         )
         job.telemetry.step(record)
-    if job.revise and state.step < job.train.steps:
-        job.revised = job.revise(record and replace(record, phases=slowest))
     job.to_save.save = job.checkpoints.seconds or job.to_save.save
     if result.skipped:
         on_rank_zero(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
 
 
-def _of_all_ranks(
-    job: Job, moved: IoCount, *, tokens: int, phases: dict[str, float]
-) -> tuple[IoCount, int, dict[str, float]]:
-    """Return the drive traffic and tokens summed over all ranks, and the phases of the slowest rank.
+def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
+    """Return the drive traffic and tokens summed over all ranks.
 
     Traffic is None if any rank cannot measure its own. Ranks that share rows (sequence or tensor parallelism) report
     the same tokens, which count once.
-
-    Ranks begin a forward together, and the faster ones wait for the slowest in their backward and update. So a step
-    takes as long on all of them, and the slowest rank is the one with the longest forward.
     """
-    mine = (moved.read_bytes, moved.written_bytes, tokens, phases)
-    read, written, counts, taken = zip(*all_gather_json(mine), strict=True)
+    mine = (moved.read_bytes, moved.written_bytes, tokens)
+    read, written, counts = zip(*all_gather_json(mine), strict=True)
     drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
-    slowest = max(taken, key=lambda one: one["forward"])
-    return drive, sum(counts) * job.engine.world // len(counts), slowest
+    return drive, sum(counts) * job.engine.world // len(counts)
 
 
 def _carry_out(

@@ -71,7 +71,6 @@ class Setup:
     record: RunRecord
     log: Log
     planned: Planned  # read by checks, the report and the files of the run directory
-    measured_from: int = 0  # steps after this one ran under this plan
 
     @property
     def output(self) -> Path:

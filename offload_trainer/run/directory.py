@@ -191,7 +191,9 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
 def write_known(planned: Planned, data: RunData) -> None:
     """Write the configuration, plan, machine, package versions, model configuration and tokenizer of a run."""
     output, config, source = planned.output, planned.config, planned.source
-    write_plan(planned)
+    write_text(output / "config.yaml", dump_config(config))
+    for name, about in {"plan": planned.plan.to_json(), "machine": planned.machine.to_json()}.items():
+        write_text(output / f"{name}.json", json.dumps(about, indent=1))
     write_text(output / "environment.json", json.dumps(environment(), indent=1))
     dtype = DTYPES[config.model.dtype]
     keep_model(output / "model", source, dtype=dtype, tokenizer=data.tokenizer, end_of_text=data.end_of_text)
@@ -204,13 +206,6 @@ def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: A
 
     save_model_config(source, directory, dtype=dtype, end_of_text=end_of_text)
     save_tokenizer(tokenizer, directory)
-
-
-def write_plan(planned: Planned) -> None:
-    """Write the configuration, plan and machine of a run."""
-    write_text(planned.output / "config.yaml", dump_config(planned.config))
-    for name, about in {"plan": planned.plan.to_json(), "machine": planned.machine.to_json()}.items():
-        write_text(planned.output / f"{name}.json", json.dumps(about, indent=1))
 
 
 @contextmanager

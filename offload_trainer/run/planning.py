@@ -86,15 +86,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     models = MemoryFallbacks(lambda: source)
     before = config_to_resume(config.save) if config.placement.engine_name != "deepspeed" else {}
     kept = _with_resumed_choices(config, before, models, world=world, on_gpu=machine.gpu is not None)
-    for candidate in (_with_resumed_schedule(kept, before), kept):
-        try:
-            found = planned(candidate, models, machine, world=world, nodes=nodes)
-        except UserError:
-            if candidate is kept:
-                raise
-            continue  # the schedule of the run before does not go with what has changed since
-        if found.plan.fits:
-            break
+    found = planned(kept, models, machine, world=world, nodes=nodes)
     if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
     return with_longest_row(found, config, models) if longest else found
@@ -378,25 +370,6 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     if manifest is None or manifest.places == 1:
         return config
     return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": manifest.places})})
-
-
-def _with_resumed_schedule(config: TrainConfig, before: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
-    """Return the configuration with the update schedule of the run that it resumes, where that was set and is open now.
-
-    It was set if that run changed its schedule after its first steps. Page files of that run have its layout.
-    """
-    recorded, section = before.get("tiered", {}), config.tiered
-    choices = {"overlap": ("off", "forward", "backward"), "master_format": ("fp32", "split")}
-    wanted = {
-        key: recorded[key]
-        for key, values in choices.items()
-        if getattr(section, key) == "auto" and recorded.get(key) in values
-    }
-    if not wanted or config.placement.engine_name != "tiered":
-        return config
-    if wanted.get("overlap") == "backward" and section.state_copies == 1:
-        return config
-    return config.model_copy(update={"tiered": section.model_copy(update=wanted)})
 
 
 def _with_resumed_choices(

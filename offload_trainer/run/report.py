@@ -41,9 +41,8 @@ def report(setup: Setup, *, swaps: list[Path]) -> None:
     rows = read_metrics(output / "metrics.jsonl")
     if not rows:
         return
-    of_plan = [row for row in rows if row.step > setup.measured_from] or rows
-    planned, measured = _bytes(setup, of_plan, swaps=swaps)
-    seconds = median_phases(of_plan)
+    planned, measured = _bytes(setup, rows, swaps=swaps)
+    seconds = median_phases(rows)
     write_report(
         output / "report.html",
         title=f"{setup.model.name}: {plan.homes}",
@@ -53,7 +52,7 @@ def report(setup: Setup, *, swaps: list[Path]) -> None:
         measured={"tiers": measured, "seconds": seconds},
         advice=[*advice(setup.planned), *wear(rows), ("Notes", plan.notes)],
     )
-    _keep_ratios(setup, steady(of_plan), seconds=seconds)
+    _keep_ratios(setup, steady(rows), seconds=seconds)
 
 
 def wear(rows: Sequence[StepRecord]) -> list[tuple[str, list[str]]]:

@@ -2,16 +2,13 @@
 
     TrainConfig -> MachineProfile + ModelShape -> Plan -> Setup -> (drive lease, engine) -> trainer.train -> report
 
-Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks. A run
-whose first steps show that another update schedule is faster builds its engine again (`schedule_change.py`). The
+Edit this module to change the order of these steps. Nothing is written before the plan has passed all checks. The
 command line imports this module, and with it torch, only after it has a valid configuration.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,12 +20,12 @@ from typing import Any
 import torch
 
 from offload_trainer import trainer
-from offload_trainer.checkpoint import TrainState, checkpoint_of, read_state
+from offload_trainer.checkpoint import TrainState, read_state
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.directory import write_final
-from offload_trainer.ranks import from_rank_zero, join, leave_torch, on_rank_zero, on_some, place_here, wait_for_all
+from offload_trainer.ranks import from_rank_zero, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import machine_rates, resume
@@ -42,17 +39,15 @@ from offload_trainer.run.checks import (
     refuse_output,
     refuse_unseen,
 )
-from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known, write_plan
+from offload_trainer.run.directory import Log, refuse_second, run_directory, write_known
 from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, plan_run, shared_plan
 from offload_trainer.run.preemption import stopping_on_warnings
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report
-from offload_trainer.run.schedule_change import ScheduleWatch
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
-from offload_trainer.storage.host_memory import return_now
 from offload_trainer.trainer import Job
 
 
@@ -222,65 +217,23 @@ def _carry_out(
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup.planned, setup.data)
         resumes: dict[str, Any] = {"instead": files.places, "resume": files.resume} if files else {}
-        if instead is not None:
-            instead(build_job(setup, stack, begins=begins, build=build, **resumes))
-            return
-        changed = _build_and_train(setup, build=build, checkpoint=checkpoint, begins=begins, **resumes)
-        if changed is not None:
-            setup, begins = changed
-            if log.loud:
-                write_plan(setup.planned)
-            checkpoint = checkpoint_of(setup.output / "checkpoints", begins.step)
-            _build_and_train(setup, build=build, checkpoint=checkpoint, begins=begins, may_change=False)
-
-
-def _build_and_train(
-    setup: Setup,
-    *,
-    build: Build,
-    checkpoint: Path | None,
-    begins: TrainState | None,
-    may_change: bool = True,
-    **resumes: Any,
-) -> tuple[Setup, TrainState] | None:
-    """Build the engine and train from `begins` to the end.
-
-    Return early, on all ranks, if the run changes its schedule: its setup from then on, and the state in the checkpoint
-    that it has saved for that. Everything that was built is closed then, and its memory is free on all ranks.
-    """
-    with ExitStack() as stack:
-        start = time.perf_counter()
         job = build_job(setup, stack, begins=begins, build=build, **resumes)
-        watch = ScheduleWatch(setup, build_seconds=time.perf_counter() - start, say=job.say)
-        job.revise = watch if may_change else None
+        if instead is not None:
+            instead(job)
+            return
         resume.keep(setup, job)
-        state = _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
+        _train(setup, job, resume_from=(checkpoint, begins) if begins else None)
         resume.drop(setup)
-    if state is None:
-        return None
-    del job  # the engine's buffers, which are in reference cycles
-    gc.collect()
-    return_now()
-    leave_torch()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    wait_for_all()
-    return replace(watch.setup, measured_from=state.step), state
 
 
-def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> TrainState | None:
-    """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run.
-
-    If the run is to change its plan, return its state instead, which is saved.
-    """
+def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState] | None) -> None:
+    """Run the training loop, then export and report. Raises Interrupted if a signal stopped the run."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now, same_within=ECHO if has_launcher() else 0.0) as asked:
         asked.too_late = partial(trainer.too_late, job)
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         state = trainer.train(job, asked, resume=resume_from)
-        if job.revised is not None:
-            return state
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):
             asked.answer = "finishing the export of the weights"
@@ -303,7 +256,6 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             words = f"offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
             export = f"; export the model with: {words}"
         log.say(f"done: {steps} steps; {output}{export}")
-    return None
 
 
 def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:

@@ -10,7 +10,6 @@ record N   after the Nth record of a step
 line N     after the line of step N in metrics.jsonl
 saving N   before the Nth checkpoint is complete: its tensors are written, its manifest is not
 saved N    once the checkpoint of step N has its final name
-change N   when the run changes its schedule: the old engine and its files are gone, the new plan is not written
 build N    before the Nth engine is built
 load N     before the Nth load of a checkpoint into an engine
 loaded N   after it
@@ -112,10 +111,6 @@ elif where == "saving":
     from offload_trainer import checkpoint
 
     checkpoint.finish_checkpoint = before(checkpoint.finish_checkpoint, lambda *_: True)
-elif where == "change":
-    from offload_trainer.run import train
-
-    train.write_plan = before(train.write_plan, lambda *_: True)
 elif where == "build":
     from offload_trainer.engine.tiered import TieredEngine
 

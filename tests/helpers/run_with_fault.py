@@ -4,7 +4,6 @@ full-save DIRECTORY     the filesystem of DIRECTORY fills up once the second sav
 full-step DIRECTORY     it fills up before the line of step 8, once the preceding checkpoint is complete
 low-save DIRECTORY      it has one MB left when the second save checks the free space
 full-export DIRECTORY   it fills up once an export has begun
-save-error N            the Nth checkpoint finds no space
 read-error N, write-error N     the Nth transfer of page files fails with EIO
 clock SEED              the system's clock jumps by days, forwards and backwards, at every reading
 """
@@ -84,19 +83,6 @@ def low_save(directory: str) -> None:
     Checkpoints._make_room = in_a_low_disk  # type: ignore[method-assign]
 
 
-def save_error(number: str) -> None:
-    from offload_trainer.offloading.pages.named_state import TieredSnapshot
-
-    write, saves = TieredSnapshot.write, itertools.count(1)
-
-    def failing(self: Any, place: Path, *group: Any) -> Any:
-        if next(saves) == int(number):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
-        return write(self, place, *group)
-
-    TieredSnapshot.write = failing  # type: ignore[method-assign]
-
-
 def full_export(directory: str) -> None:
     from offload_trainer.export import directory as exports
 
@@ -137,7 +123,6 @@ FAULTS = {
     "full-step": full_step,
     "low-save": low_save,
     "full-export": full_export,
-    "save-error": save_error,
     "read-error": lambda number: transfer_error("preadv", number),
     "write-error": lambda number: transfer_error("pwritev", number),
     "clock": clock,

@@ -192,6 +192,7 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     named = said_before(*words, "--resume", checkpoint, output=tmp_path / "run")
     assert named == f"{RERUN_HINT} from the checkpoint step-00000004"
     assert said_before(*words, "--no-such-flag", output=tmp_path / "run") == RERUN_HINT
+    killed("saving", 1, *words, output=tmp_path / "run")
     killed("saved", 6, *words, output=tmp_path / "run")
     assert said_before(*words, output=tmp_path / "run") == f"{RERUN_HINT} from the checkpoint step-00000006"
     run = call(*words, output=tmp_path / "run")
@@ -267,16 +268,20 @@ def test_resume_never_discards_page_files(words: list[str], place: Path, tmp_pat
     assert not list((place / "offload-trainer").iterdir())
 
 
-def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: Path) -> None:
+def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """A kill before or after the checkpoint is loaded changes no bit."""
     words = ["--nvme", place, *ALL, "--save-every", 2]
     killed("line", 6, *words, output=tmp_path / "run")  # the save of step 4 has waited for that of step 2
     said = refused(*words, "--ram-fraction", "0.5", output=tmp_path / "run")
     assert "of step 5, newer than any checkpoint, cannot" in said
     checkpoint = complete_checkpoints(tmp_path / "run/checkpoints")[-1]
     assert f"start without them with --resume {checkpoint}" in said
+    for where in ("load", "loaded"):
+        killed(where, 1, *words, "--ram-fraction", "0.5", "--resume", checkpoint, output=tmp_path / "run")
     run = call(*words, "--ram-fraction", "0.5", "--resume", checkpoint, output=tmp_path / "run")
     assert f"{checkpoint.name}, step " in run.text
     assert "removed what 1 run(s) left that died" in run.text
+    assert left(run.output)["steps"] == alone["steps"]
 
 
 def test_checksums_of_other_files_do_not_prevent_resuming(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the training loop: signals that arrive while ranks exchange requests or save, and the slowest rank."""
+"""Tests of the training loop: signals that arrive while ranks exchange requests, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ class Unsaved(nullcontext):
     ended = False
 
 
-def job_of(monkeypatch: pytest.MonkeyPatch, *, revised_at: int = 0) -> Any:
-    """Return a job whose steps only count, and which wants another plan after step `revised_at`."""
+def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a job whose steps only count."""
 
-    def step(job: Any, state: Any, batches: Any) -> Any:
-        job.revised = "another plan" if state.step + 1 == revised_at else None
-        return replace(state, step=state.step + 1)
-
-    monkeypatch.setattr(trainer, "_step", step)
+    monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
     monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
     return SimpleNamespace(
         train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0, sample_every=0),
@@ -40,7 +36,6 @@ def job_of(monkeypatch: pytest.MonkeyPatch, *, revised_at: int = 0) -> Any:
         checkpoints=Unsaved(),
         to_save=TimeToSave(step=None, save=0.0),
         commit=None,
-        revised=None,
         telemetry=None,
         sample=None,
     )
@@ -68,35 +63,14 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     assert asked.stop == signal.SIGTERM
 
 
-@pytest.mark.parametrize("other", [0, signal.SIGTERM])
-def test_a_signal_to_another_rank_while_a_change_is_saved_stops_the_run(
-    other: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("unknown", [False, True])
+def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
+    unknown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks change their plan, or all of them stop."""
-    asked, job, saved = StopRequest(), job_of(monkeypatch, revised_at=3), list[int]()
-
-    def with_another_rank(said: Any) -> Any:
-        return [said, other if saved else said]
-
-    def save(job: Any, state: Any) -> bool:
-        saved.append(state.step)
-        return True
-
-    monkeypatch.setattr(trainer, "all_gather_json", with_another_rank)
-    monkeypatch.setattr(trainer, "_saved_for_change", save)
-    monkeypatch.setattr(trainer, "_save_if_due", lambda *_, **__: None)
-    state = trainer.train(job, asked)
-    assert (state.step, saved) == (3, [3])
-    assert asked.stop == other
-    assert job.revised == (None if other else "another plan")
-
-
-def test_the_slowest_rank_is_the_one_for_which_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A faster rank has the shorter forward, and waits in its backward."""
-    fast, slow = {"forward": 2.0, "backward": 2.0}, {"forward": 3.0, "backward": 1.0}
-    for mine, others in ((fast, slow), (slow, fast)):
-        other = (1, 2, 30, others)
-        monkeypatch.setattr(trainer, "all_gather_json", lambda said, other=other: [said, other])
-        job: Any = SimpleNamespace(engine=SimpleNamespace(world=2))
-        found = trainer._of_all_ranks(job, IoCount(4, 5), tokens=10, phases=mine)
-        assert found == (IoCount(5, 7), 40, slow)
+    """Traffic is unknown if one rank cannot measure its own; two ranks that report one row's tokens are one group."""
+    other = (1, None if unknown else 2, 30)
+    monkeypatch.setattr(trainer, "all_gather_json", lambda said: [said, other])
+    for world, tokens in ((2, 40), (1, 20)):
+        job: Any = SimpleNamespace(engine=SimpleNamespace(world=world))
+        found = trainer._of_all_ranks(job, IoCount(4, 5), tokens=10)
+        assert found == (IoCount(5, None if unknown else 7), tokens)

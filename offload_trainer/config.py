@@ -317,11 +317,6 @@ class TrainSection(_Section):
         "are expected to take longer, the run stops at once instead, and resumes from its newest checkpoint or page "
         "files; auto: no limit",
     )
-    stop_on: tuple[str, ...] = Field(
-        (),
-        description="warnings that this machine will be taken away, on which the run stops as on SIGTERM: the path "
-        "of a file that appears, aws, gcp (their metadata services, asked every two seconds)",
-    )
     sample_every: Count = Field(0, description="steps between samples of generated text; 0: never")
     sample_prompt: str = Field("The ", description="prompt of the samples")
     sample_tokens: PositiveInt = Field(48, description="length of a sample in tokens")

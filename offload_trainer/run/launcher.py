@@ -162,18 +162,6 @@ def has_launcher() -> bool:
     return bool(started) and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def stop_target() -> int:
-    """Return the process that ends this run in order when it gets SIGTERM: the launcher, or this process.
-
-    This program's launcher then reports how the run ended, where it would take the first rank that stops for a failed
-    one. torchrun restarts ranks that stop by themselves, unless it has used up `--max-restarts`.
-    """
-    if LAUNCHER in os.environ:
-        return int(os.environ[LAUNCHER])
-    most, used = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-    return os.getppid() if used < most else os.getpid()
-
-
 def end_without_launcher(say: Callable[[str], None]) -> None:
     """Start a thread that ends this rank if its launcher is gone. `say` is called in that thread.
 

@@ -43,7 +43,6 @@ from offload_trainer.run.directory import Log, refuse_second, run_directory, wri
 from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, plan_run, shared_plan
-from offload_trainer.run.preemption import stopping_on_warnings
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report
 from offload_trainer.signals import waiting
@@ -70,12 +69,11 @@ def train_run(
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config.placement, world=world)
-    warnings = config.train.stop_on if rank in [its.start for its in nodes] else ()
 
     def tell(line: str) -> None:
         write_now(f"offload-train: {line}")
 
-    with beating(nodes, rank=rank, say=tell), stopping_on_warnings(warnings, say=tell):
+    with beating(nodes, rank=rank, say=tell):
         planned = _plan_together(config, nodes=nodes, log=log)
         setup, checkpoint = _set_up(config, planned, log)
         _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)

@@ -326,7 +326,6 @@ OPENING = {
     "plan/machine.py": "the package's own",
     "safe_files.py": "the opener",
     "run/commands/doctor.py": "the kernel's",
-    "run/preemption.py": "an HTTP answer",
     "run/commands/recipes.py": "the package's own, and a new file",
     "run/commands/serve.py": "a new file, and the kernel's",
     "run/commands/tune.py": "in a private directory",

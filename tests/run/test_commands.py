@@ -20,7 +20,7 @@ from offload_trainer.settings import FLAGS, all_keys, load_config
 ROOT = Path(__file__).resolve().parents[2]
 # Configurations; other tests run copies of the scripts and of the batch file.
 NAMES = [recipe.name for recipe in recipes() if recipe.run.startswith(f"offload-train configs/{recipe.file}")]
-ALL = sorted([*NAMES, "dpo", "kubernetes", "llama_factory", "ms_swift", "qlora", "ray_job", "skypilot", "slurm"])
+ALL = sorted([*NAMES, "dpo", "llama_factory", "ms_swift", "qlora", "ray_job", "slurm"])
 SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=16", "--seq-len", "32", "--micro-batch", "2"]
 
 

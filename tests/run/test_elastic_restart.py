@@ -1,4 +1,4 @@
-"""Tests of torchrun's restarts: killed ranks resume the run, and a run that is warned ends.
+"""Tests of torchrun's restarts: killed ranks resume the run, and a run whose torchrun is told to stop ends.
 
 The results have the bits of a run left alone.
 """
@@ -6,6 +6,7 @@ The results have the bits of a run left alone.
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,11 +34,11 @@ def torchrun(
     folder: Path,
     script: Sequence[object] = ("-m", "offload_trainer", "train"),
     nodes: int = 1,
-    meanwhile: Callable[[Path], None] = lambda _: None,
+    meanwhile: Callable[[Path, subprocess.Popen[bytes]], None] = lambda *_: None,
 ) -> tuple[list[int], str]:
     """Run two ranks under torchrun, on one node or two simulated ones; return its exit codes and all that was printed.
 
-    `meanwhile` is called with the file of what is printed, once the ranks are being started.
+    `meanwhile` is called with the file of what is printed and the first torchrun, once the ranks are being started.
     """
     folder.mkdir()
     bound, port = held_port()
@@ -51,7 +52,7 @@ def torchrun(
             argv = [*launch, "--node-rank", node, *script, *WORDS, "--accumulate", 1, "--nvme", drive, *words]
             more = {SECRET: "what both nodes know", "CUDA_VISIBLE_DEVICES": ""}
             started.append(start(*argv, stdout=told, stderr=told, own=True, **more))
-        meanwhile(told)
+        meanwhile(told, started[0])
         codes = [one.wait(400) for one in started]
     assert not list(folder.glob("drive-*/offload-trainer/run-*"))
     return codes, told.read_text(errors="replace")
@@ -70,10 +71,10 @@ def test_killed_ranks_are_restarted(nodes: int, alone: Run, seed: int, tmp_path:
     assert_same_run(Run(0, text, output), alone)
 
 
-def test_a_preempted_run_is_not_restarted(alone: Run, tmp_path: Path) -> None:
+def test_a_run_whose_torchrun_is_told_to_stop_is_not_restarted(alone: Run, tmp_path: Path) -> None:
     """torchrun ends with the run, which has saved its step; the same command resumes."""
-    warning, go, output = tmp_path / "evicted", tmp_path / "go", tmp_path / "out"
-    metrics, words = output / "metrics.jsonl", [f"train.stop_on=[{warning}]", "--output", output]
+    go, output = tmp_path / "go", tmp_path / "out"
+    metrics, words = output / "metrics.jsonl", ["--output", output]
 
     def wait_for(condition: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + 200
@@ -81,19 +82,18 @@ def test_a_preempted_run_is_not_restarted(alone: Run, tmp_path: Path) -> None:
             assert time.monotonic() < until, what
             time.sleep(0.02)
 
-    def warn(told: Path) -> None:
+    def stop(told: Path, torchrun: subprocess.Popen[bytes]) -> None:
         wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, "five steps")
-        warning.touch()
+        torchrun.terminate()
         wait_for(lambda: "finishing this step" in told.read_text(errors="replace"), "SIGTERM")
         go.touch()
 
-    held = [HELPERS / "run_and_pause.py", 5, go]  # rank 0 waits there for the warning
-    codes, text = torchrun(*words, folder=tmp_path / "first", script=held, meanwhile=warn)
+    held = [HELPERS / "run_and_pause.py", 5, go]  # rank 0 waits there for the signal
+    codes, text = torchrun(*words, folder=tmp_path / "first", script=held, meanwhile=stop)
     assert codes == [1], text[-6000:]
-    assert text.count(f"warning of {warning}: the file exists") == 1  # no rank was started again
+    assert text.count("stopped after step") == 1  # no rank was started again
     assert "stopped after step 5, everything saved; the same command resumes from there" in text
     assert (output / "checkpoints/step-00000005/MANIFEST.json").exists()
-    warning.unlink()
     codes, text = torchrun(*words, folder=tmp_path / "again")
     assert codes == [0], text[-6000:]
     assert_same_run(Run(0, text, output), alone)

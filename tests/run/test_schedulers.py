@@ -1,155 +1,27 @@
-"""Tests of the files for Slurm, Kubernetes and SkyPilot, and of a job that a real Slurm preempts three times."""
+"""Tests of the file for Slurm, and of a job that a real Slurm preempts three times."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import HELPERS, TINY, Run, assert_same_run, call, environment
 
 from offload_trainer import cli
-from offload_trainer.errors import UserError
-from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = (ROOT / "configs/slurm.sbatch").read_text()
-CLAIM, JOB = yaml.safe_load_all((ROOT / "configs/kubernetes.yaml").read_text())
-TASK = yaml.safe_load((ROOT / "configs/skypilot.yaml").read_text())
 STOPPED = 128 + signal.SIGTERM
-
-
-def stop_within(words: list[str]) -> float:
-    """Return the `train.stop_within` of a command, whose other words must be valid too."""
-    within = load_config(words).train.stop_within
-    assert within != "auto"
-    return within
-
-
-# -- Kubernetes --------------------------------------------------------------------------------------------------------
-
-
-VALIDATE = """
-import sys
-
-import kubernetes_validate as schemas
-import yaml
-
-claim, job = yaml.safe_load_all(open(sys.argv[1]))
-version = schemas.latest_version()
-for document in (claim, job):
-    schemas.validate(document, version, strict=True)
-pod = job["spec"]["template"]["spec"]
-misspelt = {**pod, "terminationGraceSeconds": 120}
-incomplete = {key: value for key, value in pod.items() if key != "containers"}
-for other in (misspelt, incomplete):
-    job["spec"]["template"]["spec"] = other
-    try:
-        schemas.validate(job, version, strict=True)
-    except schemas.ValidationError as error:
-        print(error.message)
-"""
-
-
-def install(package: str, *words: object, python: object = sys.executable) -> None:
-    """Install a package with pip; skip the test without an index."""
-    pip = [python, "-m", "pip", "install", "--quiet", *words, package]
-    done = subprocess.run(list(map(str, pip)), capture_output=True, text=True)
-    if done.returncode and "No matching distribution" in done.stderr:
-        pytest.skip("pip reaches no index here")
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.network
-def test_kubernetes_accepts_the_job(tmp_path: Path) -> None:
-    """The file is valid in the strict schemas of Kubernetes, which refuse a misspelt key and a missing one."""
-    install("kubernetes-validate>=1.31", "--target", tmp_path)
-    words = [sys.executable, "-c", VALIDATE, ROOT / "configs/kubernetes.yaml"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(PYTHONPATH=str(tmp_path)))
-    assert done.returncode == 0, done.stderr
-    misspelt, incomplete = done.stdout.splitlines()
-    assert "'terminationGraceSeconds' was unexpected" in misspelt
-    assert "'containers' is a required property" in incomplete
-
-
-def test_kubernetes_handles_each_exit_code() -> None:
-    spec = JOB["spec"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    assert stop_within(container["args"]) < pod["terminationGracePeriodSeconds"]
-    by_code = {}
-    for rule in spec["podFailurePolicy"]["rules"]:
-        if codes := rule.get("onExitCodes"):
-            assert (codes["containerName"], codes["operator"]) == (container["name"], "In")
-            by_code |= dict.fromkeys(codes["values"], rule["action"])
-    assert by_code == {UserError.exit_code: "FailJob", STOPPED: "Ignore"}
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
-    config = load_config(container["args"])
-    assert list(config.placement.nvme) == [mounts["pages"]]
-    assert config.save.output.startswith(f"{mounts['runs']}/")
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
-
-
-# -- SkyPilot ----------------------------------------------------------------------------------------------------------
-
-ACCEPT = """
-import sys
-
-import sky
-import yaml
-
-config = yaml.safe_load(open(sys.argv[1]))
-if len(sys.argv) > 2:
-    config["resources"]["job_recovery"][sys.argv[2]] = "many"
-task = sky.Task.from_yaml_config(config, env_overrides=[("NFS", "fs:/")])
-(resources,) = task.resources
-print(resources.use_spot, resources.job_recovery)
-"""
-
-
-@pytest.mark.network
-@pytest.mark.slow
-def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
-    """SkyPilot, in a separate environment, makes a task of the file, and refuses a value of the wrong type."""
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv/bin/python"
-    install("skypilot>=0.14", python=python)
-    (tmp_path / "dist").mkdir()  # a source of file_mounts must exist
-
-    def accept(*words: str) -> subprocess.CompletedProcess[str]:
-        argv = [python, "-c", ACCEPT, ROOT / "configs/skypilot.yaml", *words]
-        env = environment(HOME=str(tmp_path), SKYPILOT_DISABLE_USAGE_COLLECTION="1")
-        return subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env)
-
-    done = accept()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("True {")
-    refused = accept("max_restarts_on_errors")
-    assert refused.returncode
-    assert "max_restarts_on_errors" in refused.stderr + refused.stdout
-
-
-def test_skypilot_recovers_a_preempted_job() -> None:
-    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
-    name, *words = shlex.split(TASK["run"].replace("\\\n", ""))
-    assert name == "offload-train"
-    assert stop_within(words) < 120  # AWS warns two minutes ahead
-    assert TASK["resources"]["infra"].partition("/")[0] in load_config(words).train.stop_on
-    for script in (TASK["setup"], TASK["run"]):
-        subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
 # -- Slurm: the batch file with stand-ins ------------------------------------------------------------------------------

@@ -380,11 +380,11 @@ class SaveSection(_Section):
         "from step 0; or the directory of a checkpoint",
     )
     tensorboard: bool = Field(False, description="same as save.trackers=tensorboard")
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = Field(
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
         description="experiment trackers that also receive the metrics of each step (extras of the same names). "
-        "tensorboard, mlflow without MLFLOW_TRACKING_URI, and wandb with WANDB_MODE=offline write to the run "
-        "directory, trackio to TRACKIO_DIR. Empty: nothing is sent anywhere",
+        "tensorboard, and wandb with WANDB_MODE=offline, write to the run directory, trackio to TRACKIO_DIR. "
+        "Empty: nothing is sent anywhere",
     )
     project: str = Field("offload-trainer", description="project name that trackers group runs under")
 

@@ -31,16 +31,12 @@ OPTIONAL = {
     "pyarrow": "21",
     "wandb": "0.22",
     "trackio": "0.41",
-    "mlflow-skinny": "3.5",
-    "sqlalchemy": "2.0.30",
-    "alembic": "1.13.1",
     "liger-kernel": "0.8",
     "lm_eval": "0.4.13",
     "pillow": "10.0.1",
 }
 _MODULES = {
     "yaml": "PyYAML",
-    "mlflow": "mlflow-skinny",
     "liger_kernel": "liger-kernel",
     "PIL": "pillow",
 }  # modules whose name differs from the package's

@@ -229,9 +229,7 @@ _FAMILIES = {
     **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
     **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
     **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw, lion or muon")),
-    **dict.fromkeys(
-        ("wandb_", "trackio_", "mlflow_"), Term("save.trackers", "trackers read their own environment variables")
-    ),
+    **dict.fromkeys(("wandb_", "trackio_"), Term("save.trackers", "trackers read their own environment variables")),
     "hub_": Term("", _UPLOADS),
     "bnb_": Term("", _FEWER_BITS),
     "logging_": Term("", _LOGGED),

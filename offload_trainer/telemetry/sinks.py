@@ -2,7 +2,7 @@
 
     record ── Telemetry ─┬─ JsonLines: metrics.jsonl, evaluations.jsonl
                          ├─ Screen: a live line, or plain lines without a terminal
-                         └─ trackers.py: TensorBoard, wandb, trackio, mlflow
+                         └─ trackers.py: TensorBoard, wandb, trackio
 
 The live line names the phase that takes most of the step and what limits it:
 

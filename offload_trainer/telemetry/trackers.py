@@ -1,9 +1,8 @@
-"""Forwarding of step and evaluation records to experiment trackers: TensorBoard, wandb, trackio, mlflow.
+"""Forwarding of step and evaluation records to experiment trackers: TensorBoard, wandb, trackio.
 
     StepRecord, EvalRecord ── Trackers ── queue ── thread ──┬─ tensorboard: tensorboard/ in the run directory
                                                             ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
-                                                            ├─ trackio: its local directory (TRACKIO_DIR)
-                                                            └─ mlflow: MLFLOW_TRACKING_URI, else mlflow.db there
+                                                            └─ trackio: its local directory (TRACKIO_DIR)
 
 Each is an optional extra, and records are sent only to the trackers in `save.trackers`. A tracker that cannot start is
 an error that prevents the run. One that fails later is dropped with one message, and never stops or slows the training.
@@ -17,7 +16,6 @@ import os
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +32,6 @@ Say = Callable[[str], None]
 
 _WAITING = 10_000  # steps that a tracker may lag behind; further steps are dropped until it has caught up
 _LAST = 60.0  # seconds to wait at the end of a run for queued records
-_MOST_PARAMETERS = 100  # parameters in one request to mlflow
 
 
 @dataclass(frozen=True)
@@ -235,35 +232,6 @@ def _trackio(run: Tracked, identity: str | None) -> _Tracker:
     return _Tracker(identity, lambda numbers, step: began.log(numbers, step=step), began.finish)
 
 
-def _import_mlflow() -> Any:
-    from mlflow import MlflowClient
-
-    return MlflowClient
-
-
-def _mlflow(run: Tracked, identity: str | None) -> _Tracker:
-    """Start mlflow through its client, since `mlflow.log_metrics` logs to the calling thread's active run."""
-    from mlflow.entities import Metric, Param
-
-    here = f"sqlite:///{run.directory.absolute() / 'mlflow.db'}"
-    client = _import_mlflow()(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", here))
-    if identity is None:
-        experiment = client.get_experiment_by_name(run.project)
-        number = experiment.experiment_id if experiment else client.create_experiment(run.project)
-        identity = str(client.create_run(number, run_name=run.name).info.run_id)
-        parameters = [Param(key, str(value)[:500]) for key, value in run.config.items()]
-        for first in range(0, len(parameters), _MOST_PARAMETERS):
-            client.log_batch(identity, params=parameters[first : first + _MOST_PARAMETERS])
-    else:
-        client.update_run(identity, status="RUNNING")
-
-    def log(numbers: Numbers, step: int) -> None:
-        now = int(time.time() * 1000)
-        client.log_batch(identity, metrics=[Metric(name, value, now, step) for name, value in numbers.items()])
-
-    return _Tracker(identity, log, lambda: client.set_terminated(identity))
-
-
 @dataclass(frozen=True)
 class _Kind:
     imported: Callable[[], object]
@@ -280,7 +248,4 @@ _KINDS = {
         "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)",
     ),
     "trackio": _Kind(_import_trackio, _trackio, "Name another TRACKIO_DIR, or leave it out"),
-    "mlflow": _Kind(
-        _import_mlflow, _mlflow, "Look at MLFLOW_TRACKING_URI: without it mlflow.db in the run directory is taken"
-    ),
 }

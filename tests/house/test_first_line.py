@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 from commands import environment
 
-HEAVY = {"torch", "transformers", "numpy", "deepspeed", "tqdm", "psutil", "wandb", "mlflow", "trackio"}
+HEAVY = {"torch", "transformers", "numpy", "deepspeed", "tqdm", "psutil", "wandb", "trackio"}
 
 # A script that reports the loaded libraries, and one that cannot load torch.
 LOADED = """

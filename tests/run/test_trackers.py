@@ -41,7 +41,7 @@ def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int
     return messages
 
 
-# -- each of the four ------------------------------------------------------------------------------------------------
+# -- each of the three -----------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
@@ -57,25 +57,6 @@ def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
     assert [e.step for e in found.Scalars("train/grad_norm")] == [1, 3, 4]
     assert found.Scalars("phases/backward")[0].value == pytest.approx(0.2)
     assert found.Scalars("validation/loss")[0].value == 2.5
-
-
-def test_mlflow_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert run(tmp_path, "mlflow", steps=(1, 2, 3)) == []
-    assert run(tmp_path, "mlflow", steps=(3, 4), done=2) == []
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("a project")
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert (found.info.run_name, found.info.status) == (tmp_path.name, "FINISHED")
-    assert found.data.params == {"train.steps": "4", "data.path": "['a', 'b']"}
-    losses = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "train/loss")}
-    assert losses == {step: pytest.approx(4.0 - 0.01 * step) for step in (1, 2, 3, 4)}
-    assert [m.step for m in client.get_metric_history(found.info.run_id, "train/grad_norm")] == [1, 3, 3, 4]
-    assert found.data.metrics["validation/loss"] == 2.5
 
 
 def records_of(log: bytes) -> Iterator[bytes]:
@@ -150,7 +131,7 @@ def test_trackio_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest
     assert sorted(losses) == [(step, pytest.approx(4.0 - 0.01 * step)) for step in (1, 2, 3, 3, 4)]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_tracker_names_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(UserError, match=rf"save.trackers={name}: .*pip install 'offload-trainer\[{name}\]'"):

@@ -41,7 +41,6 @@ WORDS = {
     "init": [],
     "ls": [],
     "cp": ["tiny"],
-    "completion": ["bash"],
 }
 
 

@@ -377,12 +377,6 @@ def _cp(words: list[str]) -> None:
     print(shown(f"{path}: written; {command}"))
 
 
-def _completion(words: list[str]) -> None:
-    from offload_trainer.completion import script
-
-    print(script(words), end="")
-
-
 def _report(words: list[str]) -> None:
     as_json, page = bool(take_switches(words, "--json")), take_value(words, "--html")
     if unknown := [word for word in words if word.startswith("-")]:
@@ -429,5 +423,4 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "init": _init,
     "ls": _ls,
     "cp": _cp,
-    "completion": _completion,
 }

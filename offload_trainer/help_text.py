@@ -178,12 +178,6 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         (),
         "DEST is a file or a directory (default: the current directory). Existing files are not overwritten.",
     ),
-    "completion": (
-        "print a shell script that completes commands, flags, keys and values",
-        "bash|zsh",
-        (),
-        "In ~/.bashrc: source <(offload-train completion bash). In ~/.zshrc: source <(offload-train completion zsh).",
-    ),
 }
 
 # Flags shown in a command's help. All other flags are accepted too, so that the words of one command fit the others.
@@ -224,7 +218,7 @@ def help_text(command: str | None = None) -> str:
     lines = [f"offload-train {command} {words}".rstrip(), "", f"{summary[0].upper()}{summary[1:]}."]
     lines += ["", *(_entry(name, what) for name, what in switches)] if switches else []
     lines += ["", more] if more else []
-    if not takes_keys(command):
+    if not _COMMANDS[command][1].endswith(_CONFIG):
         return "\n".join(lines)
     flags = flags_of(command)
     others = (
@@ -261,11 +255,6 @@ def command_names() -> list[str]:
 def switches_of(command: str) -> dict[str, bool]:
     """Return a command's own flags, each with True if it takes a value."""
     return {name: bool(value) for name, _, value in (entry.partition(" ") for entry, _ in _COMMANDS[command][2])}
-
-
-def takes_keys(command: str) -> bool:
-    """Return True if the words after the command are a configuration."""
-    return _COMMANDS[command][1].endswith(_CONFIG)
 
 
 def take_command(words: list[str]) -> str | None:

@@ -26,7 +26,6 @@ HOUSE = (
     ("session",),
     ("hf",),
     ("help_text",),
-    ("completion",),
     ("cli",),
     ("__main__", ""),
 )

@@ -1,4 +1,4 @@
-"""Tests of commands around a run: listing and copying recipes, init, and shell completion."""
+"""Tests of commands around a run: listing and copying recipes, and init."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 from commands import environment
 
 from offload_trainer import cli
-from offload_trainer.completion import SHELLS, script
-from offload_trainer.help_text import command_names
 from offload_trainer.run.commands.recipes import recipes
-from offload_trainer.settings import FLAGS, all_keys, load_config
+from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # Configurations; other tests run copies of the scripts and of the batch file.
@@ -133,69 +131,7 @@ def test_a_configuration_that_does_not_fit_is_not_written(
     assert "train.yaml: already exists" in capsys.readouterr().err
 
 
-# -- completion ------------------------------------------------------------------------------------------------------
-
-
-def completed(shell: str, line: str, folder: Path) -> list[str]:
-    """Return the completions after `line`; bash splits words at "=" and zsh does not."""
-    words = line.split(" ")
-    if shell == "bash":
-        words = [part for word in words for part in (word.partition("=") if "=" in word else [word])]
-    quoted = " ".join(f"'{word}'" for word in words)
-    made = script([shell]).replace("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n", "")
-    code = f"{made}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _offload_train"
-    code += "; printf '%s\\n' \"${COMPREPLY[@]}\""
-    done = subprocess.run(["bash", "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    assert not done.stderr
-    return done.stdout.split("\n")[:-1]
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("offload-train pre", ["prepare"]),
-        ("offload-train --dt", ["--dtype"]),
-        ("offload-train --dtype b", ["bf16"]),
-        ("offload-train --dtype=b", ["bf16"]),
-        ("offload-train plan --no", ["--nodes"]),
-        ("offload-train train --no", []),
-        ("offload-train plan --machine h2", ["h200"]),
-        ("offload-train tune optim.mom", ["optim.moment_dtype="]),
-        ("offload-train optim.moment_dtype=8", ["8bit"]),
-        ("offload-train train.deterministic=t", ["true"]),
-        ("offload-train --scratch --mode", ["--model"]),
-        ("offload-train --model gpt2-x", ["gpt2-xl"]),
-        ("offload-train --nvme ss", ["ssd"]),
-        ("offload-train --data bo", ["books.txt"]),
-        ("offload-train data.path=bo", ["books.txt"]),
-        ("offload-train --steps b", []),
-        ("offload-train mi", ["mine.yaml"]),
-        ("offload-train cp dem", ["demo"]),
-        ("offload-train export --max", ["--max-shard-size"]),
-        ("offload-train export ss", ["ssd"]),
-        ("offload-train export --opt", []),
-    ],
-)
-def test_shell_completions(shell: str, line: str, offered: list[str], tmp_path: Path) -> None:
-    (tmp_path / "ssd").mkdir()
-    for name in ("books.txt", "mine.yaml"):
-        (tmp_path / name).touch()
-    spelled = f"{line.rpartition(' ')[2].partition('=')[0]}=" if shell == "zsh" and "=" in line else ""
-    assert completed(shell, line, tmp_path) == [spelled + word for word in offered] or (not offered and [""])
-
-
-def test_all_commands_flags_and_keys_are_offered(tmp_path: Path) -> None:
-    assert set(command_names()) <= set(completed("bash", "offload-train ", tmp_path))
-    assert set(FLAGS) <= set(completed("bash", "offload-train plan --", tmp_path))
-    keys = {f"{key}=" for key in all_keys()} - {"model.overrides="}
-    assert keys <= set(completed("bash", "offload-train prepare ", tmp_path))
-    assert [recipe.name for recipe in recipes()] == ALL
-
-
-@pytest.mark.parametrize(
-    "words", [["--help"], ["ls"], ["cp", "tiny"], ["completion", "bash"], ["init", "--write", "."]]
-)
+@pytest.mark.parametrize("words", [["--help"], ["ls"], ["cp", "tiny"], ["init", "--write", "."]])
 def test_quick_commands_load_nothing_large(words: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from offload_trainer.cli import main; main(sys.argv[1:])\n"

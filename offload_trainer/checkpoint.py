@@ -34,13 +34,12 @@ import torch
 from pydantic import with_config
 
 from offload_trainer import __version__
-from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.safe_files import LENIENT, Count, Kind, Steps, is_there, open_file, read_back, shown
+from offload_trainer.safe_files import EXACT, LENIENT, Count, Kind, Steps, is_there, open_file, read_back, shown
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
@@ -76,7 +75,7 @@ _STEERING = {
 }
 
 
-@with_config(LENIENT)  # older files also hold RNG states, which are no longer needed
+@with_config(EXACT)
 @dataclass(frozen=True)
 class TrainState:
     """Progress of a run between two steps. Stored as plain JSON in state.json."""
@@ -389,7 +388,7 @@ def find_checkpoint(path: Path) -> Path:
 class _RunConfiguration:
     """The part of run.json that a resume reads."""
 
-    config: RecordedConfig
+    config: dict[str, dict[str, Any]]
 
 
 def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:

@@ -6,7 +6,6 @@ docs/config.md take their text from the descriptions. `auto` means that the plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -535,49 +534,3 @@ class TrainConfig(_Section):
     parallel: ParallelSection = ParallelSection()
     tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
-
-
-# Keys and values of versions before 0.1, with their current names.
-RENAMED_KEYS: Mapping[str, str] = {
-    "model.scratch": "model.random_init",
-    "model.checkpointing": "model.activation_checkpointing",
-    "data.loss": "data.train_on",
-    "optim.states": "optim.moment_dtype",
-    "optim.clip": "optim.max_grad_norm",
-    "optim.nonfinite": "optim.on_nonfinite_grad",
-    "train.micro_batch": "train.micro_batch_size",
-    "train.accumulate": "train.gradient_accumulation_steps",
-    "tiered.fetch": "tiered.fetch_granularity",
-    "tiered.unit_buffers": "tiered.weight_buffers",
-    "tiered.take": "tiered.weight_transfer",
-    "tiered.places": "tiered.state_copies",
-    "tiered.masters": "tiered.master_format",
-}
-RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
-    "tiered.overlap": {"full": "backward"},
-    "tiered.master_format": {"remainder": "split"},
-    "tiered.weight_transfer": {"gather": "all_gather"},
-}
-
-
-def with_current_names(config: Any) -> Any:
-    """Return a recorded configuration, as nested dicts, with the current names of its keys and values.
-
-    It is applied to run.json files of earlier versions. Anything but a dict of sections is returned unchanged.
-    """
-    if not isinstance(config, dict):
-        return config
-    found: dict[str, Any] = {}
-    for section, values in config.items():
-        if not isinstance(values, dict):
-            found[section] = values
-            continue
-        found[section] = {}
-        for name, value in values.items():
-            key = RENAMED_KEYS.get(f"{section}.{name}", f"{section}.{name}")
-            renamed = RENAMED_VALUES.get(key, {})
-            found[section][key.partition(".")[2]] = renamed.get(value, value) if isinstance(value, str) else value
-    return found
-
-
-RecordedConfig = Annotated[dict[str, dict[str, Any]], BeforeValidator(with_current_names)]

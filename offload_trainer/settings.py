@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
@@ -67,16 +67,6 @@ FLAGS: dict[str, Flag] = {
 }
 
 
-# Keys (with their former default) and values that earlier versions had, and what to do instead.
-_REMOVED_KEYS: dict[str, tuple[Any, str]] = {
-    "model.checkpointing_variant": ("auto", "each engine chooses its own variant of checkpointing"),
-    "placement.hang_timeout": (1800, "ranks that hang are no longer looked for, except within a step"),
-    "placement.hung_seconds": (1800, "ranks that hang are no longer looked for, except within a step"),
-}
-_REMOVED_VALUES = {
-    "optim.name=adamw8bit": "8-bit moments are optim.moment_dtype=8bit; with --engine deepspeed they are bitsandbytes'",
-    "optim.kernel=deepspeed": "native and torch are faster; leave it at auto",
-}
 # Keys that users look for and that are not implemented.
 _NOT_IMPLEMENTED = {
     "parallel.pipeline": "not implemented: docs/pipeline.md explains why",
@@ -140,9 +130,6 @@ class _Draft:
         """
         self.worded.add(key)
         section, _, name = key.partition(".")
-        if key in _REMOVED_KEYS:
-            self.mistakes.append(_gone(spelled, key))
-            return
         annotation = annotation_of(section, name)
         if annotation is None and not _overrides_key(section, name):
             self.mistakes.append(_no_key(spelled, key, text))
@@ -256,8 +243,6 @@ def _no_key(spelled: str, key: str, text: str | None) -> str:
     """Return the error message for an unknown key, with a suggestion."""
     if key in _NOT_IMPLEMENTED:
         return f"{spelled}: {_NOT_IMPLEMENTED[key]}"
-    if key in RENAMED_KEYS:
-        return f"{spelled}: this key is now called {RENAMED_KEYS[key]}"
     return f"{spelled}: unknown key{_hint(plain(key), text, as_flag=False)}"
 
 
@@ -382,10 +367,6 @@ def _misplaced(word: str) -> str:
     return f"{what} is named by a flag: {flag} {quote(word)}"
 
 
-def _gone(spelled: str, key: str) -> str:
-    return f"{spelled}: {key} was removed: {_REMOVED_KEYS[key][1]}; leave it out"
-
-
 def _read_file(path: Path, draft: _Draft) -> None:
     try:
         content = read_yaml(path, _Loader)
@@ -404,11 +385,6 @@ def _read_file(path: Path, draft: _Draft) -> None:
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
             draft.values[section] = dict(values or {})
-    # Earlier versions wrote every key to the file, so a removed key with its former default is ignored.
-    for key, (default, _) in _REMOVED_KEYS.items():
-        section, _, name = key.partition(".")
-        if draft.values.get(section, {}).pop(name, default) != default:
-            draft.mistakes.append(_gone(f"{path}: {key}", key))
 
 
 def _no_section(path: Path, section: str, values: Any) -> list[str]:
@@ -511,12 +487,6 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         given.setdefault(key, item["input"])
     for key, complaints in seen.items():
         wanted = " or ".join(dict.fromkeys(complaints))
-        if now := RENAMED_VALUES.get(key, {}).get(str(given[key])):
-            yield f"{key}: {given[key]} is now called {now}"
-            continue
-        if instead := _REMOVED_VALUES.get(f"{key}={given[key]}"):
-            yield f"{key}: {given[key]} was removed: {instead}"
-            continue
         if here := value_of(key, given[key]):
             wanted = f"{wanted}; use {here}"
         yield f"{key}: {given[key]!r} is not allowed; it should be {wanted}"

@@ -154,10 +154,7 @@ def forward_seed(seed: int, *, first: int) -> int:
 
 
 def padding_of(marks: np.ndarray) -> np.ndarray:
-    """Return the number of padding tokens at the end of each row of marked ids, shape [rows, tokens].
-
-    It is 0 for files of unpacked rows that were written before padding was marked.
-    """
+    """Return the number of padding tokens at the end of each row of marked ids, shape [rows, tokens]."""
     places = np.arange(marks.shape[1])
     last = np.where(marks & BEGINS, places, 0).max(axis=1)
     learned = (marks & NOT_LEARNED == 0) & (places >= last[:, None])

@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, with_config
+from pydantic import with_config
 
 from offload_trainer.checkpoint import read_state
-from offload_trainer.config import with_current_names
 from offload_trainer.plan.tiered.state_formats import ADAMW, RULES
 from offload_trainer.safe_files import LENIENT, Flag, Number, Steps, read_back
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
@@ -82,7 +81,7 @@ class _Environment:
 class _Run:
     """The part of a run.json that a card uses."""
 
-    config: Annotated[_Config, BeforeValidator(with_current_names)]
+    config: _Config
     random: Flag
     environment: _Environment = _Environment()
 
@@ -110,7 +109,7 @@ def model_card(
     Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
     out.
     """
-    config: Mapping[str, Any] = with_current_names(run.get("config", {}))
+    config: Mapping[str, Any] = run.get("config", {})
     facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if config:
         model, optim = config["model"], config["optim"]

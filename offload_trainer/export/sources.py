@@ -27,7 +27,7 @@ from offload_trainer.checkpoint import (
     read_state,
     reading,
 )
-from offload_trainer.config import ModelSection, RecordedConfig
+from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.model_card import checkpoint_card, final_card, model_card
 from offload_trainer.model.loader import BUFFERS, resolve_model
@@ -93,7 +93,7 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Run:
-    config: RecordedConfig
+    config: dict[str, dict[str, Any]]
 
 
 @with_config(LENIENT)

@@ -25,11 +25,9 @@ from pydantic import Field, with_config
 
 from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.moments import StoredMoment, zero_code
+from offload_trainer.optim.moments import StoredMoment
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
-    EXP_AVG,
-    EXP_AVG_SQ,
     MOMENT_FORMATS,
     MOMENTS,
     StateFormat,
@@ -58,7 +56,7 @@ class EngineState:
     good_steps: Steps = 0  # steps since the loss scale last changed
     states: MomentsName = "fp32"  # storage format of the moments
     weight_steps: dict[str, Steps] = field(default_factory=dict)  # steps of weights that had no gradient in some steps
-    rule: RuleName = "adamw"  # absent in files of earlier versions, which only had AdamW
+    rule: RuleName = "adamw"
 
     def __post_init__(self) -> None:
         state_format(self.rule, self.states)  # raises ValueError for an unsupported combination
@@ -183,9 +181,6 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 class StoredKind:
     """Masters or one moment in a directory, read whole or in part. Use it as a context manager to close its files.
 
-    Earlier versions rounded small second moments to zero in 8 bits. Such a zero is read as the smallest non-zero code
-    if the first moment is not zero.
-
     Raises:
         UserError: names or shapes differ from `shapes`.
     """
@@ -203,9 +198,6 @@ class StoredKind:
         self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
         if kind != "fixed":
             self._refuse_other_types(shapes)
-        self._first: TensorFileReader | None = None  # the first moment, to correct second moments in 8 bits
-        if self._moment is EXP_AVG_SQ and self._scales is not None:
-            self._first = self._open.enter_context(TensorFileReader(directory / f"{EXP_AVG.name}.safetensors"))
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -231,9 +223,6 @@ class StoredKind:
         values = self._read(self._file, name, start, count)
         if self._scales is None:
             return values, None
-        if self._first is not None:
-            moving = self._first.read_part(name, start, count) != zero_code(signed=True)
-            values = torch.where(moving, values.clamp(min=1), values)
         return values, self._read(self._scales, name, start // BLOCK_8BIT, -(-count // BLOCK_8BIT))
 
     def _read(self, file: TensorFileReader, name: str, start: int, count: int) -> torch.Tensor:

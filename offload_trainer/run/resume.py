@@ -36,7 +36,6 @@ from typing import Any
 from pydantic import with_config
 
 from offload_trainer.checkpoint import MADE, TrainState, changed_settings, check_resume
-from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError, reason
@@ -83,8 +82,8 @@ class _Made:
 
     identity: dict[str, Any]
     layout: dict[str, Any]
-    config: RecordedConfig
-    ranks: Count = 1
+    config: dict[str, dict[str, Any]]
+    ranks: Count
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from offload_trainer.config import RENAMED_KEYS, RuleName
+from offload_trainer.config import RuleName
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys
 
@@ -127,9 +127,6 @@ def _unknown(key: str) -> str:
     """Return what is wrong with a keyword that is not among `KEYS`."""
     if key in INSTEAD:
         return INSTEAD[key]
-    renamed = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED_KEYS.items()}
-    if renamed.get(key) in KEYS:
-        return f"this keyword is now called {renamed[key]}"
     near = get_close_matches(key, KEYS, n=1, cutoff=0.5)
     return "a session has no such key" + (f"; did you mean {near[0]}?" if near else "")
 

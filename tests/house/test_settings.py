@@ -13,11 +13,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig, with_current_names
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.help_text import switches_of
 from offload_trainer.plan.engines import combination_mistakes
-from offload_trainer.session.kwargs import KEYS, session_words
 from offload_trainer.settings import FLAGS, FLAGS_OF_COMMANDS, all_keys, dump_config, load_config
 from offload_trainer.storage.cache_files import cache_directory
 
@@ -167,31 +166,6 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
 )
 def test_impossible_combinations(words: list[str], expected: str) -> None:
     assert expected in "\n".join(mistakes(*words))
-
-
-@pytest.mark.parametrize(
-    ("word", "instead"),
-    [
-        ("model.checkpointing_variant=reentrant", "leave it out"),
-        ("model.checkpointing_variant=auto", "leave it out"),
-        ("optim.name=adamw8bit", "optim.moment_dtype=8bit"),
-        ("optim.kernel=deepspeed", "native and torch are faster"),
-    ],
-)
-def test_removed_keys_name_their_replacement(word: str, instead: str) -> None:
-    (told,) = mistakes(word)
-    assert "was removed" in told
-    assert instead in told
-
-
-def test_a_file_of_an_earlier_version_still_reads(tmp_path: Path) -> None:
-    """A complete file of an earlier version is read; a removed key is an error only if it was changed."""
-    file = tmp_path / "config.yaml"
-    file.write_text("model: {checkpointing_variant: auto}\noptim: {name: adamw}\n")
-    assert load_config([str(file)]) == load_config([])
-    file.write_text("model: {checkpointing_variant: reentrant}\n")
-    (told,) = mistakes(str(file))
-    assert "model.checkpointing_variant was removed" in told
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a\n- b\n", "optim: 3\n", "optim:\n  lr: 1\n  lr: 2\n"])
@@ -443,43 +417,6 @@ def test_the_cache_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory() == Path.home() / ".cache" / "offload-trainer"
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "~/here")
     assert cache_directory() == Path.home() / "here"
-
-
-@pytest.mark.parametrize("key", RENAMED_KEYS)
-def test_a_renamed_key_is_refused_with_its_new_name(key: str, tmp_path: Path) -> None:
-    """Both as a word and in a file; a keyword of the library that had the old name is answered as well."""
-    now = RENAMED_KEYS[key]
-    assert now in all_keys()
-    assert key not in all_keys()
-    section, _, name = key.partition(".")
-    file = tmp_path / "old.yaml"
-    file.write_text(f"{section}:\n  {name}: 1\n")
-    for words in ([f"{key}=1"], [str(file)]):
-        assert f"this key is now called {now}" in "\n".join(mistakes(*words))
-    if now.rpartition(".")[2] in KEYS:
-        with pytest.raises(UserError, match=f"this keyword is now called {now.rpartition('.')[2]}"):
-            session_words("gpt2", {name: 1})
-
-
-def test_a_renamed_value_is_refused_with_its_new_name() -> None:
-    for key, values in RENAMED_VALUES.items():
-        for value, now in values.items():
-            assert f"{value} is now called {now}" in "\n".join(mistakes(f"{key}={value}"))
-
-
-def test_a_recorded_configuration_of_an_earlier_version_is_read_with_the_current_names() -> None:
-    current = load_config([]).model_dump(mode="json")
-    renamed = {now: key for key, now in RENAMED_KEYS.items()}
-    earlier: dict[str, dict[str, Any]] = {}
-    for section, values in current.items():
-        for name, value in values.items():
-            old = renamed.get(f"{section}.{name}", f"{section}.{name}")
-            earlier.setdefault(section, {})[old.partition(".")[2]] = value
-    assert earlier != current
-    assert with_current_names(earlier) == current
-    assert with_current_names({"tiered": {"overlap": "full", "masters": "remainder"}}) == {
-        "tiered": {"overlap": "backward", "master_format": "split"}
-    }
 
 
 def test_a_flag_of_one_command_names_that_command() -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from engine_bench import VOCABULARY, engine, masters, model_directory
-from safetensors.torch import load_file, save_file
 
 from offload_trainer.data.rows import Batch, DataState
-from offload_trainer.optim import moments
 from offload_trainer.telemetry.meters import PhaseClock
 
 LR, STEPS = 1e-3, 24
@@ -63,20 +61,3 @@ def test_rare_ids_make_no_large_update(states: str, kernel: str, model: Path) ->
         largest = largest_update(ours, rare_ids())
     assert largest < (2 if states == "fp32" else 10)
     assert largest < 3 * largest_of_bitsandbytes(model)
-
-
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_second_moments_that_were_stored_as_zero_make_no_large_update(states: str, model: Path, tmp_path: Path) -> None:
-    """An 8-bit checkpoint of an earlier version rounded small second moments to zero."""
-    with engine(model, *WORDS, "optim.moment_dtype=8bit") as ours:
-        largest_update(ours, rare_ids()[:8])
-        ours.snapshot().write(tmp_path)
-    second, first = (load_file(tmp_path / f"{kind}.safetensors") for kind in ("exp_avg_sq", "exp_avg"))
-    for codes in second.values():
-        codes[codes <= 2] = 0
-    save_file(second, tmp_path / "exp_avg_sq.safetensors")
-    zero = moments.zero_code(signed=True)
-    assert sum(int(((codes == 0) & (first[name] != zero)).sum()) for name, codes in second.items()) > 10
-    with engine(model, *WORDS, f"optim.moment_dtype={states}", load_weights=False) as ours:
-        ours.load(tmp_path)
-        assert largest_update(ours, rare_ids()[8:10]) < 10

@@ -314,7 +314,7 @@ def test_only_steady_ratios_correct_later_plans() -> None:
 
 
 def test_the_update_uses_the_rate_of_its_moment_format() -> None:
-    """If an earlier version timed only fp32, a fraction of that rate is used."""
+    """Where only fp32 moments were timed, a fraction of that rate is used."""
     shape = SHAPES["gpt2"]
     rates = {"native": rate(1e9), "native.bf16": rate(5e8), "torch": rate(1e8), "torch.8bit": rate(1e6)}
     machine = replace(timed(), rates=replace(timed().rates, update=rates))

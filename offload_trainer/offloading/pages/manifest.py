@@ -75,9 +75,9 @@ class StoreManifest:
     fixed: list[Line]
     model: str
     boot: str
-    rule: RuleName = "adamw"  # earlier versions had no other
-    places: Annotated[int, Strict(), Field(ge=1, le=2)] = 1  # copies of each page on a drive
-    run: Line = ""  # the run's id, which its record contains as well; earlier versions had none
+    rule: RuleName
+    places: Annotated[int, Strict(), Field(ge=1, le=2)]  # copies of each page on a drive
+    run: Line  # the run's id, which its record contains as well
 
     @property
     def format(self) -> StateFormat:
@@ -147,8 +147,8 @@ class Newest:
 
     step: Steps
     newest: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]  # bit map, see `PageCopies.newest_bits`
-    sums: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")] = ""  # checksums by page and field; in early versions empty
-    run: Line = ""
+    run: Line
+    sums: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")] = ""  # checksums by page and field
     engine: EngineState | None = None
     train: dict[Line, Count] | None = None  # position of the training loop
 
@@ -185,7 +185,7 @@ class ManifestWriter:
         self._record: Record | None = None
         self._descriptors: list[int] = []
         taken_over = bool(drives) and (drives[0] / DESCRIPTION).exists()
-        self._run = (read_description(drives[0]).run if taken_over else "") or secrets.token_hex(16)
+        self._run = read_description(drives[0]).run if taken_over else secrets.token_hex(16)
         count = 2 if self._copies else 1
         manifest = manifest_of(drives, units, pages, format=format, model=model, copies=count, run=self._run)
         for drive in drives:
@@ -272,11 +272,9 @@ def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
     """Read the record of pages with two copies; return None before the first update.
 
     Raises:
-        UserError: the record is missing, damaged, or of another run or version.
+        UserError: the record is missing, damaged, or or of another run.
     """
     path, most = manifest.record
-    if not manifest.run:
-        raise UserError(f"{path} is of an earlier version, which kept no checksums of pages: use that version for it")
     try:
         found = parsed(read_record(path, most=most), Newest)
         if found.run != manifest.run:

@@ -3,8 +3,8 @@ schedules.
 
     compare_predictions.py --nvme DIR [--ways] [--only TEXT ...] [--steps 6] [--table FILE] [--json FILE]
 
-`--ways` instead runs eight cases of GPT-2 124M and 39M whose update has no overlap, or overlaps the forward or
-backward, with fp32 and split masters. A cell of the table is: planned, measured (measured / planned).
+`--ways` instead runs six cases of GPT-2 124M and 39M whose update has no overlap, or overlaps the forward or backward.
+A cell of the table is: planned, measured (measured / planned).
 
 The machine is timed first (`offload-train bench`, into a separate cache). Then each case is planned, and runs for a few
 steps in a separate process. Run this in a box with a drive of known speed, since the plan cannot foresee what other
@@ -70,10 +70,7 @@ CASES = {
     "354M, ZeRO-3, both on the CPU": [*_354M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
     "354M, ZeRO-3, optimizer on the drive": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
 }
-_OFF, _FORWARD = (
-    ["tiered.master_format=fp32", "tiered.overlap=off"],
-    ["tiered.master_format=fp32", "tiered.overlap=forward"],
-)
+_OFF, _FORWARD = ["tiered.overlap=off"], ["tiered.overlap=forward"]
 _BACKWARD = ["tiered.overlap=backward", *_UNCLIPPED]
 _LONG = ["--model", "gpt2", "--seq-len", "1024", "--micro-batch", "1", "--dtype", "bf16"]
 WAYS = {
@@ -82,12 +79,6 @@ WAYS = {
     "124M x 1024, half in RAM, overlap with the forward": [*_LONG, "--ram-fraction", "0.5", *_FORWARD],
     "124M x 1024, half in RAM, overlap with the backward": [*_LONG, "--ram-fraction", "0.5", *_BACKWARD],
     "124M x 1024, state on the drive, overlap with the backward": [*_LONG, "--ram-fraction", "0", *_BACKWARD],
-    "124M x 128, state on the drive, split masters, no overlap": [
-        *(*_124M, "--ram-fraction", "0", "tiered.master_format=split", "tiered.overlap=off"),
-    ],
-    "124M x 1024, half in RAM, split masters, overlap with the forward": [
-        *(*_LONG, "--ram-fraction", "0.5", "tiered.master_format=split", "tiered.overlap=forward"),
-    ],
     "39M, all on the drive, 4 micro-batches, no overlap": [
         *(*_40M, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "4", *_OFF),
     ],

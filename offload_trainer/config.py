@@ -469,13 +469,6 @@ class TieredSection(_Section):
         "takes twice the disk space and leaves a complete step behind when the run is killed; auto: 2 if the update "
         "starts during the backward or the run resumes from page files that have 2, else 1",
     )
-    master_format: Literal["auto", "fp32", "split"] = Field(
-        "auto",
-        description="how fp32 master weights are stored. split: only the low 16 bits that rounding to the bf16 "
-        "weight removes; weight and low bits together give the same fp32 value. Saves 2 bytes a parameter of state "
-        "to store and move, but a killed run's page files then hold no complete master weights; checkpoints always "
-        "hold fp32. auto: split if by the plan it saves 5 % of a step or nothing fits without it, else fp32",
-    )
     io: Literal["threads", "async_io"] = Field(
         "threads",
         description="how drives are read and written. threads: preadv and pwritev in threads; async_io: DeepSpeed's "

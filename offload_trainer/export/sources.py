@@ -133,7 +133,7 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     if is_there(path / MARK) and is_there(path / "state"):
         raise UserError(
             f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
-            "it started, or has tiered.master_format=split, whose weights went with it; export its newest checkpoint"
+            "it started; export its newest checkpoint"
         )
     left = final_export(path)
     newest = complete_checkpoints(path / "checkpoints")[-1:] if left else []
@@ -171,16 +171,9 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
 
 @with_config(LENIENT)
 @dataclass(frozen=True)
-class _Chosen:
-    sizes: dict[str, Any] | None = None
-
-
-@with_config(LENIENT)
-@dataclass(frozen=True)
 class _Planned:
-    """The part of a run's plan.json that says where page files were, and what is on them."""
+    """The part of a run's plan.json that says where page files were."""
 
-    chosen: _Chosen
     tiers: dict[Line, Any]
 
 
@@ -199,11 +192,6 @@ def _describe_page_files(run: Path) -> str:
         return ""
     if mine:
         return f". Page files that it left are in {mine[0]}: export that directory"
-    if (plan.chosen.sizes or {}).get("remainders"):
-        return (
-            ". Page files that it left hold remainders of masters (tiered.master_format=split), which are nothing "
-            "without its weights, and these went with it"
-        )
     return ""
 
 

@@ -4,8 +4,6 @@
 //     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
 //                                                  master (fp32, in place) -> out (16 bit)
 //
-// A master may be split instead: then it is joined from the old weight in `out` and a 16-bit remainder.
-//
 // cuda_adam.py compiles this with NVRTC for the device that is present. It defines FUSES as in native/numbers.h, and
 // PAGES_BYTES, the size of its own Pages. A warp processes 256 elements, which share a scale in 8 bits, so every byte
 // crosses the memory bus once and warps do not wait for each other. Each operation is an intrinsic that rounds to
@@ -71,7 +69,6 @@ struct Moment {  // the first or the second
 
 struct Page {
     float* master;
-    u16 *remainder, *ties;  // for split masters, with `master` null
     Moment moments[2];
     const void* grad;
     void* out;
@@ -282,115 +279,6 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
     }
 }
 
-// -- split masters: 2 bytes in addition to the bf16 weight; split_masters.py is the reference -------------------------
-
-constexpr u32 WORDS = RUNS * RUN;  // words of a mask of a warp's elements: bit l of word r x RUN + i is lane l's
-
-__device__ inline bool is_tie(u32 word) { return (word & 0x1ffff) == 0x8000 && (word & MAGNITUDE) < INFINITE; }
-
-__device__ inline u32 word_of(u32 element) { return element / (LANES * RUN) * RUN + element % RUN; }
-__device__ inline u32 bit_of(u32 element) { return 1u << element / RUN % LANES; }
-
-__device__ inline bool has(const u32* ties, u32 element) { return ties[word_of(element)] & bit_of(element); }
-
-__device__ inline u32 count(const u32* ties) {
-    u32 found = 0;
-    for (u32 w = 0; w < WORDS; w++) found += __popc(ties[w]);
-    return found;
-}
-
-// Return the warp's mask in shared memory, where lane 0 can index it.
-__device__ inline u32* shared_words() {
-    __shared__ u32 words[WARPS][WORDS];
-    return words[threadIdx.x / LANES];
-}
-
-// Store the positions of a block's ties in its lower halves. Only lane 0 calls this.
-__device__ inline void list_ties(u16* remainder, const u32* ties) {
-    const u32 listed = count(ties);
-    u32 to = listed, next = 0;
-    for (u32 i = 0; i < listed; i++) {
-        if (has(ties, i)) continue;
-        while (!has(ties, to)) to++;
-        remainder[to++] = remainder[i];
-    }
-    for (u32 i = 0; next < listed; i++)
-        if (has(ties, i)) remainder[next++] = u16(i);
-}
-
-// Reverse `list_ties`, except for the lower halves of ties; only lane 0 calls this. Damaged data causes no access
-// outside the block.
-__device__ inline void put_back(u16* remainder, u32 listed, u32 elements, u32* ties) {
-    for (u32 w = 0; w < WORDS; w++) ties[w] = 0;
-    for (u32 i = 0; i < listed; i++) {
-        const u32 element = min(u32(remainder[i]), elements - 1);
-        ties[word_of(element)] |= bit_of(element);
-    }
-    listed = count(ties);
-    u32 from = listed;
-    for (u32 i = 0; i < listed; i++) {
-        if (has(ties, i)) continue;
-        while (!has(ties, from)) from++;
-        remainder[i] = remainder[from++];
-    }
-}
-
-__device__ inline float joined(u16 weight, u16 remainder, bool tie) {
-    const u32 upper = u32(weight) << 16, lower = remainder;
-    if ((upper & MAGNITUDE) > INFINITE) return number(upper | lower);
-    return number(upper + (tie ? 0x8000u : lower - ((lower & 0x8000) << 1)));
-}
-
-// Read a block's masters. If the block has ties, its lower halves on the page are first restored in place.
-__device__ inline void read_joined(const Page& page, u32 block, u32 elements, const u32 counts[RUNS],
-                                   Run<float> master[RUNS]) {
-    const u32 lane = threadIdx.x % LANES, listed = min(u32(page.ties[block / BLOCK]), elements);
-    u32 ties[WORDS] = {};
-    if (listed) {
-        u32* const words = shared_words();
-        if (lane == 0) put_back(page.remainder + block, listed, elements, words);
-        __syncwarp();
-#pragma unroll
-        for (u32 w = 0; w < WORDS; w++) ties[w] = words[w];
-    }
-#pragma unroll
-    for (u32 r = 0; r < RUNS; r++) {
-        const u32 here = block + (r * LANES + lane) * RUN;
-        const Run<u16> weight = load<u16>(page.out, here, counts[r]), lower = load<u16>(page.remainder, here, counts[r]);
-#pragma unroll
-        for (u32 i = 0; i < RUN; i++)
-            master[r].of[i] = joined(weight.of[i], lower.of[i], ties[r * RUN + i] >> lane & 1);
-    }
-}
-
-__device__ inline void write_split(const Page& page, u32 block, const u32 counts[RUNS], const Run<float> master[RUNS]) {
-    const u32 lane = threadIdx.x % LANES;
-    u32 ties[WORDS], listed = 0;
-#pragma unroll
-    for (u32 r = 0; r < RUNS; r++) {
-        const u32 here = block + (r * LANES + lane) * RUN;
-        Run<u16> weight, lower;
-#pragma unroll
-        for (u32 i = 0; i < RUN; i++) {
-            const u32 word = bits(master[r].of[i]);
-            weight.of[i] = to_bf16(master[r].of[i]);
-            lower.of[i] = u16(word);
-            ties[r * RUN + i] = __ballot_sync(~0u, i < counts[r] && is_tie(word));
-            listed += __popc(ties[r * RUN + i]);
-        }
-        store(weight, page.out, here, counts[r]);
-        store(lower, page.remainder, here, counts[r]);
-    }
-    if (lane == 0) page.ties[block / BLOCK] = u16(listed);
-    if (listed == 0) return;
-    __syncwarp();  // lane 0 reads the lower halves that the other lanes have stored
-    if (lane != 0) return;
-    u32* const words = shared_words();
-#pragma unroll
-    for (u32 w = 0; w < WORDS; w++) words[w] = ties[w];
-    list_ties(page.remainder + block, words);
-}
-
 // -- the update -------------------------------------------------------------------------------------------------------
 
 // The same operations in the same order as adam.cpp's `adam`.
@@ -445,9 +333,8 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
         grad[r] = load_gradient(page, here, counts[r]);
 #pragma unroll
         for (u32 m = 0; m < Rule::MOMENTS; m++) stored[m][r] = load<T>(page.moments[m].values, here, counts[r]);
-        if (page.master) master[r] = load<float>(page.master, here, counts[r]);
+        master[r] = load<float>(page.master, here, counts[r]);
     }
-    if (!page.master) read_joined(page, block, WHOLE ? BLOCK : part.end - block, counts, master);
 #pragma unroll
     for (u32 r = 0; r < RUNS; r++) {
         const u32 here = at + r * LANES * RUN;
@@ -461,11 +348,9 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
 #pragma unroll
             for (u32 m = 0; m < Rule::MOMENTS; m++) wide[m][r].of[i] = moments[m];
         }
-        if (!page.master) continue;
         store(master[r], page.master, here, counts[r]);
         store_rounded(page, master[r], here, counts[r]);
     }
-    if (!page.master) write_split(page, block, counts, master);
     narrow<false>(page, wide[0], at, counts, T());
     if (Rule::MOMENTS == 2) narrow<true>(page, wide[Rule::MOMENTS - 1], at, counts, T());
 }
@@ -476,13 +361,11 @@ __device__ inline void advance(T*& address, u64 bytes) {
 }
 
 // Return page `number`. Addresses that the format or the caller does not use are null in the first page, and are not
-// read in any; a null `master` selects split masters and stays null.
+// read in any.
 __device__ inline Page page_of(const Pages& pages, u32 number) {
     Page page = pages.page;
     const u64 state = number * pages.apart, elements = u64(number) * pages.elements;
-    if (page.master) advance(page.master, state);
-    advance(page.remainder, state);
-    advance(page.ties, state);
+    advance(page.master, state);
 #pragma unroll
     for (u32 m = 0; m < 2; m++) {
         advance(page.moments[m].values, state);

@@ -98,8 +98,6 @@ class _Page(ctypes.Structure):
 
     _fields_ = (
         ("master", ctypes.c_void_p),
-        ("remainder", ctypes.c_void_p),
-        ("ties", ctypes.c_void_p),
         ("moments", _Moment * 2),
         ("grad", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -161,12 +159,11 @@ class CudaKernel:
     ) -> None:
         self._check(fields, grad, out, parts, format=format)
         assert noise is not None or not format.moments.stochastic
-        first = fields[next(iter(format.fields))]  # has one entry for each element
-        pages = _Pages(apart=_apart(first), elements=first.shape[-1])
+        master = fields["master"]
+        pages = _Pages(apart=_apart(master), elements=master.shape[-1])
         page = pages.page
         page.grad, page.grad_type = grad.data_ptr(), TYPES[grad.dtype]
-        for name in ("remainder", "ties") if format.remainders else ("master",):
-            setattr(page, name, fields[name].data_ptr())
+        page.master = master.data_ptr()
         if out is not None:
             page.out, page.out_type = out.data_ptr(), TYPES[out.dtype]
         page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)
@@ -183,7 +180,7 @@ class CudaKernel:
                 slot.start, slot.end = part.start, part.end
                 slot.step = step_constants(part.hyper, scale=scale, step=part.step)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
-            self.gpu.launch(self._kernels[str(format.whole)], pages, blocks=blocks, threads=_WARPS * _LANES)
+            self.gpu.launch(self._kernels[str(format)], pages, blocks=blocks, threads=_WARPS * _LANES)
 
     def _check(
         self,
@@ -195,21 +192,21 @@ class CudaKernel:
         format: StateFormat,
     ) -> None:
         """Assert the sizes, dtypes and alignment that adam.cu relies on; nothing else checks the addresses."""
-        first = fields[next(iter(format.fields))]
-        n, each = first.numel(), first.shape[-1]
+        master = fields["master"]
+        n, each = master.numel(), master.shape[-1]
         assert n < 2**31
-        assert first.dim() == 1 or each % BLOCK_8BIT == 0
-        assert not format.remainders or (out is not None and out.dtype is torch.bfloat16)
+        assert master.dim() == 1 or each % BLOCK_8BIT == 0
         for name, field in format.fields.items():
             assert fields[name].shape[-1] >= field.entries(each), name
-            assert fields[name].shape[:-1] == first.shape[:-1], name
+            assert fields[name].shape[:-1] == master.shape[:-1], name
             assert fields[name].stride(-1) == 1, name
-            assert _apart(fields[name]) == _apart(first), name
+            assert _apart(fields[name]) == _apart(master), name
             assert fields[name].dtype is DTYPES[field.dtype], name
         flat = [grad, *([] if out is None else [out])]
         assert all(tensor.is_contiguous() and tensor.numel() >= n for tensor in flat)
         assert all(tensor.device == self.gpu.place for tensor in (*fields.values(), *flat))
-        assert all(address % 16 == 0 for address in (_apart(first), *(t.data_ptr() for t in (*fields.values(), *flat))))
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in (*fields.values(), *flat))
+        assert _apart(master) % 16 == 0
         end = 0
         for part in parts:
             assert end <= part.start < part.end <= n

@@ -65,11 +65,9 @@ class Kernel(Protocol):
         Args:
             fields: the page's state in `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
                 exp_avg and exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
-                fp32[ceil(n / 256)]. Lion has no exp_avg_sq. Split masters are remainder int16[n] and ties
-                int16[ceil(n / 256)] instead of master (`split_masters.py`).
+                fp32[ceil(n / 256)]. Lion has no exp_avg_sq.
             grad: bf16, fp16 or fp32 [n]; not modified.
-            out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even. With split masters it is
-                bf16 and holds the old weights on entry.
+            out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even.
             parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end.
                 Nothing outside them changes, neither codes and scales nor `out`. A part's `step` counts from 1, and
                 its rule is that of `format`. The list may be empty.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -14,7 +13,6 @@ from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
-from offload_trainer.optim.split_masters import with_remainders
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat, UpdateRule, elementwise_formats
 
@@ -87,15 +85,14 @@ def matches_bitwise(
 ) -> bool:
     """Return whether `kernel` on `device` matches `reference` on the CPU bit for bit, for numbers of all magnitudes.
 
-    This tests each rule, each format of its moments, whole and split masters, and parts with gaps between them and
-    different hyperparameters. `several_pages` also tests updates of several pages in one call (`CudaKernel`), with
-    parts that reach over the ends of pages.
+    This tests each rule, each format of its moments, and parts with gaps between them and different hyperparameters.
+    `several_pages` also tests updates of several pages in one call (`CudaKernel`), with parts that reach over the ends
+    of pages.
     """
     return all(
-        _same_bits(reference, kernel, replace(format, remainders=remainders), device=device, sizes=sizes)
+        _same_bits(reference, kernel, format, device=device, sizes=sizes)
         for sizes in (_SIZES, _SEVERAL if several_pages else ())
         for format in elementwise_formats()
-        for remainders in (False, True)
     )
 
 
@@ -107,29 +104,20 @@ def _same_bits(
     device: str | torch.device,
     sizes: Sequence[tuple[int, int, torch.dtype]],
 ) -> bool:
-    """Compare the two kernels for one format; several pages of `kernel` with a single one of `reference`.
-
-    With split masters one part has lr = 0, so that its masters stay at the midpoints where ties occur.
-    """
+    """Compare the two kernels for one format; several pages of `kernel` with a single one of `reference`."""
     hyper, other = _TRIED[format.rule]
     for count, n, dtype in sizes:
         middle = n // 2 // 256 * 256
         parts = [ParamRange(0, n, hyper, 7)]
         if n > 2000:
             parts = [ParamRange(0, middle, hyper, 7), ParamRange(middle + 512, n, other, 300)]
-        page, grad = random_page(n, format.whole)
-        weights = torch.zeros(n, dtype=dtype)
-        if format.remainders:
-            page["master"].view(torch.int32)[::300] &= ~0xFFFF  # midpoints with even and odd upper halves
-            page["master"].view(torch.int32)[::300] |= 0x8000
-            page, weights = with_remainders(page, format)
-            parts[0] = replace(parts[0], hyper=replace(hyper, lr=0.0))
+        page, grad = random_page(n, format)
         results = []
         for candidate, place, pages in ((kernel, device, count), (reference, "cpu", 1)):
             fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
             if pages > 1:
                 fields = as_pages(fields, pages)
-            out = weights.to(place, copy=True)
+            out = torch.zeros(n, dtype=dtype, device=place)
             candidate.update_page(
                 fields,
                 grad.to(place, dtype, copy=True),

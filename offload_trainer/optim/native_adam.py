@@ -1,7 +1,7 @@
 """The CPU update kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
 AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones. Lion moves 20
-with fp32 and 16 with bf16 moments. Split masters save 2 bytes. The results equal those of `TorchKernel` bit for bit.
+with fp32 and 16 with bf16 moments. The results equal those of `TorchKernel` bit for bit.
 The library also computes the checksums of state on NVMe.
 """
 
@@ -130,7 +130,6 @@ class NativeKernel:
         noise: RoundingNoise | None,
     ) -> None:
         n = grad.numel()
-        assert not format.remainders or (out is not None and out.dtype is torch.bfloat16)
         sizes = {name: field.entries(n) for name, field in format.fields.items()}
         for name, tensor in (*fields.items(), ("grad", grad), *([] if out is None else [("out", out)])):
             assert tensor.is_contiguous(), name
@@ -221,8 +220,6 @@ class _Page(ctypes.Structure):
         ("grad_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
         ("rule", ctypes.c_int32),
-        ("remainder", ctypes.c_void_p),
-        ("ties", ctypes.c_void_p),
     )
 
 

@@ -1,7 +1,7 @@
 """The reference CPU update kernel: the rules' own arithmetic in torch (`rules.py`), for all formats of state.
 
-The rules only support fp32. Moments in 16 and 8 bits, and split masters, are converted to fp32 before the update and
-back after it, one chunk at a time. The compiled kernels must match this one bit for bit.
+The rules only support fp32. Moments in 16 and 8 bits are converted to fp32 before the update and back after it, one
+chunk at a time. The compiled kernels must match this one bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.muon import Muon
-from offload_trainer.optim.split_masters import read_masters, write_masters
 from offload_trainer.plan.tiered.state_formats import FP32, StateFormat
 
 # Elements that are converted, updated and copied out at a time; a multiple of 256. At 28 bytes each they fit the
@@ -44,7 +43,7 @@ class TorchKernel:
         noise: RoundingNoise | None,
     ) -> None:
         """Update each part of the page; see `Kernel.update_page`."""
-        if format.moments is not FP32 or format.remainders:
+        if format.moments is not FP32:
             # Cut the parts at multiples of CHUNK, so that elements outside the parts are not even converted.
             parts = [
                 replace(part, start=start + part.start, end=start + part.end)
@@ -55,7 +54,7 @@ class TorchKernel:
             here = slice(part.start, part.end)
             stored = [stored_moment(moment, fields, here) for moment in format.rule.moments]
             wide = [moment.read() for moment in stored]
-            master = read_masters(fields, out, here)
+            master = fields["master"][here]
             for start in range(0, part.end - part.start, self._scratch.numel()):
                 piece = slice(start, min(start + self._scratch.numel(), part.end - part.start))
                 scaled = self._scratch[: piece.stop - start].copy_(grad[here][piece])
@@ -63,10 +62,7 @@ class TorchKernel:
                     scaled.mul_(scale)
                 assert not isinstance(part.hyper, Muon), "`MatrixKernel` updates matrices"
                 part.hyper.update(master[piece], [values[piece] for values in wide], scaled, step=part.step)
-                if out is not None and not format.remainders:
+                if out is not None:
                     out[here][piece].copy_(master[piece])
-            if format.remainders:
-                assert out is not None
-                write_masters(fields, out, master, here)
             for moment, values in zip(stored, wide, strict=True):
                 moment.write(values, noise=noise.bits(moment.moment.name, here.start) if noise else None)

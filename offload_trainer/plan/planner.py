@@ -246,10 +246,7 @@ def _computing(plan: Plan) -> float:
 
 
 def _is_more_on_drives(plan: Plan, other: Plan) -> bool:
-    """Return whether weights, gradients or a larger share of optimizer state are on drives than in `other`.
-
-    Bytes written would not tell, since a step of the same placement writes more of them with some update schedules.
-    """
+    """Return whether weights, gradients or a larger share of optimizer state are on drives than in `other`."""
 
     def on_drives(one: Plan) -> tuple[float, ...]:
         sizes = one.sizes
@@ -260,39 +257,39 @@ def _is_more_on_drives(plan: Plan, other: Plan) -> bool:
 
 
 def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
-    """Return the plan with the best of the update schedules that the configuration leaves open.
+    """Return the plan with the best of the update schedules, if the configuration leaves that open.
 
-    A schedule replaces the default only if it gains enough. Without drives, only an update that starts during the
-    backward can, and nothing is said of the others unless it does.
+    An update that starts during the backward replaces the default only if it gains enough. Without drives, nothing is
+    said of the others unless it does.
     """
-    best = first = _best_placement(engine, work, machine)
+    first = _best_placement(engine, work, machine)
     in_memory = first.fits and not first.uses_drives
-    if in_memory and not _could_gain(first):
+    if engine.section.overlap != "auto" or (in_memory and not _could_gain(first)):
         return first
     default, other = (FORWARD, OFF) if first.forecast.behind else (OFF, FORWARD)
+    why_not, may_have_two_copies = engine.why_not_full(work, machine), engine.section.state_copies != 1
     if first.fits and first.forecast.step is None:
-        open_ways = [default, *([other] if engine.section.overlap == "auto" else [])]
-        open_ways += [way for way, why_not in engine.open_schedules(work, machine) if not why_not]
-        ways = tuple(UpdateSchedule(way, None, None) for way in open_ways)
-        return replace(first, ways=ways, way=default) if len(ways) > 1 else first
-    taken, tried = default, [_schedule_of(default, first)]
-    if engine.section.overlap == "auto" and first.fits:
+        open_ways = (default, other, FULL) if may_have_two_copies and not why_not else (default, other)
+        return replace(first, ways=tuple(UpdateSchedule(way, None, None) for way in open_ways), way=default)
+    best, taken, tried = first, default, [_schedule_of(default, first)]
+    if first.fits:
         tried.append(_schedule_of(other, replace(first, forecast=first.forecast.otherwise)))
-    for words, why_not in engine.open_schedules(work, machine):
-        if in_memory and (words != FULL or why_not):
-            continue
-        plan = None if why_not else _best_placement(engine.with_setting(words), work, machine)
-        tried.append(_schedule_of(words, plan) if plan else UpdateSchedule(words, None, None, why_not))
-        if plan is None or not plan.fits:
-            continue
-        step, before = plan.forecast.step, best.forecast.step
-        if best.fits and (step is None or before is None):
-            continue
-        if not best.fits or (step or 0.0) <= min(before or 0.0, (1 - WORTH) * _with_little_overlap_off(best)):
-            best, taken = plan, words
+    if may_have_two_copies and why_not:
+        tried.append(UpdateSchedule(FULL, None, None, why_not))
+    elif may_have_two_copies:
+        plan = _best_placement(engine.with_setting(FULL), work, machine)
+        tried.append(_schedule_of(FULL, plan))
+        if plan.fits and (not first.fits or _gains_enough(plan, first)):
+            best, taken = plan, FULL
     if in_memory and best is first:
         return first
     return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
+
+
+def _gains_enough(plan: Plan, first: Plan) -> bool:
+    """Return whether another schedule is faster than the first by `WORTH`; both plans fit."""
+    step = plan.forecast.step
+    return step is not None and step <= (1 - WORTH) * _with_little_overlap_off(first)
 
 
 def _with_little_overlap_off(plan: Plan) -> float:

@@ -225,8 +225,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
         load_weights=load_weights,
         say=setup.log.say,
     )
-    # With split masters the page files are useless without the weights in memory, so they get no index.
-    if engine.offloaded.node.is_first and not sizes.remainders:
+    if engine.offloaded.node.is_first:
         engine.offloaded.enable_manifest(model=setup.output / "model")
     if sizes.keeps_heap:
         engine.offloaded.heap.keep(heap_limit(setup.plan.items))

@@ -358,7 +358,7 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
     from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
     section = config.tiered
-    if section.state_copies != "auto" or section.master_format == "split" or config.save.resume != "auto":
+    if section.state_copies != "auto" or config.save.resume != "auto":
         return config
     if nodes > 1 or config.placement.engine_name != "tiered":
         return config

@@ -213,8 +213,6 @@ def _why_never(setup: Setup) -> str:
     plan, sizes = setup.plan, setup.plan.sizes
     if not isinstance(sizes, TierSizes) or not plan.uses_drives:
         return "this run stores no state on drives"
-    if sizes.remainders:
-        return "this run stores split masters (tiered.master_format=split), which are incomplete without its weights"
     if sizes.places < 2:
         return "this run's pages have only one copy (tiered.state_copies=1)"
     if plan.nodes > 1:

@@ -77,7 +77,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "weight_transfer": "the plan chooses it",
     "micro_batch_order": "your code runs the micro-batches",
     "fetch_granularity": "your code may read all weights of a block at any point",
-    "master_format": "a session stores fp32 masters, since other code can change its weights",
     "lr": "give it to session.adamw",
     "betas": "give them to session.adamw",
     "eps": "give it to session.adamw",

@@ -140,7 +140,6 @@ ELSEWHERE = {
     "tiered.overlap": "offload/test_overlap.py::test_forty_steps_match_plain_torch",
     "tiered.fetch_granularity": "offload/test_parts.py::test_parts_of_blocks_have_plain_torchs_bits",
     "tiered.weight_transfer": "offload/test_rank_bytes.py::test_bytes_are_the_plans",
-    "tiered.master_format": "offload/test_tiered_split_masters.py::test_bytes_are_the_planned_ones",
     "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
     "tiered.checksums": "offload/test_tiered.py::test_a_changed_block_is_found_with_checksums",
     "model.base": "library/test_quantised_base.py::test_bytes_of_a_pass",

@@ -39,7 +39,6 @@ from offload_trainer.optim.kernels import matches_bitwise, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.nvrtc import Gpu, find_nvrtc, gpu_of, load_nvrtc
-from offload_trainer.optim.split_masters import with_remainders
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import DEVICE
 
@@ -263,24 +262,19 @@ def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> Non
         )
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("states", STATES)
-def test_one_launch_updates_several_pages(gpu: Gpu, states: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_launch_updates_several_pages(gpu: Gpu, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts begin and end inside pages and reach over their ends; the CPU's kernel updates page by page."""
     kernel, launches, launch = CudaKernel(gpu, fuses=fuses()), [], gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda *given, **also: (launches.append(given), launch(*given, **also)))
-    each, count, format = 4096, 5, replace(form(states), remainders=split)
+    each, count, format = 4096, 5, form(states)
     ends = [(256, 4096), (4096, 9472), (9728, 3 * each), (4 * each - 512, 5 * each)]
     parts = by_rule(states, [part(start, end, 0.1 * step, step) for step, (start, end) in enumerate(ends, 1)])
     pages, weights, grads = [], [], []
     for number in range(count):
-        fields, grad = random_page(each, form(states))
+        fields, grad = random_page(each, format)
         fields = {name: tensor.roll(number) for name, tensor in fields.items()}
-        fields["master"].view(torch.int32)[::300] &= ~0xFFFF
-        fields["master"].view(torch.int32)[::300] |= 0x8000  # ties of split masters
         weight = torch.full((each,), MARK, dtype=torch.bfloat16)
-        if split:
-            fields, weight = with_remainders(fields, format)
         pages, weights, grads = [*pages, fields], [*weights, weight], [*grads, grad.roll(3 * number).bfloat16()]
     rows = [torch.cat([as_bytes(field) for field in (*fields.values(), torch.zeros(4096))]) for fields in pages]
     state, grad, out = (tensor.to(gpu.place) for tensor in (torch.stack(rows), torch.cat(grads), torch.cat(weights)))
@@ -352,7 +346,7 @@ ON_GPU, SOME_ON_GPU = ["--gpu-fraction", "1"], ["--gpu-fraction", "0.3", "--ram-
 
 
 @pytest.mark.usefixtures("nothing_is_small")
-@pytest.mark.parametrize("formats", [[], ["optim.moment_dtype=8bit", "tiered.master_format=split"]])
+@pytest.mark.parametrize("formats", [[], ["optim.moment_dtype=8bit"]])
 @pytest.mark.parametrize("words", [ON_GPU, SOME_ON_GPU])
 def test_a_unit_takes_few_launches(
     words: list[str], formats: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -374,17 +368,17 @@ def test_a_unit_takes_few_launches(
 def test_a_launch_waits_until_a_snapshot_has_read_all_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, whole = model_directory(tmp_path / "gpt2", "gpt2"), PageSnapshot._whole
+    model, may_change = model_directory(tmp_path / "gpt2", "gpt2"), PageSnapshot._may_change
     with engine(model, "--ram-fraction", "1") as reference:
         expected, weights = train(reference, batches(4)), masters(reference)
 
-    def slowly(*given: Any) -> dict[str, torch.Tensor]:
+    def slowly(*given: Any) -> None:
         time.sleep(0.01)
-        return whole(*given)
+        may_change(*given)
 
     (tmp_path / "half").mkdir()
     with engine_of_launches(monkeypatch, model, *ON_GPU) as (ours, _):
-        monkeypatch.setattr(PageSnapshot, "_whole", slowly)
+        monkeypatch.setattr(PageSnapshot, "_may_change", slowly)
         assert train(ours, batches(4)[:2]) == expected[:2]
         writing = threading.Thread(target=ours.snapshot().write, args=[tmp_path / "half"])
         writing.start()

@@ -470,12 +470,6 @@ def test_incompatible_settings_are_refused(words: list[str], message: str) -> No
         load_config(words)
 
 
-def test_split_masters_are_refused() -> None:
-    config = load_config(["--model", "gpt2-mini", "optim.name=muon", "tiered.master_format=split"])
-    with pytest.raises(UserError, match=r"optim\.name=muon: it updates fp32 masters"):
-        make_plan(config, resolve_model(config.model, seed=0).shape, read_machine("h200"))
-
-
 def test_on_a_cpu_the_update_uses_all_cores() -> None:
     """Behind the model it would have one core, and its products take longer than all else of a step."""
     words = ["--model", "gpt2-xl", "--nvme", "/ssd", "--optimizer", "nvme", "optim.name=muon"]

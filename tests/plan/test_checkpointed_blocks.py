@@ -12,7 +12,7 @@ from test_time import timed
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
-from offload_trainer.plan.machine import MachineProfile, Rate, Rates, read_machine
+from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import any_placement_fits, make_plan, resolve_and_plan, workload
 from offload_trainer.plan.tiered.spec import Layouts
@@ -86,23 +86,6 @@ def test_a_cpu_leaves_out_recomputation_that_a_drive_hides() -> None:
         planned(on=small).tiers["/ssd"]["need"]
         == planned("model.activation_checkpointing=on", on=small).tiers["/ssd"]["need"]
     )
-
-
-def test_a_faster_schedule_may_write_more_of_the_same_state() -> None:
-    """Without recomputation the backward hides more, and then fp32 masters are faster than split ones."""
-    shape, here = SHAPES["gpt2-medium"], timed(drive=420e6, mixed=420e6, matmul=9e10, update=8e8)
-    rates = here.drives[0].rates
-    assert rates
-    lost = replace(rates, computation_lost=Rate(2e9, "measured", "for a test"))
-    here = replace(here, drives=(replace(here.drives[0], rates=lost),))
-    words = ("--params", "gpu", "--ram-fraction", "0.5", "--seq-len", "128", "--micro-batch", "1", "--accumulate", "1")
-    all_ = make_plan(wish(*words, "model.activation_checkpointing=on"), shape, here)
-    auto = make_plan(wish(*words), shape, here)
-    assert (all_.way, auto.way) == ("tiered.master_format=split", "tiered.overlap=backward")
-    assert auto.checkpointed == 0
-    assert step(auto) < 0.95 * step(all_)
-    written = [sum(one.written for one in plan.traffic if one.place == "/ssd") for plan in (auto, all_)]
-    assert written[0] > written[1]
 
 
 def test_a_small_model_that_does_not_fit_checkpoints_as_few_blocks_as_fit() -> None:

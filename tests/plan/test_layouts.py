@@ -127,7 +127,7 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     _, plan = resolve_and_plan(config, SHAPES["gpt2-medium"], timed())
     assert plan.fits
     assert plan.rejected
-    assert len(plan.ways) == 4
+    assert len(plan.ways) == 3
     assert len(laid_out) == 1
     assert len(divided) == len(set(divided)) > 1
 

@@ -115,9 +115,7 @@ def test_only_the_first_micro_batch_hides_the_update_and_shared_resources_do_not
 
 def test_the_plan_counts_it_and_says_so() -> None:
     plans = {
-        how: make_plan(
-            wish("--ram-fraction", "0.5", "tiered.master_format=fp32", f"tiered.overlap={how}"), SHAPES["gpt2"], timed()
-        )
+        how: make_plan(wish("--ram-fraction", "0.5", f"tiered.overlap={how}"), SHAPES["gpt2"], timed())
         for how in ("off", "forward")
     }
     off, on = (plan.forecast for plan in plans.values())
@@ -143,7 +141,8 @@ def test_auto_overlaps_the_update_if_that_gains_enough() -> None:
     behind, hidden, step = chosen(*half, on=timed())
     assert behind
     assert hidden > 0.05 * step
-    behind, hidden, step = chosen("--ram-fraction", "0.5", "--seq-len", "192", "--micro-batch", "1", on=timed())
+    short = ("--ram-fraction", "0.5", "--seq-len", "192", "--micro-batch", "1", "tiered.state_copies=1")
+    behind, hidden, step = chosen(*short, on=timed())
     assert behind
     assert 0.02 * step < hidden < 0.05 * step  # less than other schedules must gain, since this one costs nothing
     assert chosen(*half, "tiered.overlap=off", on=timed())[:2] == (False, 0.0)
@@ -154,24 +153,24 @@ def test_auto_overlaps_the_update_if_that_gains_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "split", "taken"),
+    ("hidden", "full", "taken"),
     [
-        (0.3, 9.3, "tiered.master_format=split"),  # 7 % faster than without overlap, and faster than with it
+        (0.3, 9.3, "tiered.overlap=backward"),  # 7 % faster than without overlap, and faster than with it
         (0.3, 9.6, "tiered.overlap=forward"),  # 4 %
         (0.6, 9.3, "tiered.overlap=forward"),  # 1 % faster than an overlap that gains enough itself
-        (0.6, 8.9, "tiered.master_format=split"),
+        (0.6, 8.9, "tiered.overlap=backward"),
     ],
 )
 def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(
-    hidden: float, split: float, taken: str, monkeypatch: pytest.MonkeyPatch
+    hidden: float, full: float, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`forward` is taken for less than 5 % of a step of 10 s; the others must then gain 5 % of those 10 s."""
+    """`forward` is taken for less than 5 % of a step of 10 s; `backward` must then gain 5 % of those 10 s."""
     placed = planner._best_placement
 
     def forecast_as_given(engine: Tiered, *others: Any) -> Plan:
-        is_split = engine.section.master_format == "split"
-        seconds = {"data": 0.0, "forward": 3.0, "backward": 3.0, "update": split - 6.0 if is_split else 4.0}
-        found = Forecast(seconds, (), behind=not is_split, hidden=0.0 if is_split else hidden)
+        is_full = engine.section.overlap == "backward"
+        seconds = {"data": 0.0, "forward": 3.0, "backward": 3.0, "update": 4.0}
+        found = Forecast(seconds, (), behind=True, ahead=is_full, hidden=10.0 - full if is_full else hidden)
         return replace(placed(engine, *others), forecast=found)
 
     monkeypatch.setattr(planner, "_best_placement", forecast_as_given)
@@ -181,7 +180,7 @@ def test_a_little_overlap_does_not_keep_a_faster_schedule_from_being_taken(
 
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_more_page_buffers_hide_more_where_weights_do_not_wait_for_state(how: str) -> None:
-    words = ("--ram-fraction", "0", "--seq-len", "1024", "--micro-batch", "1", "tiered.master_format=fp32")
+    words = ("--ram-fraction", "0", "--seq-len", "1024", "--micro-batch", "1")
 
     def hidden(*more: str, ranks: int = 1) -> list[float]:
         plans = (
@@ -347,7 +346,7 @@ def test_a_speculative_update_is_counted_itemised_and_printed(share: str, ranks:
     words = ("--ram-fraction", share, "--engine", "tiered")
     plans = {
         how: make_plan(
-            wish(*words, "tiered.master_format=fp32", f"tiered.overlap={how}"),
+            wish(*words, f"tiered.overlap={how}"),
             SHAPES["gpt2-medium"],
             timed(),
             world=ranks,

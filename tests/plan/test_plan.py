@@ -79,7 +79,7 @@ def test_bytes_never_fall_when_layers_are_added() -> None:
 
 
 def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
-    words = ["--nvme", "/ssd", "--optimizer", "nvme", "tiered.master_format=fp32"]
+    words = ["--nvme", "/ssd", "--optimizer", "nvme"]
     config = load_config(words)  # checkpoints go to the output
     shape, apart = SHAPES["gpt2"], machine()
     plan = make_plan(config, shape, apart)
@@ -96,7 +96,7 @@ def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
 
 
 def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
-    config, shape = wish("--params", "cpu", "--optimizer", "cpu", "tiered.master_format=fp32"), SHAPES["gpt2"]
+    config, shape = wish("--params", "cpu", "--optimizer", "cpu"), SHAPES["gpt2"]
     need = least_ram(make_plan(config, shape, machine()))
     assert make_plan(config, shape, machine(ram=need)).fits
     assert not make_plan(config, shape, machine(ram=need - 1)).fits

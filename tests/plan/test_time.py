@@ -59,7 +59,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
 
 def test_the_rest_of_one_direction_runs_at_its_own_speed() -> None:
     """More is read than written if weights and gradients are on the drive too."""
-    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "tiered.master_format=fp32")
+    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme")
     shape = SHAPES["gpt2-medium"]
     plan = make_plan(wish(*words), shape, timed(matmul=1e18))
     assert plan.forecast.seconds["update"] == pytest.approx(14 * shape.trainable / 0.5e9, rel=0.01)

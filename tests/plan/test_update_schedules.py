@@ -14,7 +14,7 @@ from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.memory import heap_limit
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF, REMAINDER
+from offload_trainer.plan.tiered.engine import FORWARD, FULL, OFF
 from offload_trainer.plan.tiered.layout import homes_of, pages_of, units_of, with_shadows
 from offload_trainer.plan.tiered.spec import TierSizes, left_free
 from offload_trainer.plan.tiers import RAM, TierKind
@@ -35,32 +35,27 @@ def sizes(plan: Plan) -> TierSizes:
     return plan.sizes
 
 
-@pytest.mark.parametrize(("words", "way"), [(BOTH, FULL), (DRIVES, REMAINDER)])
-def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[str, ...], way: str) -> None:
+@pytest.mark.parametrize("words", [BOTH, DRIVES])
+def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[str, ...]) -> None:
     """Each alternative has the seconds of a plan that asks for it."""
     plan = planned(*words)
-    masters = {REMAINDER: "tiered.overlap=auto"}
-    steps = {one: planned(*words, one, masters.get(one, "tiered.master_format=fp32")).forecast.step for one in _ALL}
+    steps = {one: planned(*words, one).forecast.step for one in _ALL}
     assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(step) for one, step in steps.items()}
-    assert plan.way == way == min(steps, key=lambda one: steps[one] or 0.0)
-    assert plan.forecast.step == pytest.approx(steps[way])
-    assert (sizes(plan).places, sizes(plan).ahead, sizes(plan).remainders) == (
-        1 + (way == FULL),
-        way == FULL,
-        way != FULL,
-    )
-    said = next(line for line in plan.describe().splitlines() if f"auto chose {way}" in line)
+    assert plan.way == FULL == min(steps, key=lambda one: steps[one] or 0.0)
+    assert plan.forecast.step == pytest.approx(steps[FULL])
+    assert (sizes(plan).places, sizes(plan).ahead) == (2, True)
+    said = next(line for line in plan.describe().splitlines() if f"auto chose {FULL}" in line)
     for one, step in steps.items():
-        assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != way)
+        assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != FULL)
     taken = [one["words"] for one in plan.to_json()["ways"] if one["taken"]]
-    assert taken == [way]
+    assert taken == [FULL]
 
 
-_ALL = (OFF, FORWARD, FULL, REMAINDER)
+_ALL = (OFF, FORWARD, FULL)
 
 
 def test_a_gain_below_five_percent_changes_nothing() -> None:
-    plan = planned(*DRIVES, "tiered.master_format=fp32", "--seq-len", "96")
+    plan = planned(*DRIVES, "--seq-len", "96")
     steps = {one.words: one.seconds or 0.0 for one in plan.ways}
     assert 0.95 * steps[OFF] < steps[FULL] < steps[OFF]
     assert plan.way == OFF
@@ -71,7 +66,7 @@ def test_two_copies_only_if_the_disk_has_room() -> None:
     second = next(item.bytes for item in planned(*BOTH).items if item.name == "state, second copy")
     need = planned(*BOTH).tiers["/ssd"]["need"]
     drive = timed().drives[0]
-    for free, way in ((need, FULL), (need - 1, REMAINDER), (need - second, REMAINDER)):
+    for free, way in ((need, FULL), (need - 1, FORWARD), (need - second, FORWARD)):
         plan = planned(*BOTH, on=replace(timed(), drives=(replace(drive, free_bytes=free),)))
         assert plan.fits
         assert plan.way == way
@@ -81,47 +76,30 @@ def test_two_copies_only_if_the_disk_has_room() -> None:
 @pytest.mark.parametrize(
     ("words", "left"),
     [
-        (("tiered.state_copies=1",), {OFF, FORWARD, REMAINDER}),
+        (("tiered.state_copies=1",), {OFF, FORWARD}),
         (("tiered.state_copies=2",), {OFF, FORWARD, FULL}),
-        (("tiered.master_format=fp32",), {OFF, FORWARD, FULL}),
-        (("tiered.master_format=split",), {OFF, FORWARD}),
-        (("tiered.overlap=forward",), {FORWARD, REMAINDER}),
-        (("tiered.overlap=off",), {OFF, REMAINDER}),
+        (("tiered.overlap=forward",), set()),
+        (("tiered.overlap=off",), set()),
         (("tiered.overlap=backward",), set()),
     ],
 )
 def test_a_configured_schedule_is_kept(words: tuple[str, ...], left: set[str]) -> None:
     plan = planned(*BOTH, *words)
     assert {way.words for way in plan.ways} == left
-    if "tiered.master_format=split" in words:
-        assert sizes(plan).remainders
-    elif "tiered.overlap=backward" in words:
-        assert sizes(plan).ahead
-    else:
+    if left:
         assert plan.way in left
+    else:
+        assert (sizes(plan).overlap, sizes(plan).ahead) == (words != (OFF,), words == (FULL,))
 
 
-@pytest.mark.parametrize(
-    ("words", "more", "out"),
-    [
-        ((), {"world": 2}, {REMAINDER: "2 ranks"}),
-        ((), {"saves": False}, {REMAINDER: "a session stores fp32 masters", FULL: "in a session, the learning rate"}),
-        (("--dtype", "fp32"), {}, {REMAINDER: "--dtype fp32"}),
-    ],
-)
-def test_impossible_schedules_are_left_out_and_named(
-    words: tuple[str, ...], more: dict[str, object], out: dict[str, str]
-) -> None:
-    here = replace(
-        timed(), rates=replace(timed().rates, matmul={name: timed().rates.matmul["bf16"] for name in _DTYPES})
-    )
-    plan = planned(*BOTH[:4], *words, on=here, **more)
-    for way, why in out.items():
-        assert plan.way != way
-        assert next(one.why_not for one in plan.ways if one.words == way).startswith(way)
-        assert why in next(line for line in plan.describe().splitlines() if f"auto ruled out {way}" in line)
-        with pytest.raises(UserError, match=way):
-            planned(*words, way, on=here, **more)
+def test_an_impossible_schedule_is_left_out_and_named() -> None:
+    plan = planned(*BOTH[:4], saves=False)  # a session
+    why = "in a session, the learning rate"
+    assert plan.way != FULL
+    assert next(one.why_not for one in plan.ways if one.words == FULL).startswith(FULL)
+    assert why in next(line for line in plan.describe().splitlines() if f"auto ruled out {FULL}" in line)
+    with pytest.raises(UserError, match=FULL):
+        planned(FULL, saves=False)
 
 
 def test_several_ranks_speculate_only_if_configured() -> None:
@@ -131,14 +109,11 @@ def test_several_ranks_speculate_only_if_configured() -> None:
     assert sizes(planned(*BOTH[:4], FULL, world=2)).ahead
 
 
-_DTYPES = ("bf16", "fp32")
-
-
 def test_without_drives_there_is_nothing_to_choose() -> None:
     for on in (machine(), timed()):
         plan = planned("--ram-fraction", "1", "--params", "gpu", on=on)
         assert plan.ways == ()
-        assert (sizes(plan).overlap, sizes(plan).places, sizes(plan).remainders) == (False, 1, False)
+        assert (sizes(plan).overlap, sizes(plan).places) == (False, 1)
 
 
 # -- pages in RAM ------------------------------------------------------------------------------------------------------
@@ -232,29 +207,18 @@ def test_an_untimed_machine_uses_the_free_schedule_and_names_what_timing_would_d
     words = (*BOTH, "--gpu-fraction", "0")
     plan = planned(*words, on=on)
     assert plan.way == FORWARD
-    assert (sizes(plan).overlap, sizes(plan).places, sizes(plan).remainders) == (True, 1, False)
-    in_line = planned(*words, OFF, "tiered.master_format=fp32", on=on)
+    assert (sizes(plan).overlap, sizes(plan).places) == (True, 1)
+    in_line = planned(*words, OFF, on=on)
     assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
     said = plan.describe()
     times = next(line for line in said.splitlines() if "offload-train bench" in line)
     assert "run `offload-train bench --nvme /ssd` once to time it" in times
-    assert f"the fastest of {FORWARD} (the current choice), {OFF}, {REMAINDER}, {FULL}" in times
+    assert f"the fastest of {FORWARD} (the current choice), {OFF}, {FULL}" in times
     assert [one["words"] for one in plan.to_json()["ways"] if one["taken"]] == [FORWARD]
     assert sizes(planned(*words, OFF, on=on)).overlap is False
     alone = planned(*words, on=replace(on, cores=1))
     assert sizes(alone).overlap == bool(gpu)
     assert sizes(planned(*words[:4], on=on, world=2)).overlap
-
-
-def test_split_masters_are_chosen_if_nothing_else_fits() -> None:
-    words = ("--ram-fraction", "1", "--params", "gpu", "model.activation_checkpointing=on")
-    whole, short = planned(*words, "tiered.master_format=fp32"), planned(*words, "tiered.master_format=split")
-    between = (least_ram(whole) + least_ram(short)) // 2
-    for on in (machine(ram=between), replace(timed(), ram_bytes=between)):
-        plan = planned(*words, on=on)
-        assert plan.fits
-        assert plan.way == REMAINDER
-    assert not planned(*words, on=machine(ram=GB)).fits
 
 
 @pytest.mark.parametrize("way", _ALL)
@@ -263,8 +227,7 @@ def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
     always = [*DRIVES, "model.activation_checkpointing=on"]
     found = next(one for one in planned(*always).ways if one.words == way)
     assert found.tokens
-    words = [*always, way, *(["tiered.master_format=fp32"] if way != REMAINDER else [])]
-    many = planned(*words, "--accumulate", str(round(found.tokens / 128))).forecast
+    many = planned(*always, way, "--accumulate", str(round(found.tokens / 128))).forecast
     assert many.step
     assert 0.09 < ((many.seconds["update"] or 0.0) - many.hidden) / many.step < 0.103
 

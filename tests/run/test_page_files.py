@@ -14,7 +14,8 @@ from commands import HELPERS, TINY, Run, ask, call, run_script
 from dead_run_files import dead_lease
 from safetensors.torch import load_file
 
-from offload_trainer.errors import RERUN_HINT
+from offload_trainer.errors import RERUN_HINT, UserError
+from offload_trainer.export.sources import opened
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.retention import complete_checkpoints
@@ -216,7 +217,6 @@ def test_a_run_that_is_complete_keeps_its_page_files(place: Path, tmp_path: Path
 
 REFUSED = [
     (["tiered.state_copies=1"], "have only one copy"),
-    (["tiered.state_copies=1", "tiered.master_format=split"], "split masters .*without its weights"),
     (["--ram-fraction", "0.5"], "stores some of its state in memory"),
     (["tiered.page_size=65536"], "layout differs .*pages"),
     (["optim.moment_dtype=bf16"], "layout differs .*optim.moment_dtype"),
@@ -482,15 +482,11 @@ def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> Non
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_remainders_of_masters_are_nothing_to_export(place: Path, tmp_path: Path) -> None:
-    """Page files with split master weights are refused, since small weights are on the device and not in them."""
-    words = ["--nvme", place, *ALL, "tiered.state_copies=1", "tiered.master_format=split", "--dtype", "bf16"]
-    killed("page", 110, *words, output=tmp_path / "run")
-    (lease,) = (place / "offload-trainer").iterdir()
-    for source, why in ((tmp_path / "run", "remainders of masters"), (lease, "has tiered.master_format=split")):
-        told = ask("export", source, tmp_path / "hf", "--dtype", "fp32")
-        assert told.returncode == 2
-        assert why in told.stderr
+def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(place: Path) -> None:
+    with DriveLease(place) as lease:
+        (lease.path / "state").write_bytes(bytes(8192))
+        with pytest.raises(UserError, match="no masters can be read from them: the run died while it started"):
+            opened(lease.path, mixed=True).__enter__()
 
 
 def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:

@@ -60,10 +60,6 @@ def test_the_first_steps_do_not_count() -> None:
     [
         (
             ["--ram-fraction", "0", "tiered.overlap=off"],
-            {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers", "tiered.master_format"},
-        ),
-        (
-            ["--ram-fraction", "0", "tiered.overlap=off", "tiered.master_format=split"],
             {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers"},
         ),
         (["--ram-fraction", "1"], set()),

@@ -24,7 +24,6 @@ from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.moments import stored_moment
-from offload_trainer.optim.split_masters import read_masters, with_remainders, write_masters
 from offload_trainer.optim.state_files import (
     EngineState,
     StateFile,
@@ -75,32 +74,24 @@ class TieredState:
 
     def holds(self, field: str, name: str) -> bool:
         """Return whether a weight has a field: a rule on whole matrices has no second moment of them."""
-        return self.store.format.whole.fields[field].holds(self.places[name][1].weight)
+        return self.store.format.fields[field].holds(self.places[name][1].weight)
 
     def entry(self, field: str, name: str) -> TensorEntry:
         """Return the name, dtype and shape of one field of a weight in its file."""
-        kind = self.store.format.whole.fields[field]
+        kind = self.store.format.fields[field]
         return TensorEntry(name, DTYPES[kind.dtype], kind.shape_of(self.places[name][1].weight))
 
     def master(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one whole fp32 master. With several nodes all ranks call it."""
         unit, place = self.places[name]
-        here = unit.index, place.start, place.weight.numel
-        masters = [field for field in ("master", "remainder", "ties") if field in self.store.format.fields]
-        weights = self.weights.get(*here) if self.store.format.remainders else None
-        values = read_masters({field: self.store.get(field, *here) for field in masters}, weights)
+        values = self.store.get("master", unit.index, place.start, place.weight.numel)
         self.weights.complete(values, unit, place)
         return values.view(place.weight.shape)
 
     def put_master(self, name: str, master: torch.Tensor) -> None:
-        """Set one master (fp32, 1-D), and with split masters its weight as well. Call `flush` afterwards."""
+        """Set one master (fp32, 1-D). Call `flush` afterwards."""
         unit, place = self.places[name]
-        fields = {"master": master}
-        if self.store.format.remainders:
-            fields, weights = with_remainders(fields, self.store.format)
-            self.weights.put(unit.index, place.start, weights)
-        for field, values in fields.items():
-            self.store.put(field, unit.index, place.start, place.weight.numel, values)
+        self.store.put("master", unit.index, place.start, place.weight.numel, master)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a CPU copy of one weight in the run's dtype."""
@@ -136,7 +127,7 @@ class TieredState:
 
     def _load_pages(self, directory: Path) -> EngineState:
         """Load this rank's pages and round the weights from them."""
-        ours = self.store.format.whole
+        ours = self.store.format
         state = read_engine_state(directory, rule=ours.rule)
         names, theirs, stored = self.names(trainable=True), state.format, dict[str, StoredKind]()
         with ExitStack() as stack:
@@ -167,8 +158,7 @@ class TieredState:
         moments = self.store.format.rule.moments
         for moment in moments:  # the padding after a weight shares the weight's last scale
             stored_moment(moment, fields).start_at_zero()
-        page, halves = self.store.pages[number], self.store.format.remainders
-        master = torch.zeros(page.elements) if halves else fields["master"]
+        page, master = self.store.pages[number], fields["master"]
         for name, part in self.pieces(number):
             start = page.start + part.start
             within = start - self.places[name][1].start
@@ -183,8 +173,6 @@ class TieredState:
                 here.values.copy_(values)
                 if here.scales is not None and scales is not None:
                     here.scales.copy_(scales)
-        if halves:
-            write_masters(fields, torch.empty(page.elements, dtype=self.weights.dtype), master)
         self.weights.put_page(page.unit, page.start, master)
 
     def make_weights(self) -> None:
@@ -219,7 +207,7 @@ class TieredSnapshot:
             TrainerError: the disk or a drive failed.
         """
         names = self.owner.names(trainable=True)
-        fields = self.owner.store.format.whole.fields
+        fields = self.owner.store.format.fields
         holds = self.owner.holds
         entries = {field: [self.owner.entry(field, name) for name in names if holds(field, name)] for field in fields}
         written: dict[str, Any] = {}
@@ -252,7 +240,7 @@ class TieredSnapshot:
         return {field: writer.close() for field, writer in writers.items()}
 
     def _put(self, writer: PlacedWriter, field: str, number: int, values: torch.Tensor) -> None:
-        kind, page = self.owner.store.format.whole.fields[field], self.owner.store.pages[number]
+        kind, page = self.owner.store.format.fields[field], self.owner.store.pages[number]
         for name, part in self.owner.pieces(number):
             if not self.owner.holds(field, name):
                 continue

@@ -17,8 +17,6 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.split_masters import read_masters
 from offload_trainer.plan.tiered.spec import SAVE_BUFFERS
 from offload_trainer.storage.transfer import Future
 
@@ -26,9 +24,7 @@ from offload_trainer.storage.transfer import Future
 class PageSnapshot:
     """The pages `numbers` of `store` in order, with their current contents."""
 
-    def __init__(self, store: PageStore, numbers: Sequence[int], *, weights: PlacedWeights | None = None) -> None:
-        """Take a snapshot; `weights` are needed to join split masters."""
-        self._weights = weights
+    def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
         self._store, self._numbers = store, numbers
         self._copies = {number: store.copies.valid(number) for number in numbers}
         self._read = 0  # pages before this number have been read and may change
@@ -43,7 +39,7 @@ class PageSnapshot:
             self._changed.wait_for(lambda: self._closed or self._read > number)
 
     def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield each page's number and fields with fp32 masters; the fields are views that the next page reuses.
+        """Yield each page's number and fields, which are views that the next page reuses.
 
         Raises:
             TrainerError: the snapshot was closed.
@@ -61,24 +57,15 @@ class PageSnapshot:
                 raise TrainerError("the state was let go of before it was written")
             inside = self._store.in_memory(number)
             if inside is not None:
-                yield number, self._whole(number, inside)
+                yield number, self._store.fields(number, inside)
                 self._may_change(number)
             else:
                 buffer, future = arriving.popleft()
                 future.wait()
-                fields = self._whole(number, buffer)
+                fields = self._store.fields(number, buffer)
                 self._may_change(number)  # the caller reads the copy in the buffer
                 yield number, fields
                 free.append(buffer)
-
-    def _whole(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a page's fields with split masters joined; weights do not change before the page may."""
-        fields, page = self._store.fields(number, data), self._store.pages[number]
-        if not self._store.format.remainders:
-            return fields
-        assert self._weights is not None
-        master = read_masters(fields, self._weights.get(page.unit, page.start, page.elements))
-        return {"master": master, **fields}
 
     def _may_change(self, number: int) -> None:
         with self._changed:

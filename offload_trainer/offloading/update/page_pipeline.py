@@ -356,14 +356,11 @@ class PagePipeline:
         return page
 
     def _complete(self, page: StagedPage) -> None:
-        """Read the gradient, and the old weight for split masters; report the page when everything has arrived."""
+        """Read the gradient; report the page when everything has arrived."""
         page.after = self._gradients_ready.get(page.route.page.unit, self._after)
         if "gradient" in page.route.through_host:
             where = page.route.page
             page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=page.after))
-        if "weights" in page.route.through_host and self._store.format.remainders:
-            where = page.route.page
-            page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=page.after))
         together(page.loaded).then(lambda error: self._ready.put(error or page))
 
     def _start_write(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:

@@ -114,8 +114,7 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
-        # Split masters would lose their old weights.
-        assert not overlap_backward or (overlap_forward and not store.format.remainders)
+        assert overlap_forward or not overlap_backward
         self._overlap_backward = overlap_backward
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._next_speculative: SpeculativeStep | None = None
@@ -165,7 +164,7 @@ class Updater:
 
     def snapshot(self) -> PageSnapshot:
         """Return a snapshot of the current state. No page changes before the snapshot has read it or is closed."""
-        self._snapshot = PageSnapshot(self._store, self.numbers, weights=self._weights)
+        self._snapshot = PageSnapshot(self._store, self.numbers)
         return self._snapshot
 
     def start(self, params: StepParams, *, at_end: Callable[[], None]) -> None:
@@ -345,8 +344,6 @@ class Updater:
             gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
         staged = "weights" in route.through_device
         out = self._device_out[:count] if staged else weights
-        if staged and self._store.format.remainders:
-            out.copy_(weights, non_blocking=True)
         self._update(self._device_kernel, route, data, gradient, out, step, rest=staged)
         if staged:
             weights.copy_(out, non_blocking=True)
@@ -369,7 +366,7 @@ class Updater:
         fields = self._store.fields(route.number, data)
         params = step.params
         parts = clip_ranges(params.ranges[page.unit], page.start, page.start + page.elements)
-        if rest and not self._store.format.remainders:  # split masters are complete only with all weights in `out`
+        if rest:
             _copy_rest(fields["master"], out, parts)
         kernel.update_page(
             fields,

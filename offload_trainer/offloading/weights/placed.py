@@ -110,16 +110,6 @@ class PlacedWeights:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
 
-    def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
-        """Fill `buffer` (host memory) with the current weights from element `start` on.
-
-        `after` is the event on the device after which weights there are complete.
-        """
-        resident = self.resident(unit)
-        if resident is not None:
-            return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
-        return self.store.read(unit, start, buffer)
-
     # -- with several ranks -------------------------------------------------------------------------------------------
 
     def broadcast(self) -> None:

@@ -3,8 +3,6 @@
 //
 //     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 //
-// A master is in fp32, or split: then it is joined from the old weight in `out` and a 16-bit remainder (remainders.h).
-//
 // native_adam.py builds this with -O3 -march=native -ffp-contract=off. The loops are simple, so that the compiler can
 // vectorise them. FMA is used only where `fused` says so, since it changes the last bit. A block of elements stays in
 // the L1 cache from one loop to the next, so every byte crosses the memory bus once.
@@ -13,7 +11,6 @@
 #include "formats.h"
 #include "gradients.h"
 #include "numbers.h"
-#include "remainders.h"
 #include "threads.h"
 
 #ifdef __SSE2__
@@ -141,7 +138,6 @@ struct Page {
     Bits exp_avg_noise, exp_avg_sq_noise;
     Type moments, grad_type, out_type;
     Rule rule;
-    uint16_t *remainder, *ties;  // for split masters, with `master` null (remainders.h)
 };
 
 struct Part {
@@ -155,19 +151,6 @@ struct Part {
 }
 
 namespace {
-
-// Return a block's masters: a pointer into the page, or `joined` if they are split.
-inline float* read_masters(const Page& page, int64_t at, int64_t count, float* joined) {
-    if (page.master) return page.master + at;
-    join(static_cast<const uint16_t*>(page.out) + at, page.remainder + at, page.ties[at / BLOCK], joined, count);
-    return joined;
-}
-
-// Store the new weights, and the new masters if they are split; fp32 masters were updated in place.
-inline void write_masters(const Page& page, const float* master, int64_t at, int64_t count) {
-    if (page.master) return write_rounded(master, page.out_type, at, count, page.out);
-    split(master, static_cast<uint16_t*>(page.out) + at, page.remainder + at, page.ties + at / BLOCK, count);
-}
 
 // The update rules for one part. `update` processes `count` elements from `at` on, at most BLOCK.
 template <Type MOMENTS>
@@ -187,10 +170,10 @@ struct Lion {
 
 template <Type MOMENTS>
 void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
-    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK], joined[BLOCK];
+    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
     const int64_t block = at / BLOCK;
-    float* const master = read_masters(page, at, count, joined);
+    float* const master = page.master + at;
     widen(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
         float *exp_avg = static_cast<float*>(page.exp_avg) + at, *exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
@@ -217,14 +200,14 @@ void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
         draw(page.exp_avg_sq_noise, at, count, chance);
         encode_8bit_stochastically(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
     }
-    write_masters(page, master, at, count);
+    write_rounded(master, page.out_type, at, count, page.out);
 }
 
 template <Type MOMENTS>
 void Lion<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
-    alignas(64) float grad[BLOCK], wide[BLOCK], joined[BLOCK];
+    alignas(64) float grad[BLOCK], wide[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
-    float* const master = read_masters(page, at, count, joined);
+    float* const master = page.master + at;
     widen(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
         lion(step, master, static_cast<float*>(page.exp_avg) + at, grad, count);
@@ -235,7 +218,7 @@ void Lion<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
         draw(page.exp_avg_noise, at, count, chance);
         encode_bf16(wide, chance, exp_avg, count);
     }
-    write_masters(page, master, at, count);
+    write_rounded(master, page.out_type, at, count, page.out);
 }
 
 // -- a page ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ much of the optimizer state on the GPU as fits, then as much in RAM as fits, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -74,9 +74,8 @@ WORTH = 0.05  # share of a step that an alternative update schedule must save, s
 _FORWARD_WORTH = 0.02  # the same for `FORWARD` instead of `OFF`, which needs no memory and changes no bits
 
 # The update schedules. tiered.overlap: without overlap, with the next forward, and with the backward as well, which
-# needs two copies of the state. Split masters: fewer bytes per parameter, one copy, `OFF` or `FORWARD` only.
+# needs two copies of the state.
 OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
-REMAINDER = "tiered.master_format=split"
 
 
 @dataclass(frozen=True)
@@ -157,29 +156,12 @@ class Tiered:
 
     def impossible(self, work: Workload) -> list[str]:
         """Return the settings that a step of this workload does not support, one sentence each."""
-        section, split = self.section, self.section.master_format == "split"
+        section = self.section
         found = self._not_with_ranks(work.world)
-        # Split masters need bf16 weights that are unchanged when the page of the state is read.
-        reasons = {
-            f"--dtype {work.dtype}: split masters need bf16 weights": work.dtype != "bf16",
-            f"{work.world} ranks: split masters are for one rank": work.world > 1,
-            "tiered.state_copies=2: weights have only one copy": section.state_copies == 2,
-            "tiered.overlap=backward: a clipped step needs its old weights again": section.overlap == "backward",
-            f"optim.name={work.state.rule.name}: it updates fp32 masters": work.state.rule.matrices,
-        }
-        wrong = [reason for reason, here in reasons.items() if here]
-        if split and wrong:
-            found.append(f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out")
-        in_session = work.checkpoints is None  # a `Session` has the user's training loop
-        if in_session and section.overlap == "backward":
+        if work.checkpoints is None and section.overlap == "backward":  # a `Session` has the user's training loop
             found.append(
                 "tiered.overlap=backward: in a session, the learning rate and clipping factor of a step are known only "
                 "after its backward; leave it out"
-            )
-        if in_session and split:
-            found.append(
-                "tiered.master_format=split: a session stores fp32 masters, since other code can change its weights; "
-                "leave it out"
             )
         found += self._not_in_pieces(work)
         order = section.micro_batch_order
@@ -216,24 +198,13 @@ class Tiered:
         key, value = words.removeprefix("tiered.").split("=")
         return replace(self, section=self.section.model_copy(update={key: value}))
 
-    def open_schedules(self, work: Workload, machine: MachineProfile) -> Iterator[tuple[str, str]]:
-        """Yield (setting, why it is impossible or "") of the update schedules that need a plan of their own.
-
-        These are the ones that the configuration leaves to `auto`. Results do not depend on the schedule.
-        """
-
-        def why_not(words: str) -> str:
-            reasons = self.with_setting(words).impossible(work)
+    def why_not_full(self, work: Workload, machine: MachineProfile) -> str:
+        """Return why `auto` does not consider an update that overlaps the backward, or ""."""
+        if reasons := self.with_setting(FULL).impossible(work):
             return "; ".join(reason.removesuffix("; leave it out") for reason in reasons)
-
-        section = self.section
-        if section.master_format == "auto" and section.overlap != "backward" and section.state_copies != 2:
-            yield REMAINDER, why_not(REMAINDER)
-        if section.overlap == "auto" and section.state_copies != 1 and section.master_format != "split":
-            slower = f"{FULL} with {work.world} ranks: auto chooses it only for one rank" if work.world > 1 else ""
-            if work.state.rule.matrices and machine.gpu is None:
-                slower = f"{FULL} with optim.name={work.state.rule.name} on a CPU: the update has only one core then"
-            yield FULL, why_not(FULL) or slower
+        if work.state.rule.matrices and machine.gpu is None:
+            return f"{FULL} with optim.name={work.state.rule.name} on a CPU: the update has only one core then"
+        return f"{FULL} with {work.world} ranks: auto chooses it only for one rank" if work.world > 1 else ""
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
         """Return the candidates, from the fastest to the one that needs the least memory."""
@@ -672,7 +643,7 @@ class TieredCandidate:
 
     def tunable(self) -> list[tuple[str, ...]]:
         """Return groups of settings for `tune` to try; none of them changes a result or a placement."""
-        sizes, work, groups = self.sizes, self.work, list[tuple[str, ...]]()
+        groups = list[tuple[str, ...]]()
         if self.uses_drives:
             io, other = ["tiered.io_threads=2", "tiered.io_threads=8"], "tiered.io=async_io"
             rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
@@ -683,10 +654,6 @@ class TieredCandidate:
                 ("tiered.page_size=2097152", "tiered.page_size=8388608"),
                 ("tiered.page_buffers=4", "tiered.page_buffers=10"),
             ]
-            can_split = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
-            # With weights on drives, split masters do not reduce the traffic, since the old weights are read as well.
-            if can_split and sizes.on_drives > 0 and self.placement.params != TierKind.DRIVES:
-                groups.append((REMAINDER,))
         if self.placement.params != TierKind.GPU:
             groups.append(("tiered.weight_buffers=2", "tiered.weight_buffers=4"))
         return groups

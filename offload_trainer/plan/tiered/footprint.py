@@ -82,9 +82,6 @@ def tiered_items(
     if stored and work.checkpoints != 0:
         size = here * SAVE_BUFFERS * stored
         items.append(ram("save buffers", size, f"{SAVE_BUFFERS} pages being written to a checkpoint"))
-    if sizes.remainders and work.checkpoints != 0:
-        joined = here * (4 + e) * max((page.elements for page in pages), default=0)
-        items.append(ram("merged masters", joined, "one page of fp32 masters, merged from weights and their low bits"))
     kept = [replace(item, bytes=here * item.bytes) for item in input_items(work, tiers=tiers)]
     if sizes.checksums:
         drives = [tier.name for tier in tiers.drives]
@@ -108,9 +105,8 @@ def tiered_items(
 
 def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: Tiers, e: int, g: int) -> list[Item]:
     moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
-    master = "low 16 bits of the master" if sizes.remainders else "fp32 master"
     less = " (4 B less for Muon's matrices)" if sizes.format.rule.matrices else ""
-    why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter{less}"
+    why = f"fp32 master, {moments}: {sizes.format.bytes_each:.3g} B a parameter{less}"
     share = "of the optimizer state"
     items = []
     for home, tier in tiers.by_home.items():
@@ -282,9 +278,8 @@ def traffic_beside_matrices(work: Workload, homes: TierMap, *, format: StateForm
 
 
 def _move_pages(move: _Moved, work: Workload, groups: Sequence[PageGroup], *, format: StateFormat) -> None:
-    """Count state, gradients and new weights of the update; split masters also need the old weights."""
+    """Count state, gradients and new weights of the update."""
     e, g = work.item_bytes, work.gradient_bytes
-    old = e if format.remainders else 0
     for one in groups:
         weights, gradients, inside = one.weights, one.gradients, one.page.home == DEVICE
         elements = one.count * one.page.elements
@@ -296,14 +291,13 @@ def _move_pages(move: _Moved, work: Workload, groups: Sequence[PageGroup], *, fo
             state = one.count * format.page_bytes(one.page)
             move(one.page.home, "update", read=state, written=state)
         if weights != DEVICE:
-            move(weights, "update", read=old * elements, written=e * elements)
+            move(weights, "update", written=e * elements)
         if gradients != DEVICE:
             move(gradients, "update", read=g * elements)
         if inside != (gradients == DEVICE):  # the gradient and its page are on different sides of the bus
             move(DEVICE, "update", **{"read" if inside else "written": g * elements})
         if inside != (weights == DEVICE):
-            new, before = ("written", "read") if inside else ("read", "written")
-            move(DEVICE, "update", **{new: e * elements, before: old * elements})
+            move(DEVICE, "update", **{"written" if inside else "read": e * elements})
 
 
 def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> None:

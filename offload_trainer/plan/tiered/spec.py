@@ -60,7 +60,6 @@ class TierSizes:
     io_threads: int  # threads that read; as many others write
     io_block_bytes: int  # bytes per request
     places: int = 1  # copies of each page of state on a drive (tiered.state_copies)
-    remainders: bool = False  # masters are split: remainders instead of fp32 masters
     ranks: int = 1  # ranks that divide the update
     nodes: int = 1  # nodes, each with the same number of ranks
     by_parts: bool = False  # the ranks of a node fetch weights in RAM as shards and all-gather them
@@ -89,7 +88,7 @@ class TierSizes:
 
     @property
     def format(self) -> StateFormat:
-        return state_format(self.rule, self.states, remainders=self.remainders)
+        return state_format(self.rule, self.states)
 
 
 def tier_sizes(
@@ -133,7 +132,6 @@ def tier_sizes(
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
         places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,
-        remainders=tiered.master_format == "split",
         ranks=work.world,
         nodes=work.nodes,
         breadth_first=work.breadth_first,

@@ -5,24 +5,20 @@
     Muon    master, exp_avg for its matrices,                8bit   1 byte, and a scale of fp32 for each 256
             as AdamW for all other weights
 
-    a master as   fp32         4 bytes
-                  remainder    2 bytes in addition to its bf16 weight, and a tie count for each 256 elements
-                               (`optim/split_masters.py`)
-
-A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads and writes
-moments.
+Masters are fp32. A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads
+and writes moments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 from offload_trainer.config import RuleName
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT, Page, aligned
 
-_BYTES = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
+_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -132,22 +128,14 @@ class StateFormat:
 
     rule: UpdateRule
     moments: MomentFormat
-    remainders: bool = False  # store only the bits of a master that its bf16 weight does not have
 
     def __str__(self) -> str:
-        return f"{self.rule.name}_{self.moments.name}{'_remainders' * self.remainders}"
-
-    @property
-    def whole(self) -> StateFormat:
-        """Return this format with fp32 masters, as checkpoints store them."""
-        return replace(self, remainders=False)
+        return f"{self.rule.name}_{self.moments.name}"
 
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Return a page's fields by name, in storage order."""
         fields = {"master": Field("fp32")}
-        if self.remainders:
-            fields = {"remainder": Field("int16"), "ties": Field("int16", per=BLOCK_8BIT)}
         for moment in self.rule.moments:
             fields[moment.name] = Field(self.moments.dtype, for_matrices=moment is EXP_AVG or not self.rule.matrices)
             if self.moments.block:
@@ -189,24 +177,24 @@ def is_signed(field: str) -> bool:
 
 @cache
 def state_formats() -> tuple[StateFormat, ...]:
-    """Return all supported formats with fp32 masters."""
+    """Return all supported formats."""
     return tuple(StateFormat(rule, moments) for rule in RULES.values() for moments in rule.formats)
 
 
 @cache
 def elementwise_formats() -> tuple[StateFormat, ...]:
-    """Return the formats with fp32 masters that update kernels read and write: those of rules on single elements."""
+    """Return the formats that update kernels read and write: those of rules on single elements."""
     return tuple(format for format in state_formats() if not format.rule.matrices)
 
 
 @cache
-def state_format(rule: str, moments: str, *, remainders: bool = False) -> StateFormat:
+def state_format(rule: str, moments: str) -> StateFormat:
     """Return the format for optim.name and optim.moment_dtype.
 
     Raises:
         ValueError: the rule does not support moments in that format.
     """
-    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments], remainders)
-    if found.whole not in state_formats():
+    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments])
+    if found not in state_formats():
         raise ValueError(f"{found.rule.title} has no moments in {moments}")
     return found

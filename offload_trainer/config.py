@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 
 def _whole(value: Any) -> Any:
@@ -23,8 +23,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 Home = Literal["auto", "gpu", "cpu", "nvme"]
 Scalar = bool | int | float | str
-RuleName = Literal["adamw", "lion", "muon"]  # described in plan/tiered/state_formats.py
-LION_BETAS = (0.9, 0.99)  # defaults of the Lion paper
+RuleName = Literal["adamw", "muon"]  # described in plan/tiered/state_formats.py
 STREAM = "stream:"  # begins an entry of data.path that names a streamed data set
 
 
@@ -203,10 +202,8 @@ class OptimSection(_Section):
 
     name: RuleName = Field(
         "adamw",
-        description="optimizer; lion (Chen et al. 2023; tiered only) has one moment: 8 bytes a parameter with the "
-        "fp32 master weight, where AdamW has 12; its learning rate is usually a third to a tenth of AdamW's; muon "
-        "(Jordan et al. 2024; tiered only) updates the matrices of blocks as torch.optim.Muon does, with 8 bytes a "
-        "parameter, and all other weights as adamw does",
+        description="optimizer; muon (Jordan et al. 2024; tiered only) updates the matrices of blocks as "
+        "torch.optim.Muon does, with 8 bytes a parameter, and all other weights as adamw does",
     )
     lr: PositiveFloat = Field(3e-4, description="peak learning rate")
     muon_lr: PositiveFloat | Auto = Field(
@@ -219,12 +216,8 @@ class OptimSection(_Section):
         "match_rms_adamw: updates are as large as AdamW's, so AdamW's rate and weight decay can be kept; original: "
         "Jordan's, for rates of about 0.02",
     )
-    betas: tuple[Fraction, Fraction] = Field(
-        (0.9, 0.95),
-        description="adamw: decay rates of the first and the second moment; lion: the moment's share in the update, "
-        "and its decay rate (default 0.9 and 0.99)",
-    )
-    eps: PositiveFloat = Field(1e-8, description="adamw only: added to the square root of the second moment")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay rates of AdamW's first and second moment")
+    eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
     moment_dtype: Literal["fp32", "bf16", "8bit"] = Field(
         "fp32",
         description="how moments are stored; bf16 (tiered only): rounded stochastically, 8 bytes a parameter with "
@@ -275,14 +268,11 @@ class OptimSection(_Section):
         "the weights unchanged in that step, which still counts in the schedule and the data",
     )
 
-    @model_validator(mode="before")
+    @field_validator("betas", mode="before")
     @classmethod
-    def _betas_of_lion(cls, values: Any) -> Any:
-        """Default `betas` to Lion's for Lion, and convert a JSON list to the tuple that strict validation expects."""
-        if not isinstance(values, dict):
-            return values
-        given = {"betas": LION_BETAS, **values} if values.get("name") == "lion" else dict(values)
-        return given | {"betas": tuple(given["betas"])} if isinstance(given.get("betas"), list) else given
+    def _tuple(cls, betas: Any) -> Any:
+        """Convert a JSON list to the tuple that strict validation expects."""
+        return tuple(betas) if isinstance(betas, list) else betas
 
 
 class TrainSection(_Section):

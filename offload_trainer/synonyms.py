@@ -220,7 +220,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "activation_checkpointing_kwargs", "model.activation_checkpointing=on has no further options"),
     ("", "dataset_train_split dataset_test_split dataset_config dataset_split split", _SPLIT),
     ("optim.name", "use_muon muon", "the matrices of blocks follow Muon and all other weights AdamW: optim.name=muon"),
-    ("", "use_galore use_badam use_apollo use_adam_mini adafactor", "optim.name is adamw, lion or muon"),
+    ("", "use_galore use_badam use_apollo use_adam_mini adafactor", "optim.name is adamw or muon"),
     ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of these has its own key: docs/config.md"),
     ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
 )
@@ -228,7 +228,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
 _FAMILIES = {
     **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
     **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
-    **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw, lion or muon")),
+    **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw or muon")),
     **dict.fromkeys(("wandb_", "trackio_"), Term("save.trackers", "trackers read their own environment variables")),
     "hub_": Term("", _UPLOADS),
     "bnb_": Term("", _FEWER_BITS),
@@ -246,7 +246,6 @@ _RULES = dict.fromkeys(
     ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_fused", "paged_adamw_32bit", "fusedadam"), "adamw"
 )
 _RULES |= dict.fromkeys(("deepspeedcpuadam", "cpuadam", "adamw_apex_fused", "paged_adamw"), "adamw")
-_RULES |= {"lion_32bit": "lion", "paged_lion_32bit": "lion", "lion_8bit": "lion"}
 _WHERE = {"cuda": "gpu", "device": "gpu", "ram": "cpu", "host": "cpu", "disk": "nvme", "ssd": "nvme", "none": "gpu"}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "full": "fp32"}
 _DTYPES |= {"bf16_true": "bf16", "bf16_mixed": "bf16", "16_true": "fp16", "16_mixed": "fp16", "32_true": "fp32"}
@@ -269,7 +268,6 @@ _VALUES: dict[str, dict[str, str]] = {
     # --optimizer places the optimizer state; other trainers use the same flag to choose the optimizer.
     "placement.optimizer": dict.fromkeys(("adamw", *_RULES), "optim.name=adamw")
     | _EIGHT_BITS
-    | dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit", "lion_8bit"), "optim.name=lion")
     | {"muon": "optim.name=muon"}
     | _WHERE,
     "placement.params": _WHERE,

@@ -29,7 +29,7 @@ from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
-from offload_trainer.optim.rules import hyper_of
+from offload_trainer.optim.rules import adamw_of
 from offload_trainer.plan.tiered.state_formats import StateFormat, elementwise_formats
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -71,7 +71,7 @@ def updated(kernel, page, *, form: StateFormat, place: torch.device) -> list[tor
     n = grad.numel()
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.zeros(n, dtype=torch.bfloat16, device=place)
-    decayed, plain = (hyper_of(form.rule, HYPER | {"weight_decay": decay}) for decay in (0.1, 0.0))
+    decayed, plain = (adamw_of(HYPER | {"weight_decay": decay}) for decay in (0.1, 0.0))
     parts = [ParamRange(0, n // 512 * 256, decayed, 7), ParamRange(n // 512 * 256 + 256, n, plain, 9)]
     kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(form))
     return [tensor.cpu().view(torch.uint8) for tensor in (*here.values(), out)]
@@ -99,7 +99,7 @@ def speed(kernel: CudaKernel, *, form: StateFormat, n: int, place: torch.device,
     pages = [{name: tensor.to(place, copy=True) for name, tensor in fields.items()} for _ in range(count)]
     grads = [grad.bfloat16().to(place) for _ in range(count)]
     outs = [torch.empty_like(grads[0]) for _ in range(count)]
-    part, given = [ParamRange(0, n, hyper_of(form.rule, HYPER | {"weight_decay": 0.1}), 7)], settings(form)
+    part, given = [ParamRange(0, n, adamw_of(HYPER | {"weight_decay": 0.1}), 7)], settings(form)
 
     def run() -> None:
         for page, gradient, out in zip(pages, grads, outs, strict=True):

@@ -33,7 +33,7 @@ from trials import Command, Difference, compare_file, finish, load_libraries, ro
 STEPS = 6
 KINDS = (
     ["tiered.overlap=off"],
-    ["tiered.overlap=backward", "optim.name=lion", "optim.moment_dtype=bf16"],
+    ["tiered.overlap=backward", "optim.moment_dtype=bf16"],
     ["tiered.overlap=forward", "optim.moment_dtype=8bit", "TWO"],
 )
 Files = dict[Path, bytes]  # all files of a run's private directories

@@ -29,12 +29,12 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.stored_masters import read_store
 
 STEPS = 30
-KINDS = (  # settings of each run: AdamW, Lion and Muon, every update schedule, each moment format, one drive or two
+KINDS = (  # settings of each run: AdamW and Muon, every update schedule, each moment format, one drive or two
     ["tiered.overlap=off"],
     ["tiered.overlap=forward"],
     ["tiered.overlap=backward"],
     ["tiered.overlap=forward", "optim.moment_dtype=8bit", "TWO"],
-    ["tiered.overlap=off", "optim.name=lion", "optim.moment_dtype=bf16"],
+    ["tiered.overlap=off", "optim.moment_dtype=bf16"],
     ["tiered.overlap=forward", "--params", "nvme", "placement.gradients=nvme"],
     ["tiered.overlap=off", "optim.name=muon"],
     ["tiered.overlap=forward", "optim.name=muon", "TWO"],

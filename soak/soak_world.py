@@ -72,7 +72,7 @@ KINDS = (
     ),
     Kind("gpt2-fp32-8bit", (*GPT2, "--dtype", "fp32", "--micro-batch", "2", "optim.moment_dtype=8bit")),
     Kind("qwen3-bf16-8bit", ("--micro-batch", "2", "optim.moment_dtype=8bit"), model="qwen3"),
-    Kind("qwen3-bf16-lion", ("--micro-batch", "2", "optim.name=lion", "optim.moment_dtype=bf16"), model="qwen3"),
+    Kind("qwen3-bf16-moments", ("--micro-batch", "2", "optim.moment_dtype=bf16"), model="qwen3"),
     Kind("qwen3-fp32", ("--dtype", "fp32", "--micro-batch", "1", "--accumulate", "2"), model="qwen3", plain=True),
     Kind("experts-bf16-moments", ("--micro-batch", "2", "optim.moment_dtype=bf16"), model="experts"),
     Kind("experts-fp16", ("--dtype", "fp16", "--micro-batch", "2"), model="experts", plain=True),

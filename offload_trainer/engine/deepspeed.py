@@ -37,7 +37,7 @@ from offload_trainer.optim.state_files import (
 )
 from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
-from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.ranks import all_gather_json, join_torch
 from offload_trainer.storage.tensorfile import DTYPES
@@ -215,7 +215,6 @@ class DeepSpeedEngine:
         files = state_files(
             {name: self._parts.shape(name) for name in self._trained},
             self._read,
-            rule=ADAMW,
             fixed={name: (self._parts.shape(name), self._dtype) for name in self._fixed},
             read_fixed=self._read_fixed,
         )
@@ -227,7 +226,7 @@ class DeepSpeedEngine:
         # DeepSpeed uses one step count for all bias corrections; each weight's count is kept for later checkpoints.
         self._missed = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
-        for kind in ADAMW.kinds if state.optimizer_steps else ADAMW.kinds[:1]:
+        for kind in KINDS if state.optimizer_steps else KINDS[:1]:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
                 self._write(name, kind, tensor)
         fixed = {name: self._parts.shape(name) for name in self._fixed}

@@ -31,7 +31,7 @@ from offload_trainer.optim.state_files import (
 )
 from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.shape import decay_groups
-from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -165,7 +165,6 @@ class PlainEngine:
         files = state_files(
             shapes,
             self._read,
-            rule=ADAMW,
             fixed=fixed,
             read_fixed=lambda name: self._weights[name].detach(),
         )
@@ -183,7 +182,7 @@ class PlainEngine:
         state = read_engine_state(directory, rule=ADAMW)
         self._scale.load_state(state.loss_scale, state.good_steps)
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        for kind in ADAMW.kinds:
+        for kind in KINDS:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
                 master = self._masters[name]
                 if kind == "master":

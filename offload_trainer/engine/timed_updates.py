@@ -25,7 +25,7 @@ from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.machine import update_key
 from offload_trainer.plan.tiered.layout import Page
-from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, StateFormat, state_format
+from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, MOMENTS, StateFormat, state_format
 from offload_trainer.plan.tiers import RAM
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.tensorfile import DTYPES
@@ -65,7 +65,7 @@ def make_buffers(elements: int, *, page: int | None = None, format: StateFormat 
     master, first, gradient = 0.02 * torch.randn(3, _PATTERN, generator=random)
     values = empty_fields(format, _PATTERN)
     values["master"].copy_(master)
-    for moment in format.rule.moments:
+    for moment in MOMENTS.values():
         stored_moment(moment, values).write(first if moment.signed else first.square())
     pages = []
     for one, grad, out in zip(laid_out, *narrow, strict=True):

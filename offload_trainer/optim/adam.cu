@@ -1,5 +1,5 @@
-// The GPU update kernel: one step of AdamW or Lion over pages of optimizer state in GPU memory. Its results equal those
-// of native/adam.cpp bit for bit, except for the bits of NaNs.
+// The GPU update kernel: one step of AdamW over pages of optimizer state in GPU memory. Its results equal those of
+// native/adam.cpp bit for bit, except for the bits of NaNs.
 //
 //     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
 //                                                  master (fp32, in place) -> out (16 bit)
@@ -41,19 +41,9 @@ struct AdamStep {  // constants of one step: native/adam.cpp has the same
     float minus_step_size;  // -lr / (1 - beta1 ^ step)
 };
 
-struct LionStep {
-    float scale, keep;   // the same as AdamW's
-    float beta1, rest1;  // rest1: 1 - beta1
-    float beta2, rest2;
-    float lr;
-};
-
 struct Part {  // elements [start, end) that share hyperparameters and step number
     u32 start, end;
-    union {
-        AdamStep adam;
-        LionStep lion;
-    };
+    AdamStep step;
 };
 
 struct Cell {  // the value of a code of second moments, and the distance to the next code (moments.py, cells())
@@ -291,40 +281,19 @@ __device__ inline void adam(const AdamStep& step, float g, float& master, float&
     master = __fadd_rn(__fmul_rn(master, step.keep), __fdiv_rn(__fmul_rn(step.minus_step_size, m), denominator));
 }
 
-// The same operations in the same order as adam.cpp's `lion`.
-__device__ inline void lion(const LionStep& step, float g, float& master, float& exp_avg) {
-    const float way = __fadd_rn(__fmul_rn(exp_avg, step.beta1), __fmul_rn(g, step.rest1));
-    const float sign = way > 0 ? 1.0f : way < 0 ? -1.0f : 0.0f;
-    master = __fsub_rn(__fmul_rn(master, step.keep), __fmul_rn(step.lr, sign));
-    exp_avg = __fadd_rn(__fmul_rn(exp_avg, step.beta2), __fmul_rn(g, step.rest2));
-}
-
-// An update rule for one element: its number of moments, and the update.
-struct Adam {
-    static constexpr u32 MOMENTS = 2;
-    static __device__ void update(const Part& part, float g, float& master, float moments[MOMENTS]) {
-        adam(part.adam, __fmul_rn(g, part.adam.scale), master, moments[0], moments[1]);
-    }
-};
-
-struct Lion {
-    static constexpr u32 MOMENTS = 1;
-    static __device__ void update(const Part& part, float g, float& master, float moments[MOMENTS]) {
-        lion(part.lion, __fmul_rn(g, part.lion.scale), master, moments[0]);
-    }
-};
+constexpr u32 MOMENTS = 2;
 
 // Update a warp's 256 elements from `block` on; `WHOLE`: all of them are in the part.
-template <class Rule, typename T, bool WHOLE>
+template <typename T, bool WHOLE>
 __device__ inline void update_block(const Page& page, const Part& part, u32 block) {
     const u32 at = block + threadIdx.x % LANES * RUN;
     u32 counts[RUNS];
     Read grad[RUNS];
-    Run<T> stored[Rule::MOMENTS][RUNS];
-    Run<float> master[RUNS], wide[Rule::MOMENTS][RUNS];
-    float scales[Rule::MOMENTS] = {};
+    Run<T> stored[MOMENTS][RUNS];
+    Run<float> master[RUNS], wide[MOMENTS][RUNS];
+    float scales[MOMENTS] = {};
 #pragma unroll
-    for (u32 m = 0; m < Rule::MOMENTS; m++)
+    for (u32 m = 0; m < MOMENTS; m++)
         if (sizeof(T) == 1) scales[m] = page.moments[m].scales[block / BLOCK];
 #pragma unroll
     for (u32 r = 0; r < RUNS; r++) {  // issue all loads before waiting for any
@@ -332,7 +301,7 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
         counts[r] = WHOLE ? RUN : here < part.end ? min(RUN, part.end - here) : 0;
         grad[r] = load_gradient(page, here, counts[r]);
 #pragma unroll
-        for (u32 m = 0; m < Rule::MOMENTS; m++) stored[m][r] = load<T>(page.moments[m].values, here, counts[r]);
+        for (u32 m = 0; m < MOMENTS; m++) stored[m][r] = load<T>(page.moments[m].values, here, counts[r]);
         master[r] = load<float>(page.master, here, counts[r]);
     }
 #pragma unroll
@@ -340,19 +309,20 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
         const u32 here = at + r * LANES * RUN;
 #pragma unroll
         for (u32 i = 0; i < RUN; i++) {
-            float moments[Rule::MOMENTS];
+            float moments[MOMENTS];
 #pragma unroll
-            for (u32 m = 0; m < Rule::MOMENTS; m++)
+            for (u32 m = 0; m < MOMENTS; m++)
                 moments[m] = widened(page.moments[m], stored[m][r].of[i], scales[m]);
-            Rule::update(part, gradient(page, grad[r], i), master[r].of[i], moments);
+            const float g = __fmul_rn(gradient(page, grad[r], i), part.step.scale);
+            adam(part.step, g, master[r].of[i], moments[0], moments[1]);
 #pragma unroll
-            for (u32 m = 0; m < Rule::MOMENTS; m++) wide[m][r].of[i] = moments[m];
+            for (u32 m = 0; m < MOMENTS; m++) wide[m][r].of[i] = moments[m];
         }
         store(master[r], page.master, here, counts[r]);
         store_rounded(page, master[r], here, counts[r]);
     }
     narrow<false>(page, wide[0], at, counts, T());
-    if (Rule::MOMENTS == 2) narrow<true>(page, wide[Rule::MOMENTS - 1], at, counts, T());
+    narrow<true>(page, wide[1], at, counts, T());
 }
 
 template <typename T>
@@ -377,7 +347,7 @@ __device__ inline Page page_of(const Pages& pages, u32 number) {
     return page;
 }
 
-template <class Rule, typename T>
+template <typename T>
 __device__ inline void update(const Pages& pages) {
     const u32 block = pages.begin + (blockIdx.x * WARPS + threadIdx.x / LANES) * BLOCK;
     u32 p = 0;
@@ -386,20 +356,18 @@ __device__ inline void update(const Pages& pages) {
     const Part part = pages.part[p];
     const Page page = page_of(pages, block / pages.elements);
     if (part.end - block >= BLOCK)
-        update_block<Rule, T, true>(page, part, block % pages.elements);
+        update_block<T, true>(page, part, block % pages.elements);
     else
-        update_block<Rule, T, false>(page, part, block);  // there is one page: several have whole blocks only
+        update_block<T, false>(page, part, block);  // there is one page: several have whole blocks only
 }
 
-#define KERNEL(name, ...) \
-    __global__ void __launch_bounds__(LANES* WARPS) name(const __grid_constant__ Pages it) { update<__VA_ARGS__>(it); }
+#define KERNEL(name, T) \
+    __global__ void __launch_bounds__(LANES* WARPS) name(const __grid_constant__ Pages it) { update<T>(it); }
 
 extern "C" {
 
-KERNEL(adamw_fp32, Adam, float)
-KERNEL(adamw_bf16, Adam, u16)
-KERNEL(adamw_8bit, Adam, u8)
-KERNEL(lion_fp32, Lion, float)
-KERNEL(lion_bf16, Lion, u16)
+KERNEL(adamw_fp32, float)
+KERNEL(adamw_bf16, u16)
+KERNEL(adamw_8bit, u8)
 
 }

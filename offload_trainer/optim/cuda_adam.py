@@ -18,10 +18,10 @@ from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
-from offload_trainer.optim.rules import TYPES, Step, step_constants
+from offload_trainer.optim.rules import TYPES, AdamStep, step_constants
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import StateFormat, elementwise_formats, scales_of
+from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat, elementwise_formats, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
@@ -79,7 +79,7 @@ def _reason(error: Exception) -> str:
 class _Part(ctypes.Structure):
     """adam.cu's Part."""
 
-    _fields_ = (("start", ctypes.c_uint32), ("end", ctypes.c_uint32), ("step", Step))
+    _fields_ = (("start", ctypes.c_uint32), ("end", ctypes.c_uint32), ("step", AdamStep))
 
 
 class _Moment(ctypes.Structure):
@@ -167,11 +167,11 @@ class CudaKernel:
         if out is not None:
             page.out, page.out_type = out.data_ptr(), TYPES[out.dtype]
         page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)
-        for place, table, moment in zip(page.moments, self._maps, format.rule.moments, strict=False):
-            place.values, place.map = fields[moment.name].data_ptr(), table.data_ptr()
+        for place, table, moment in zip(page.moments, self._maps, MOMENTS, strict=True):
+            place.values, place.map = fields[moment].data_ptr(), table.data_ptr()
             if format.moments.block:
-                place.scales = fields[scales_of(moment.name)].data_ptr()
-            bits = Bits() if noise is None else noise.bits(moment.name)
+                place.scales = fields[scales_of(moment)].data_ptr()
+            bits = Bits() if noise is None else noise.bits(moment)
             page.first, place.keys = bits.first, bits.keys
         for start in range(0, len(parts), _PARTS):
             some = parts[start : start + _PARTS]

@@ -65,7 +65,7 @@ class Kernel(Protocol):
         Args:
             fields: the page's state in `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
                 exp_avg and exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
-                fp32[ceil(n / 256)]. Lion has no exp_avg_sq.
+                fp32[ceil(n / 256)].
             grad: bf16, fp16 or fp32 [n]; not modified.
             out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even.
             parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end.
@@ -77,11 +77,11 @@ class Kernel(Protocol):
 
         For each element a kernel decodes the moments to fp32 (`moments.py`), applies the rule, and encodes the new
         moments. bf16 moments and 8-bit exp_avg_sq are rounded stochastically, 8-bit exp_avg to the nearest code. Each
-        operation is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose functions `adam` and
-        `lion` list the operations; `step_constants` in rules.py computes the constants. An element's result
-        depends only on that element and, in 8 bits, on the 256 elements that share its scale. So results depend neither
-        on where pages are cut nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares.
-        Subnormal numbers are not flushed. Infinities and NaN propagate; the bits of a NaN may differ between kernels.
+        operation is rounded to fp32 separately, except those that use `fused` in adam.cpp, whose function `adam` lists
+        the operations; `step_constants` in rules.py computes the constants. An element's result depends only on that
+        element and, in 8 bits, on the 256 elements that share its scale. So results depend neither on where pages are
+        cut nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares. Subnormal numbers
+        are not flushed. Infinities and NaN propagate; the bits of a NaN may differ between kernels.
 
         A CPU kernel has updated the page when it returns. A GPU kernel may return once the work is queued on the
         current stream, and must not keep references to its arguments. Calls do not overlap.

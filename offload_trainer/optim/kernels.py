@@ -12,9 +12,9 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.rules import AdamW, Hyper, Lion
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat, UpdateRule, elementwise_formats
+from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat, elementwise_formats
 
 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
@@ -70,10 +70,7 @@ def matches_torch(kernel: Kernel) -> bool:
 
 
 # The second AdamW has beta1 < 1/2, so its lerp starts from the gradient, and its lr * decay is 1.
-_TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
-    ADAMW: (AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(10.0, (0.3, 0.999), 1e-6, 0.1)),
-    LION: (Lion(1e-4, (0.9, 0.99), 0.1), Lion(2e-3, (0.3, 0.5), 0.0)),
-}
+_TRIED = AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(10.0, (0.3, 0.999), 1e-6, 0.1)
 
 
 _SIZES = ((1, 1, torch.float32), (1, 1003, torch.float16), (1, 70_001, torch.bfloat16))  # pages, elements, weights
@@ -85,7 +82,7 @@ def matches_bitwise(
 ) -> bool:
     """Return whether `kernel` on `device` matches `reference` on the CPU bit for bit, for numbers of all magnitudes.
 
-    This tests each rule, each format of its moments, and parts with gaps between them and different hyperparameters.
+    This tests each format of moments, and parts with gaps between them and different hyperparameters.
     `several_pages` also tests updates of several pages in one call (`CudaKernel`), with parts that reach over the ends
     of pages.
     """
@@ -105,7 +102,7 @@ def _same_bits(
     sizes: Sequence[tuple[int, int, torch.dtype]],
 ) -> bool:
     """Compare the two kernels for one format; several pages of `kernel` with a single one of `reference`."""
-    hyper, other = _TRIED[format.rule]
+    hyper, other = _TRIED
     for count, n, dtype in sizes:
         middle = n // 2 // 256 * 256
         parts = [ParamRange(0, n, hyper, 7)]
@@ -157,6 +154,6 @@ def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], t
         numbers[torch.rand(n, generator=random) < 0.01] *= 1e-38
     fields = empty_fields(format, n)
     fields["master"].copy_(master)
-    for moment in format.rule.moments:
+    for moment in MOMENTS.values():
         stored_moment(moment, fields).write(average if moment.signed else square.square())
     return fields, grad

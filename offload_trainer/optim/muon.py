@@ -12,12 +12,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from offload_trainer.plan.tiered.orthogonalisation import ITERATIONS
-from offload_trainer.plan.tiered.state_formats import MUON, UpdateRule
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial
 _EPS = 1e-7
@@ -66,7 +65,6 @@ class Lerp:
 class Muon:
     """The hyperparameters of one matrix in one step."""
 
-    rule: ClassVar[UpdateRule] = MUON
     lr: float
     momentum: float
     decay: float  # the matrix is multiplied by 1 - lr * decay

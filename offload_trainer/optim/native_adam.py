@@ -1,8 +1,7 @@
 """The CPU update kernel in C++ (native/): one call reads gradients, updates the state and writes new 16-bit weights.
 
-AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones. Lion moves 20
-with fp32 and 16 with bf16 moments. The results equal those of `TorchKernel` bit for bit.
-The library also computes the checksums of state on NVMe.
+AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones. The results
+equal those of `TorchKernel` bit for bit. The library also computes the checksums of state on NVMe.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernel_cache import built, prebuilt
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.prebuilt_kernels import FLAGS, SOURCE
-from offload_trainer.optim.rules import TYPES, Step, step_constants
-from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat
-
-_RULES = {ADAMW: 0, LION: 1}  # adam.cpp's Rule
+from offload_trainer.optim.rules import TYPES, AdamStep, step_constants
+from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat
 
 
 def openmp_parallel() -> int | None:
@@ -141,11 +138,10 @@ class NativeKernel:
             moments=TYPES[fields["exp_avg"].dtype],
             grad_type=TYPES[grad.dtype],
             out_type=TYPES[None if out is None else out.dtype],
-            rule=_RULES[format.rule],
         )
         if noise is not None:
-            for moment in format.rule.moments:
-                setattr(page, f"{moment.name}_noise", noise.bits(moment.name))
+            for moment in MOMENTS:
+                setattr(page, f"{moment}_noise", noise.bits(moment))
         if format.moments.block:
             page.tables = ctypes.pointer(tables()[0])
         found = [
@@ -187,7 +183,7 @@ def zlib_sum(data: torch.Tensor) -> int:
 class _Part(ctypes.Structure):
     """adam.cpp's Part."""
 
-    _fields_ = (("start", ctypes.c_int64), ("end", ctypes.c_int64), ("step", Step))
+    _fields_ = (("start", ctypes.c_int64), ("end", ctypes.c_int64), ("step", AdamStep))
 
 
 class Tables(ctypes.Structure):
@@ -219,7 +215,6 @@ class _Page(ctypes.Structure):
         ("moments", ctypes.c_int32),
         ("grad_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
-        ("rule", ctypes.c_int32),
     )
 
 

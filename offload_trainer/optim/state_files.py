@@ -1,6 +1,6 @@
 """Read and write an engine's checkpoint state: masters and moments by weight name, in one format for all engines.
 
-    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    trainable weights, whole; no _sq for Lion
+    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    trainable weights, whole
         exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           with 8-bit moments
         fixed.safetensors                                                   frozen weights, if there are any
         engine.json                                                         optimizer steps, loss scale
@@ -28,6 +28,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.moments import StoredMoment
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
+    KINDS,
     MOMENT_FORMATS,
     MOMENTS,
     StateFormat,
@@ -86,7 +87,6 @@ def state_files(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str, str], torch.Tensor],
     *,
-    rule: UpdateRule,
     fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     read_fixed: Callable[[str], torch.Tensor],
 ) -> list[StateFile]:
@@ -95,7 +95,7 @@ def state_files(
     `read(name, kind)` returns a master or moment, `read_fixed(name)` a frozen weight.
     """
     entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
-    files = [StateFile(kind, entries, _of(read, kind)) for kind in rule.kinds]
+    files = [StateFile(kind, entries, _of(read, kind)) for kind in KINDS]
     return files + fixed_file(fixed, read_fixed)
 
 
@@ -172,7 +172,7 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
     if state.rule != rule.name:
         theirs = state.format.rule
         raise UserError(
-            f"{directory} holds {', '.join(theirs.kinds)} of {theirs.title}, and this run updates by {rule.title}, "
+            f"{directory} holds the state of {theirs.title}, and this run updates by {rule.title}, "
             f"whose moments are others: go on with optim.name={theirs.name}, or export it and train its weights anew"
         )
     return state

@@ -14,7 +14,7 @@ import torch
 from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.muon import Muon
-from offload_trainer.plan.tiered.state_formats import FP32, StateFormat
+from offload_trainer.plan.tiered.state_formats import FP32, MOMENTS, StateFormat
 
 # Elements that are converted, updated and copied out at a time; a multiple of 256. At 28 bytes each they fit the
 # last-level cache, and each of the three calls takes longer than its overhead. 2^19 was the fastest size of 2^13 to
@@ -52,7 +52,7 @@ class TorchKernel:
             ]
         for part in parts:
             here = slice(part.start, part.end)
-            stored = [stored_moment(moment, fields, here) for moment in format.rule.moments]
+            stored = [stored_moment(moment, fields, here) for moment in MOMENTS.values()]
             wide = [moment.read() for moment in stored]
             master = fields["master"][here]
             for start in range(0, part.end - part.start, self._scratch.numel()):

@@ -1,7 +1,7 @@
 """Resident parameters: trained parameters that are not offloaded, such as adapters or a value head.
 
 They belong to the caller and stay in memory. A step treats them together with the offloaded ones: one gradient norm,
-one clipping factor, and the groups of the session's optimizer. torch's AdamW, or Lion, updates them. A save stores them
+one clipping factor, and the groups of the session's optimizer. torch's AdamW updates them. A save stores them
 in a separate directory, one file per kind of state:
 
     resident/weight.safetensors  step ...  exp_avg ...  exp_avg_sq ...     by name, each in its dtype
@@ -21,10 +21,10 @@ from offload_trainer.checkpoint import RESIDENT
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
-from offload_trainer.optim.rules import Lion, hyper_of
+from offload_trainer.optim.rules import adamw_of
 from offload_trainer.optim.state_files import StateFile, write_files
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.tiered.state_formats import UpdateRule
+from offload_trainer.plan.tiered.state_formats import MOMENTS
 from offload_trainer.plan.tiers import Item
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader
 from offload_trainer.units import format_bytes
@@ -89,7 +89,7 @@ def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torc
 
 
 @torch.no_grad()
-def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: float) -> None:
+def update_residents(groups: Groups, state: State, *, scale: float) -> None:
     """Update the resident parameters that have a gradient, in place, with gradients multiplied by `scale`.
 
     `state` has the layout of torch's AdamW.
@@ -99,16 +99,8 @@ def update_residents(groups: Groups, state: State, *, rule: UpdateRule, scale: f
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(scale)
-        hyper = hyper_of(rule, group)
-        if isinstance(hyper, Lion):
-            for parameter in parameters:
-                assert parameter.grad is not None
-                kept = state[parameter]
-                if not kept:
-                    kept["step"], kept["exp_avg"] = torch.zeros(()), torch.zeros_like(parameter)
-                kept["step"] += 1
-                hyper.update(parameter, [kept["exp_avg"]], parameter.grad, step=0)  # any step gives the same
-        elif parameters:
+        if parameters:
+            hyper = adamw_of(group)
             adamw = torch.optim.AdamW(
                 parameters, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.decay, fused=True
             )
@@ -152,12 +144,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], node: Node) -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def counted_in(plan: Plan, parameters: Iterable[nn.Parameter], rule: UpdateRule) -> Plan:
+def counted_in(plan: Plan, parameters: Iterable[nn.Parameter]) -> Plan:
     """Add the values, gradients and moments of `parameters` to the plan. Raises UserError if it no longer fits."""
     added: dict[str, int] = {}
     for parameter in parameters:
         tier = "gpu" if parameter.is_cuda else "ram"
-        added[tier] = added.get(tier, 0) + (2 + len(rule.moments)) * parameter.nbytes
+        added[tier] = added.get(tier, 0) + (2 + len(MOMENTS)) * parameter.nbytes
     why = "other trained parameters: values, gradients, moments"
     items = (*plan.items, *(Item(tier, "adapters", size, why) for tier, size in added.items()))
     tiers = {tier: room | {"need": room["need"] + added.get(tier, 0)} for tier, room in plan.tiers.items()}
@@ -200,15 +192,13 @@ def write_residents(directory: Path, residents: Mapping[str, nn.Parameter], stat
     return {f"{RESIDENT}/{name}": about for name, about in written.items()}
 
 
-def read_residents(
-    directory: Path, residents: Mapping[str, nn.Parameter], *, rule: UpdateRule
-) -> dict[str, dict[str, torch.Tensor]]:
+def read_residents(directory: Path, residents: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
     """Read the parameters and their state from a save whose layout was already compared: name -> kind -> tensor.
 
     Raises UserError if a file has other names or shapes.
     """
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in residents}
-    kinds = [_WEIGHT, "step", *(moment.name for moment in rule.moments)] if residents else []
+    kinds = [_WEIGHT, "step", *MOMENTS] if residents else []
     for kind in kinds:
         path = directory / RESIDENT / f"{kind}.safetensors"
         if not path.exists() and kind != _WEIGHT:

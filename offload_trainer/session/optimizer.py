@@ -18,7 +18,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, hypers_of
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.tiered.state_formats import LION, UpdateRule
+from offload_trainer.plan.tiered.state_formats import UpdateRule
 from offload_trainer.session.extra_params import named_residents, update_residents
 
 _SAVES = (
@@ -55,9 +55,9 @@ class _State(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Optimizer of a Session, created by `Session.adamw`, `Session.lion` or `Session.muon`.
+    """Optimizer of a Session, created by `Session.adamw` or `Session.muon`.
 
-    `param_groups` have `lr`, `betas`, `weight_decay` and, for AdamW, `eps`. They are read at each step.
+    `param_groups` have `lr`, `betas`, `eps` and `weight_decay`. They are read at each step.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Args:
             params: parameters or groups, as for torch.optim.Optimizer.
             model: gives the names of parameters that are not offloaded.
-            rule: AdamW, Lion or Muon.
+            rule: AdamW or Muon.
             defaults: options of groups that do not set them.
             update: runs the session's update.
             clear: drops all gradients.
@@ -86,18 +86,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._saved_apart = False
         super().__init__(params, defaults)
         self.state = _State(self.state)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of offloaded or other parameters. Raises UserError for non-fp32 others with Lion."""
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            kept = isinstance(parameter, OffloadedParameter) or parameter.dtype is torch.float32
-            if self.rule is LION and not kept:
-                self.param_groups.pop()
-                raise UserError(
-                    f"a parameter of shape {tuple(parameter.shape)} in {parameter.dtype} next to the offloaded ones: "
-                    "Lion needs fp32 for these; use a separate optimizer for it"
-                )
 
     @property
     def residents(self) -> dict[str, nn.Parameter]:
@@ -119,7 +107,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def update_residents(self, *, scale: float) -> None:
         """Update the parameters that are not offloaded, with gradients multiplied by `scale`."""
-        update_residents(self.param_groups, self.state, rule=self.rule, scale=scale)
+        update_residents(self.param_groups, self.state, scale=scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the groups that has a gradient, and clear the gradients."""

@@ -178,7 +178,7 @@ class Saves:
             raise UserError(
                 f"{save} was made with other weights, or in another dtype or base: load the same model for it"
             )
-        values = read_residents(save, residents, rule=optimizer.rule)
+        values = read_residents(save, residents)
         offloaded.load(save)
         set_residents(residents, optimizer.state, values)
         for group, saved in zip(optimizer.param_groups, held.groups, strict=True):

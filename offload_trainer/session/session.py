@@ -33,7 +33,7 @@ from offload_trainer.offloading.weights.parameter import (
     refuse_written,
 )
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.tiered.state_formats import ADAMW, LION, MUON, UpdateRule
+from offload_trainer.plan.tiered.state_formats import ADAMW, MUON, UpdateRule
 from offload_trainer.ranks import wait_for_all
 from offload_trainer.session.extra_params import (
     Changes,
@@ -168,23 +168,9 @@ class Session:
         `params`: None means all parameters with requires_grad. Groups may include parameters that are not offloaded,
         such as adapters; torch's fused AdamW updates those. Offloaded parameters outside all groups are not updated but
         still occupy optimizer state; to avoid that, call `requires_grad_(False)` on them before offloading the model.
-        Raises UserError if the session already has an optimizer or stores Lion's state.
+        Raises UserError if the session already has an optimizer or stores Muon's state.
         """
         return self._made(ADAMW, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    def lion(
-        self,
-        params: Iterable[Any] | None = None,
-        *,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> OffloadedOptimizer:
-        """Create the session's optimizer with the Lion rule, which has one moment per parameter instead of two.
-
-        The session must have been created with rule="lion". Raises UserError as `adamw` does.
-        """
-        return self._made(LION, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def muon(
         self,
@@ -229,7 +215,7 @@ class Session:
         )
         if not made.residents and not self._offloaded.trained:
             raise UserError("every weight of the session is frozen, and no others are given: there is nothing to train")
-        self.plan = counted_in(self.plan, made.residents.values(), rule)
+        self.plan = counted_in(self.plan, made.residents.values())
         self._optimizer = made
         return made
 
@@ -347,7 +333,7 @@ class Session:
 
     @property
     def rule(self) -> str:
-        """The update rule whose state the session stores: "adamw", "lion" or "muon"."""
+        """The update rule whose state the session stores: "adamw" or "muon"."""
         return self._offloaded.store.format.rule.name
 
     @property
@@ -459,9 +445,9 @@ class Session:
 
     @property
     def optimizer(self) -> OffloadedOptimizer:
-        """The optimizer that `adamw`, `lion` or `muon` returned. Raises UserError if none was called."""
+        """The optimizer that `adamw` or `muon` returned. Raises UserError if none was called."""
         if self._optimizer is None:
-            raise UserError("call adamw(), lion() or muon() first: a save holds the rates of its groups")
+            raise UserError("call adamw() or muon() first: a save holds the rates of its groups")
         return self._optimizer
 
     # -- closing ------------------------------------------------------------------------------------------------------

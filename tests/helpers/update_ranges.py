@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from offload_trainer.optim.kernel_api import Kernel, ParamRange
-from offload_trainer.optim.rules import AdamW, Hyper, Lion
+from offload_trainer.optim.rules import AdamW, Hyper
 from offload_trainer.plan.tiered.state_formats import StateFormat, elementwise_formats
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
-LION = Lion(lr=1e-3, betas=(0.9, 0.99), decay=0.1)
-FORMATS = {str(found).removeprefix("adamw_"): found for found in elementwise_formats()}
+FORMATS = {found.moments.name: found for found in elementwise_formats()}
 
 
 def form(states: str) -> StateFormat:
-    """Return the state format of that name: one of AdamW's, with moments as in optim.moment_dtype, or Lion's
-    ("lion_bf16").
-    """
+    """Return AdamW's state format with moments as in optim.moment_dtype."""
     return FORMATS[states]
-
-
-def by_rule(states: str, parts: Sequence[ParamRange]) -> list[ParamRange]:
-    """Convert AdamW ranges to the optimizer of `states`: Lion's ranges keep the rates, betas and decays."""
-    if form(states).rule is ADAMW.rule:
-        return list(parts)
-    return [replace(one, hyper=Lion(one.hyper.lr, one.hyper.betas, one.hyper.decay)) for one in parts]
 
 
 def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> ParamRange:

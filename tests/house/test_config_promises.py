@@ -63,7 +63,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "data.packing": (["--data", "DOCUMENTS"], ["data.packing=on"], "losses"),
     "data.tokenizer": (["--data", "TEXT"], ["--tokenizer", "TOKENIZER"], "tokens of the text"),
     "optim.lr": ([], ["--lr", "2e-2"], "rates"),
-    "optim.name": ([], ["optim.name=lion"], "losses"),
+    "optim.name": ([], ["optim.name=muon"], "losses"),
     "optim.betas": ([], ["optim.betas=[0.8, 0.95]"], "losses"),
     "optim.eps": ([], ["optim.eps=1e-3"], "losses"),
     "optim.muon_lr": (["optim.name=muon"], ["optim.muon_lr=0.02"], "losses"),

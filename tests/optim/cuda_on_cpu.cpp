@@ -136,16 +136,12 @@ namespace with_fma {
 #define adamw_fp32 adamw_fp32_without
 #define adamw_bf16 adamw_bf16_without
 #define adamw_8bit adamw_8bit_without
-#define lion_fp32 lion_fp32_without
-#define lion_bf16 lion_bf16_without
 namespace without_fma {
 #include "adam.cu"
 }
 #undef adamw_fp32
 #undef adamw_bf16
 #undef adamw_8bit
-#undef lion_fp32
-#undef lion_bf16
 
 namespace {
 
@@ -171,8 +167,6 @@ const Named KERNELS[] = {
     {"adamw_fp32", call<with_fma::adamw_fp32>, call<without_fma::adamw_fp32_without>},
     {"adamw_bf16", call<with_fma::adamw_bf16>, call<without_fma::adamw_bf16_without>},
     {"adamw_8bit", call<with_fma::adamw_8bit>, call<without_fma::adamw_8bit_without>},
-    {"lion_fp32", call<with_fma::lion_fp32>, call<without_fma::lion_fp32_without>},
-    {"lion_bf16", call<with_fma::lion_bf16>, call<without_fma::lion_bf16_without>},
 };
 
 struct Program {

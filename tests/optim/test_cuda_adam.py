@@ -28,7 +28,7 @@ from engine_bench import assert_same as assert_same_masters
 from engine_bench import batches, engine, masters, model_directory, train
 from late_cuda_streams import queued
 from test_update_page import MARK, STATES, cut
-from update_ranges import ADAMW, by_rule, form, part
+from update_ranges import ADAMW, form, part
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.pages.snapshot import PageSnapshot
@@ -124,7 +124,7 @@ def updated(
         here,
         grad.to(given).to(place),
         None if wanted is None else out,
-        by_rule(states, parts),
+        parts,
         format=form(states),
         scale=scale,
         noise=None if states == "fp32" else RoundingNoise(Noise(1, 2), 3, first),
@@ -269,7 +269,7 @@ def test_one_launch_updates_several_pages(gpu: Gpu, states: str, monkeypatch: py
     monkeypatch.setattr(gpu, "launch", lambda *given, **also: (launches.append(given), launch(*given, **also)))
     each, count, format = 4096, 5, form(states)
     ends = [(256, 4096), (4096, 9472), (9728, 3 * each), (4 * each - 512, 5 * each)]
-    parts = by_rule(states, [part(start, end, 0.1 * step, step) for step, (start, end) in enumerate(ends, 1)])
+    parts = [part(start, end, 0.1 * step, step) for step, (start, end) in enumerate(ends, 1)]
     pages, weights, grads = [], [], []
     for number in range(count):
         fields, grad = random_page(each, format)

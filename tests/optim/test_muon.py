@@ -28,6 +28,7 @@ from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.optim.matrix_kernel import BlockedProducts, MatrixKernel, NativeMuon, has_bits_of
 from offload_trainer.optim.muon import Muon, Products, TorchMuon, orthogonalised
 from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -35,6 +36,7 @@ from offload_trainer.plan.tiered.layout import ALIGN, pages_of, range_of_rank, r
 from offload_trainer.plan.tiered.orthogonalisation import RATE as RATE_OF_PRODUCTS
 from offload_trainer.plan.tiered.orthogonalisation import products_of
 from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.state_formats import RULES, state_format
 from offload_trainer.plan.tiers import DEVICE, RAM
 from offload_trainer.settings import load_config
 
@@ -203,8 +205,21 @@ def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_pl
         other.load(tmp_path / "half")
         assert train(other, batches(8)[4:], lr=RATE) == steps[4:]
         assert_same(masters(other), weights)
-    with engine(model) as adamw, pytest.raises(UserError, match=r"optim\.name=muon"):
-        adamw.load(tmp_path / "half")
+    for words in ([], ["--engine", "plain"]):
+        told = r"holds the state of Muon, and this run updates by AdamW, .*optim\.name=muon"
+        with engine(model, *words) as adamw, pytest.raises(UserError, match=told):
+            adamw.load(tmp_path / "half")
+
+
+def test_a_state_of_adamw_or_of_moments_that_the_rule_lacks_is_refused(tmp_path: Path) -> None:
+    """A state that names no rule is AdamW's."""
+    (tmp_path / "engine.json").write_text('{"optimizer_steps": 3, "good_steps": 0, "states": "8bit"}')
+    assert read_engine_state(tmp_path, rule=RULES["adamw"]).format == state_format("adamw", "8bit")
+    with pytest.raises(UserError, match=r"of AdamW.* optim\.name=adamw"):
+        read_engine_state(tmp_path, rule=RULES["muon"])
+    (tmp_path / "engine.json").write_text('{"optimizer_steps": 3, "rule": "muon", "states": "8bit"}')
+    with pytest.raises(UserError, match="Muon has no moments in 8bit"):
+        read_engine_state(tmp_path, rule=RULES["muon"])
 
 
 def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path], tmp_path: Path) -> None:
@@ -215,7 +230,12 @@ def test_masters_of_a_dead_run_are_read_by_its_manifest(models: dict[str, Path],
         ours.synchronize()
         (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")
         assert_same(dict(read_store(index.parent).weights()), masters(ours))
-        assert json.loads(index.read_text())["rule"] == "muon"
+        told = json.loads(index.read_text())
+        assert told["rule"] == "muon"
+        for wrong in ({"rule": "sgd"}, {"states": "8bit"}):
+            index.write_text(json.dumps(told | wrong))
+            with pytest.raises(UserError):
+                read_store(index.parent)
 
 
 # -- layout ----------------------------------------------------------------------------------------------------------
@@ -459,10 +479,7 @@ def test_the_plan_counts_products_and_the_transfers_beside_them() -> None:
         (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
         (["optim.name=muon", "optim.moment_dtype=8bit"], "use fp32"),
         (["optim.muon_lr=0.02"], "optim.muon_lr=0.02 with optim.name=adamw, which has no muon_lr"),
-        (
-            ["optim.name=lion", "optim.muon_momentum=0.9"],
-            "with optim.name=lion, which has no muon_momentum",
-        ),
+        (["optim.muon_momentum=0.9"], "with optim.name=adamw, which has no muon_momentum"),
     ],
 )
 def test_incompatible_settings_are_refused(words: list[str], message: str) -> None:

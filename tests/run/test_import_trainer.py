@@ -292,8 +292,8 @@ def test_unreadable_checkpoints_are_refused(source: tuple[Recording, Path, list]
     (tmp_path / "run/mine").touch()
     with pytest.raises(UserError, match="already holds something"):
         imported(output / f"checkpoint-{STEPS}", tmp_path / "run", *words)
-    with pytest.raises(UserError, match=r"optim\.name=lion"):
-        imported(output / f"checkpoint-{STEPS}", tmp_path / "other", *words, "optim.name=lion")
+    with pytest.raises(UserError, match=r"optim\.name=muon"):
+        imported(output / f"checkpoint-{STEPS}", tmp_path / "other", *words, "optim.name=muon")
 
 
 def test_freezing_that_does_not_fit_is_refused(source: tuple[Recording, Path, list], tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from offload_trainer.optim.state_files import (
     write_files,
 )
 from offload_trainer.plan.tiered.layout import Place, Unit
+from offload_trainer.plan.tiered.state_formats import KINDS, MOMENTS
 from offload_trainer.ranks import ALONE, Group
 from offload_trainer.storage.tensorfile import DTYPES, Piece, PlacedWriter, TensorEntry, file_of
 
@@ -131,7 +132,7 @@ class TieredState:
         state = read_engine_state(directory, rule=ours.rule)
         names, theirs, stored = self.names(trainable=True), state.format, dict[str, StoredKind]()
         with ExitStack() as stack:
-            for kind in ours.rule.kinds:
+            for kind in KINDS:
                 shapes = {name: self.entry(kind, name).shape for name in names if self.holds(kind, name)}
                 stored[kind] = stack.enter_context(StoredKind(directory, kind, shapes=shapes))
             for kind, held in stored.items():
@@ -155,15 +156,14 @@ class TieredState:
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
     ) -> None:
         """Fill a zeroed page from the files, and round its 16-bit weights; `converted`: moment formats differ."""
-        moments = self.store.format.rule.moments
-        for moment in moments:  # the padding after a weight shares the weight's last scale
+        for moment in MOMENTS.values():  # the padding after a weight shares the weight's last scale
             stored_moment(moment, fields).start_at_zero()
         page, master = self.store.pages[number], fields["master"]
         for name, part in self.pieces(number):
             start = page.start + part.start
             within = start - self.places[name][1].start
             master[part].copy_(stored["master"].in_fp32(name, within, part.stop - part.start))
-            for moment in (moment for moment in moments if self.holds(moment.name, name)):
+            for moment in (moment for moment in MOMENTS.values() if self.holds(moment.name, name)):
                 here, source = stored_moment(moment, fields, part), stored[moment.name]
                 count = here.values.numel()
                 if converted:

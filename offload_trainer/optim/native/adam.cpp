@@ -1,5 +1,4 @@
-// The CPU update kernel: one step of AdamW or Lion over pages in host memory, in one pass. Moments are in fp32, bf16 or
-// (AdamW only) 8 bits.
+// The CPU update kernel: one step of AdamW over pages in host memory, in one pass. Moments are in fp32, bf16 or 8 bits.
 //
 //     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 //
@@ -20,8 +19,6 @@
 namespace {
 
 constexpr int64_t PIECE = 64 * BLOCK;  // elements that a thread claims at a time
-
-enum Rule : int32_t { ADAMW, LION };                  // native_adam.py has the same numbers
 
 // Copy with non-temporal stores: nothing reads `to` soon, and its old bytes need not be loaded before the write.
 void stream(void* to, const void* from, int64_t size) {
@@ -77,13 +74,6 @@ struct AdamStep {
     float minus_step_size;  // -lr / (1 - beta1 ^ step)
 };
 
-struct LionStep {
-    float scale, keep;   // the same as AdamW's
-    float beta1, rest1;  // rest1: 1 - beta1
-    float beta2, rest2;
-    float lr;
-};
-
 // Both values are computed before one is selected: a branch around either would prevent vectorisation.
 inline float root_over(float v, const Divisor& correction) {
     const float root = std::sqrt(v), over = quotient(root, correction);
@@ -112,22 +102,11 @@ void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __
     }
 }
 
-// The same operations in the same order as `Lion.update` in rules.py, without FMA.
-void lion(const LionStep& s, float* __restrict master, float* __restrict exp_avg, const float* __restrict grad,
-          int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        const float g = grad[i], m = exp_avg[i];
-        const float way = m * s.beta1 + g * s.rest1;
-        master[i] = master[i] * s.keep - s.lr * (float(way > 0) - float(way < 0));
-        exp_avg[i] = m * s.beta2 + g * s.rest2;
-    }
-}
-
 }  // namespace
 
 extern "C" {
 
-// native_adam.py has the same fields. Moments are F32, BF16 or CODES; Lion has no exp_avg_sq.
+// native_adam.py has the same fields. Moments are F32, BF16 or CODES.
 struct Page {
     float* master;
     void *exp_avg, *exp_avg_sq;
@@ -137,39 +116,20 @@ struct Page {
     const Tables* tables;
     Bits exp_avg_noise, exp_avg_sq_noise;
     Type moments, grad_type, out_type;
-    Rule rule;
 };
 
 struct Part {
     int64_t start, end;  // elements of the page; multiples of BLOCK, except for the page's end
-    union {
-        AdamStep adam;
-        LionStep lion;
-    };
+    AdamStep step;
 };
 
 }
 
 namespace {
 
-// The update rules for one part. `update` processes `count` elements from `at` on, at most BLOCK.
+// Update `count` elements from `at` on, at most BLOCK.
 template <Type MOMENTS>
-struct Adam {
-    const AdamStep& step;
-    const Divisor correction;
-    explicit Adam(const Part& part) : step(part.adam), correction(part.adam.root_correction) {}
-    void update(const Page& page, int64_t at, int64_t count) const;
-};
-
-template <Type MOMENTS>
-struct Lion {
-    const LionStep& step;
-    explicit Lion(const Part& part) : step(part.lion) {}
-    void update(const Page& page, int64_t at, int64_t count) const;
-};
-
-template <Type MOMENTS>
-void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
+void update(const Page& page, const AdamStep& step, const Divisor& correction, int64_t at, int64_t count) {
     alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
     const int64_t block = at / BLOCK;
@@ -203,24 +163,6 @@ void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
     write_rounded(master, page.out_type, at, count, page.out);
 }
 
-template <Type MOMENTS>
-void Lion<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
-    alignas(64) float grad[BLOCK], wide[BLOCK];
-    alignas(64) uint32_t chance[BLOCK];
-    float* const master = page.master + at;
-    widen(page.grad, page.grad_type, at, count, step.scale, grad);
-    if (MOMENTS == F32) {
-        lion(step, master, static_cast<float*>(page.exp_avg) + at, grad, count);
-    } else {
-        uint16_t* exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
-        decode_bf16(exp_avg, wide, count);
-        lion(step, master, wide, grad, count);
-        draw(page.exp_avg_noise, at, count, chance);
-        encode_bf16(wide, chance, exp_avg, count);
-    }
-    write_rounded(master, page.out_type, at, count, page.out);
-}
-
 // -- a page ----------------------------------------------------------------------------------------------------------
 
 inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }
@@ -232,7 +174,7 @@ struct Call {
     std::atomic<int64_t> next{0};
 };
 
-template <class OfRule>
+template <Type MOMENTS>
 void work(void* shared) {
     Call& call = *static_cast<Call*>(shared);
     const Part* part = call.parts;
@@ -241,10 +183,10 @@ void work(void* shared) {
         const int64_t piece = call.next.fetch_add(1, std::memory_order_relaxed);
         while (part != call.end && piece - before >= pieces_of(*part)) before += pieces_of(*part++);
         if (part == call.end) break;
-        const OfRule rule(*part);
+        const Divisor correction(part->step.root_correction);
         const int64_t start = part->start + (piece - before) * PIECE, end = std::min(start + PIECE, part->end);
         for (int64_t at = start; at < end; at += BLOCK)
-            rule.update(call.page, at, std::min(BLOCK, end - at));
+            update<MOMENTS>(call.page, part->step, correction, at, std::min(BLOCK, end - at));
     }
     finish_stream();
 }
@@ -260,9 +202,8 @@ void update_page(const Page* page, const Part* parts, int64_t count, int32_t thr
     Call call{*page, parts, parts + count};
     int64_t pieces = 0;
     for (int64_t i = 0; i < count; i++) pieces += pieces_of(parts[i]);
-    const auto adam = page->moments == F32 ? work<Adam<F32>> : page->moments == BF16 ? work<Adam<BF16>> : work<Adam<CODES>>;
-    const auto lion = page->moments == F32 ? work<Lion<F32>> : work<Lion<BF16>>;
-    the_crew().run(page->rule == LION ? lion : adam, &call, int(std::min(int64_t(threads), pieces)) - 1);
+    const auto work_on = page->moments == F32 ? work<F32> : page->moments == BF16 ? work<BF16> : work<CODES>;
+    the_crew().run(work_on, &call, int(std::min(int64_t(threads), pieces)) - 1);
 }
 
 // Return the checksum of `size` bytes (CRC-32 of zlib), or -1 if this CPU has no carry-less multiplication.

@@ -1,9 +1,8 @@
 """Storage formats of optimizer state: the fields that a page has for each update rule and dtype, and their bytes.
 
     AdamW   master, exp_avg, exp_avg_sq        a moment as   fp32   4 bytes
-    Lion    master, exp_avg                                  bf16   2 bytes, rounded stochastically
-    Muon    master, exp_avg for its matrices,                8bit   1 byte, and a scale of fp32 for each 256
-            as AdamW for all other weights
+    Muon    master, exp_avg for its matrices,                bf16   2 bytes, rounded stochastically
+            as AdamW for all other weights                   8bit   1 byte, and a scale of fp32 for each 256
 
 Masters are fp32. A page stores its fields one after the other, each padded to whole sectors. `optim/moments.py` reads
 and writes moments.
@@ -31,6 +30,7 @@ class Moment:
 
 EXP_AVG, EXP_AVG_SQ = Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)
 MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
+KINDS = ("master", *MOMENTS)  # the tensors kept for each weight, in any format
 
 
 @dataclass(frozen=True)
@@ -51,39 +51,22 @@ MOMENT_FORMATS = {form.name: form for form in (FP32, BF16, EIGHT_BIT)}
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An optimizer's update rule, described by the state that it keeps."""
+    """An optimizer's update rule."""
 
     name: RuleName  # the value of optim.name
     title: str
-    moments: tuple[Moment, ...]
     formats: tuple[MomentFormat, ...]  # the formats that its moments may be stored in
     no_other: str = ""  # why they may not be stored in another format, and what to use
     ignores: tuple[str, ...] = ()  # keys of `optim` that it has no use for
     note: str = ""  # a sentence of the plan, with the values of `optim`
     matrices: bool = False  # it updates whole matrices (`Weight.matrix`), with the first moment only; the rest as AdamW
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Return the names of the tensors kept for each weight, in any format."""
-        return ("master", *(moment.name for moment in self.moments))
-
 
 _OF_MUON = ("muon_lr", "muon_momentum", "muon_adjust_lr")
-ADAMW = UpdateRule("adamw", "AdamW", (EXP_AVG, EXP_AVG_SQ), (FP32, BF16, EIGHT_BIT), ignores=_OF_MUON)
-LION = UpdateRule(
-    "lion",
-    "Lion",
-    (EXP_AVG,),
-    (FP32, BF16),
-    no_other="its moment changes by a hundredth a step, which rounding to the nearest of 256 numbers would undo; use "
-    "bf16",
-    ignores=("eps", *_OF_MUON),
-    note="optimizer Lion: betas {betas[0]:g} and {betas[1]:g} (optim.betas), one moment a parameter",
-)
+ADAMW = UpdateRule("adamw", "AdamW", (FP32, BF16, EIGHT_BIT), ignores=_OF_MUON)
 MUON = UpdateRule(
     "muon",
     "Muon",
-    (EXP_AVG, EXP_AVG_SQ),
     (FP32,),
     no_other="its momentum would be rounded before it is orthogonalised, which was not tried; use fp32",
     note="optimizer Muon for the matrices of blocks, {matrices} parameters: momentum {muon_momentum:g} "
@@ -91,7 +74,7 @@ MUON = UpdateRule(
     "(optim.muon_adjust_lr); all other weights by AdamW",
     matrices=True,
 )
-RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, MUON)}
+RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, MUON)}
 
 
 @dataclass(frozen=True)
@@ -136,7 +119,7 @@ class StateFormat:
     def fields(self) -> dict[str, Field]:
         """Return a page's fields by name, in storage order."""
         fields = {"master": Field("fp32")}
-        for moment in self.rule.moments:
+        for moment in MOMENTS.values():
             fields[moment.name] = Field(self.moments.dtype, for_matrices=moment is EXP_AVG or not self.rule.matrices)
             if self.moments.block:
                 fields[scales_of(moment.name)] = Field("fp32", per=self.moments.block)
@@ -183,7 +166,7 @@ def state_formats() -> tuple[StateFormat, ...]:
 
 @cache
 def elementwise_formats() -> tuple[StateFormat, ...]:
-    """Return the formats that update kernels read and write: those of rules on single elements."""
+    """Return the formats that update kernels read and write: those of AdamW."""
     return tuple(format for format in state_formats() if not format.rule.matrices)
 
 

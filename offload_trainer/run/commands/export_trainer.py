@@ -24,7 +24,7 @@ from offload_trainer.export.export_command import Exported
 from offload_trainer.export.sources import opened
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.optim.state_files import EngineState, read_engine_state, read_tensors
-from offload_trainer.plan.tiered.state_formats import ADAMW
+from offload_trainer.plan.tiered.state_formats import ADAMW, MOMENTS
 from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, SCHEDULER, STATE, decay_order
 from offload_trainer.storage.atomic_io import bytes_below, write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
@@ -65,7 +65,7 @@ def _refuse_small_disk(checkpoint: Path, destination: Path, *, weights: int) -> 
     """Raise UserError if there is no room for the weights and, twice for a while, for the moments."""
     with TensorFileReader(checkpoint / "master.safetensors") as masters:
         trained = sum(entry.numel for entry in masters.entries.values())
-    moments = 4 * len(ADAMW.moments) * trained
+    moments = 4 * len(MOMENTS) * trained
     check_destination(destination.resolve(), 4 * weights + 2 * moments)
 
 
@@ -83,7 +83,7 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
         groups.append(_group(optim, rate=rate, decay=decay) | {"params": list(range(number, number + len(names)))})
         number += len(names)
     names = [name for group in order for name in group]
-    moments = {moment.name: _mapped(directory, checkpoint, moment.name) for moment in ADAMW.moments}
+    moments = {moment: _mapped(directory, checkpoint, moment) for moment in MOMENTS}
     torch.save(
         {
             "state": {

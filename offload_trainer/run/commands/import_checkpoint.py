@@ -27,7 +27,7 @@ from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
-from offload_trainer.plan.tiered.state_formats import ADAMW, is_signed
+from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
 from offload_trainer.run.foreign.distributed_checkpoint import METADATA, opened_distributed
 from offload_trainer.run.foreign.fsdp_checkpoint import is_of_fsdp, opened_fsdp
@@ -92,7 +92,7 @@ def import_checkpoint(
     with _opened(source, of) as state:
         buffers = [name for name, _ in of._meta().named_buffers()]
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
-        need = 4 * sum(w.numel * (len(ADAMW.kinds) if w.trainable else 1) for w in of.shape.weights)
+        need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
         _refuse_destination(run, need)
         steps = state.steps or config["train"]["steps"]
         try:
@@ -228,9 +228,7 @@ def _write_state(
         shape, dtype = fixed[name]
         return state.read_fixed(names[name]).to(dtype).reshape(shape)
 
-    files = write_files(
-        checkpoint, state_files(trained, read, rule=ADAMW, fixed=fixed, read_fixed=read_fixed), writes=True
-    )
+    files = write_files(checkpoint, state_files(trained, read, fixed=fixed, read_fixed=read_fixed), writes=True)
     counts = {name: state.updates(names[name]) for name in trained}
     most = max(counts.values())
     others = {name: count for name, count in counts.items() if count != most}

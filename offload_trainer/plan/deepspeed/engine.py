@@ -1,8 +1,8 @@
 """Planning for the stock DeepSpeed engine: check its settings, and price each placement that they allow.
 
 With W ranks, w of them on this node, the node has w / W of everything that ZeRO partitions. `memory.py` computes the
-memory items. The traffic follows counted bytes (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md
-compares both with measurements. A GPU's PCIe link carries only what its rank owns: the rest comes from other GPUs.
+memory items. The traffic follows counted bytes; docs/benchmarks/predictions.md compares both with measurements. A GPU's
+PCIe link carries only what its rank owns: the rest comes from other GPUs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _PLACEMENTS = (
     Placement(TierKind.DRIVES, TierKind.DRIVES),
 )
 
-# Measured (docs/benchmarks/step.md, predictions.md): seconds per parameter that DeepSpeed's hooks add to a backward on
-# the CPU, and the speed of its optimizer step relative to the fused kernel.
+# Measured (docs/benchmarks/step.md): seconds per parameter that DeepSpeed's hooks add to a backward on the CPU, and the
+# speed of its optimizer step relative to the fused kernel.
 _HOOKS = 8e-9
 _SPEED = 0.47
 

@@ -49,11 +49,6 @@ class Buffers:
 ADAMW_FP32 = state_format("adamw", "fp32")
 
 
-def update_bytes(format: StateFormat) -> float:
-    """Return the bytes of memory traffic per parameter: gradient, state read and written, new weight."""
-    return 2 + 2 * format.bytes_each + 2
-
-
 def make_buffers(elements: int, *, page: int | None = None, format: StateFormat = ADAMW_FP32) -> list[Buffers]:
     """Return buffers with typical values for `elements` parameters, in pages of at most `page` (None: one page)."""
     sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
@@ -122,7 +117,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
             found.append(_update(kernel, name, moments))
     if is_built("cpu_adam"):
         load_cpu_adam()
-        found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0], gradient=False)))
+        found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0])))
     if torch.cuda.is_available():
         there, words = choose_cuda_kernel(_gpu(), choose_kernel("auto")[0])
         if there is None:
@@ -182,11 +177,10 @@ def _with_buffers(kernel: Kernel, elements: int, page: int, *, format: StateForm
     return and_wait
 
 
-def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
-    """Return a step with the operations of DeepSpeed's ZeRO-Offload from a 16-bit gradient to a 16-bit weight.
+def stock_update(b: Buffers) -> Step:
+    """Return a step with the operations of DeepSpeed's ZeRO-Offload from an fp32 gradient to a 16-bit weight.
 
-    Without `gradient`, the step starts from an fp32 gradient, which DeepSpeed's hooks convert earlier, and includes
-    the norm and clipping.
+    DeepSpeed's hooks convert the gradient earlier. The step includes the norm and clipping.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -194,16 +188,12 @@ def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
     given = {"lr": _ADAMW.lr, "betas": _ADAMW.betas, "eps": _ADAMW.eps, "weight_decay": _ADAMW.decay}
     optimizer = DeepSpeedCPUAdam([parameter], **given)
     optimizer.state[parameter] = {"step": 0, "exp_avg": b.fields["exp_avg"], "exp_avg_sq": b.fields["exp_avg_sq"]}
-    made_before = b.grad.float()
+    gradient = b.grad.float()
 
     def update(step: int) -> None:
-        if gradient:
-            parameter.grad = b.grad.float()
-            parameter.grad.mul_(_SCALE)
-        else:
-            parameter.grad = made_before
-            torch.linalg.vector_norm(made_before)
-            made_before.mul_(1.0)  # clipping; the same values each time
+        parameter.grad = gradient
+        torch.linalg.vector_norm(gradient)
+        gradient.mul_(1.0)  # clipping; the same values each time
         optimizer.step()
         b.out.copy_(parameter.data)
         parameter.grad = None

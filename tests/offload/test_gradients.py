@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run_script
 from engine_bench import assert_same, batches, engine, masters, model_directory, train
 from late_transfers import LateDevice
 
@@ -372,15 +371,6 @@ def test_an_error_of_the_accumulator_ends_the_step_and_the_thread(
 
 def _threads_of_sums() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "sums-0"}
-
-
-def test_the_gradient_benchmark_prints_each_micro_batch() -> None:
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_gradients.py"
-    done = run_script(script, "gpt2-mini", "--backward", "0.05", "--micro-batches", "2")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert [row[:2] for row in rows] == [["sums", "ram"], ["sums", "gpu"]]
-    assert all(float(seconds) >= 0.05 for row in rows for seconds in row[2:4])
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------

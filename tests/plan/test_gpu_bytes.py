@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,18 @@ import pytest
 import transformers
 from sample_plans import machine, wish
 from small_architectures import small
+from tracked_bytes import KEPT, config_of, planned, tracked
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_trainer.config import ModelSection
+from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.model import meta_trace
 from offload_trainer.model import shape as model_shape
-from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.probes.positionwise import with_tiles
 from offload_trainer.plan.memory import peak_of
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Activations, Growth, ModelShape, Part, pruned
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import compare_gpu_bytes
 
 _SMALL = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "intermediate_size": 160}
@@ -50,6 +47,13 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     | {"num_encoder_attention_heads": 4, "encoder_ffn_dim": 256, "max_position_embeddings": 2048}
     | {"attention_dropout": 0.0, "activation_dropout": 0.0},
 }
+# At their full depth, without memory.
+LARGE: dict[str, dict[str, Any]] = {
+    "gpt2-xl": PRESETS["gpt2-xl"],
+    "Llama-3-8B": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+    | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+}
 # Architectures that are planned by an estimate, among all that transformers builds from default configurations.
 ESTIMATED = {
     "data decide": {"Blt", "DiffLlama", "JetMoe", "LongcatFlash"},
@@ -60,30 +64,29 @@ ESTIMATED = {
     "blocks of two kinds that are found by their number": {"Mllama"},
     "the defaults do not run": {"DeepseekV2", "Xmod"},
 }
-KEPT = {
-    "on": ("on", False),
-    "in host memory": ("on", True),
-    "a third": ("a third", False),
-    "a third in host memory": ("a third", True),
-    "off": ("off", False),
-}
+
+
+def assert_planned(config: TrainConfig, source: ModelSource) -> None:
+    """Assert that the plan is at most 2 % below and 8 % above the tracked bytes."""
+    found = tracked(config, source)
+    assert 0.98 * found <= planned(config, source) <= 1.08 * found
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("chunk", [128, 4096])
-def test_planned_bytes_are_those_that_torch_tracks(
-    name: str, kept: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan is at most 2 % below and 8 % above, with the loss in one or several chunks, for a row length not counted
-    before.
-    """
-    monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, MODELS[name])
-    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, *KEPT[kept]), tmp_path)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
-    source = resolve_model(config.model, seed=0)
-    tracked = compare_gpu_bytes.tracked(config, source)
-    assert 0.98 * tracked <= compare_gpu_bytes.planned(config, source) <= 1.08 * tracked
+def test_planned_bytes_are_those_that_torch_tracks(name: str, kept: str, chunk: int, tmp_path: Path) -> None:
+    """The loss has one or several chunks, and the row a length that was not counted before."""
+    config = config_of(MODELS[name], kept, folder=tmp_path, rows=3, length=320, loss_chunk=chunk)
+    assert_planned(config, resolve_model(config.model, seed=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("kept", ["on", "a third", "off"])
+def test_planned_bytes_of_large_models_are_those_that_torch_tracks(name: str, kept: str, tmp_path: Path) -> None:
+    config = config_of(LARGE[name], kept, folder=tmp_path, rows=4, length=1024)
+    assert_planned(config, resolve_model(config.model, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -97,22 +100,20 @@ def test_planned_bytes_are_those_that_torch_tracks(
     ],
 )
 def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
-    name: str, kept: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kept: str, chunk: int, tmp_path: Path
 ) -> None:
     """One count with stand-ins fits MLP pieces of any length, which need fewer bytes than whole MLPs. MLPs are the
     widest part.
     """
     wide = {"vocab_size": 300, "n_inner": 2048, "intermediate_size": 1024, "moe_intermediate_size": 256}
     shape = {key: wide.get(key, value) for key, value in ({"n_inner": 0} | MODELS[name]).items()}
-    monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, shape)
-    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, *KEPT[kept]), tmp_path)
-    words = {"loss_chunk": 64, "mlp_chunk": chunk}
-    config = config.model_copy(update={"model": config.model.model_copy(update=words)})
-    source = with_tiles(resolve_model(config.model, seed=0))
-    tracked = compare_gpu_bytes.tracked(config, source)
-    assert 0.98 * tracked <= compare_gpu_bytes.planned(config, source) <= 1.08 * tracked
-    whole = config.model_copy(update={"model": config.model.model_copy(update={"mlp_chunk": "off"})})
-    assert tracked < compare_gpu_bytes.planned(whole, source)
+    pieces, whole = (
+        config_of(shape, kept, folder=tmp_path, rows=3, length=320, loss_chunk=64, mlp_chunk=size)
+        for size in (chunk, "off")
+    )
+    source = with_tiles(resolve_model(pieces.model, seed=0))
+    assert_planned(pieces, source)
+    assert tracked(pieces, source) < planned(whole, source)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -121,32 +122,21 @@ def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
     [("gpt2", "on"), ("llama, untied", "off"), ("llama, untied", "in host memory"), ("mistral, windows", "off")],
 )
 def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
-    name: str, kept: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kept: str, ranks: int, tmp_path: Path
 ) -> None:
     """The bytes are one rank's, including all-to-alls, which are replaced by copies of the same size."""
-    monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, MODELS[name] | {"vocab_size": 300})
-    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 512, *KEPT[kept]), tmp_path)
-    more = {"model": {"loss_chunk": 256}, "parallel": {"sequence": ranks}}
-    config = config.model_copy(
-        update={name: getattr(config, name).model_copy(update=words) for name, words in more.items()}
-    )
-    source = resolve_model(config.model, seed=0)
-    tracked = compare_gpu_bytes.tracked(config, source)
-    assert 0.98 * tracked <= compare_gpu_bytes.planned(config, source) <= 1.08 * tracked
+    shape = MODELS[name] | {"vocab_size": 300}
+    config = config_of(shape, kept, folder=tmp_path, rows=3, length=512, ranks=ranks, loss_chunk=256)
+    assert_planned(config, resolve_model(config.model, seed=0))
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
 @pytest.mark.parametrize("chunk", [128, 4096])
-def test_planned_bytes_follow_eager_attention_and_whole_logits(
-    name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planned_bytes_follow_eager_attention_and_whole_logits(name: str, chunk: int, tmp_path: Path) -> None:
     """ProphetNet computes whole logits whatever model.loss_chunk says; Gemma 2 keeps the attention matrices."""
-    monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, UNUSUAL[name])
-    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, "off"), tmp_path)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
+    config = config_of(UNUSUAL[name], "off", folder=tmp_path, rows=3, length=320, loss_chunk=chunk)
     source = resolve_model(config.model, seed=0)
-    tracked = compare_gpu_bytes.tracked(config, source)
-    assert 0.98 * tracked <= compare_gpu_bytes.planned(config, source) <= 1.08 * tracked
+    assert_planned(config, source)
     assert source.shape.whole_logits == (name == "prophetnet, whole logits")
 
 

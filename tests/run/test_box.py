@@ -7,10 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import LIMIT, ask, command, environment
+from commands import KILL, LIMIT, Run, ask, command, environment
 
 MODEL = ["--model", "gpt2", "--seq-len", "64", "--micro-batch", "1", "--steps", "2", "train.eval_every=0"]
 RUN = [*MODEL, "--save-every", "0", "--engine", "tiered", "placement.threads=1"]
+LLAMA = {"model_type": "llama", "vocab_size": 2048, "num_hidden_layers": 2, "tie_word_embeddings": False}
+LLAMA |= {"bos_token_id": 0, "eos_token_id": 0}
+# Two steps of a model with random weights that `model_of` writes.
+TWO_STEPS = ["--scratch", "--tokenizer", "builtin", "--steps", "2", "--save-every", "0", "train.eval_every=0"]
+TWO_STEPS += ["--engine", "tiered", "--micro-batch", "1", "--dtype", "fp32", "data.validation=0"]
+TWO_STEPS += ["model.activation_checkpointing=on", "placement.threads=2"]
 
 
 def inside(box: Path, *words: object) -> subprocess.CompletedProcess[str]:
@@ -18,6 +24,18 @@ def inside(box: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["sh", "-c", script, "box", *command(*words)], capture_output=True, text=True, env=environment(), timeout=500
     )
+
+
+def model_of(folder: Path, **shape: int) -> list[str]:
+    """Write the configuration of a Llama of this shape; return the words that name it and keep its tokens apart."""
+    (folder / "config.json").write_text(json.dumps(LLAMA | shape))
+    return ["--model", str(folder), f"data.cache={folder}/cache"]
+
+
+def finished(done: subprocess.CompletedProcess[str], output: Path) -> tuple[Run, dict]:
+    """Return a run that has succeeded, and its plan."""
+    assert done.returncode == 0, done.stderr[-2000:]
+    return Run(done.returncode, done.stderr, output), json.loads((output / "plan.json").read_text())
 
 
 @pytest.mark.box
@@ -41,6 +59,42 @@ def test_a_planned_run_stays_under_the_limit(box: Path, drive: Path, tmp_path: P
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2
     assert steps[-1]["host_rss_bytes"] <= LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.box
+def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path) -> None:
+    """A row of 32k tokens that is refused or killed whole runs in chunks of its MLP, with the same losses."""
+    # One narrow head, since attention would take most of the time.
+    shape = {"hidden_size": 64, "intermediate_size": 4096, "num_attention_heads": 1, "head_dim": 16}
+    words = [*TWO_STEPS, *model_of(tmp_path, **shape, max_position_embeddings=32768), "--seq-len", "32768"]
+    whole = [*words, "model.mlp_chunk=off"]
+    outside, plan = finished(ask(*whole, "--output", tmp_path / "outside"), tmp_path / "outside")
+    assert plan["tiers"]["ram"]["need"] > 1.5 * LIMIT
+    refused = inside(box, *whole, "--output", tmp_path / "refused")
+    assert refused.returncode == 2
+    assert "ram needs" in refused.stderr
+    assert inside(box, *whole, "--force", "--output", tmp_path / "forced").returncode == -KILL
+    pieces, plan = finished(inside(box, *words, "--output", tmp_path / "pieces"), tmp_path / "pieces")
+    assert 0 < plan["chosen"]["mlp_chunk"] < 32768
+    assert pieces.steps[-1]["host_rss_bytes"] <= min(LIMIT, 1.05 * plan["tiers"]["ram"]["need"])
+    assert len(pieces.losses) == 2
+    assert pieces.losses == pytest.approx(outside.losses, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.box
+def test_a_model_runs_by_the_module_where_it_does_not_fit_by_the_block(box: Path, drive: Path, tmp_path: Path) -> None:
+    """A model whose whole blocks do not fit runs with fetches by module, which the plan chooses without an argument."""
+    shape = {"hidden_size": 1024, "intermediate_size": 24576, "num_attention_heads": 8, "max_position_embeddings": 1024}
+    words = [*TWO_STEPS, *model_of(tmp_path, **shape), "--seq-len", "128", "--nvme", drive, "--ram-fraction", "0"]
+    words += ["placement.gradients=nvme", "tiered.overlap=off", "tiered.page_size=1048576"]
+    run, plan = finished(inside(box, *words, "--output", tmp_path / "run"), tmp_path / "run")
+    start = "tiered.fetch_granularity=module: weights of blocks are fetched in parts"
+    assert any(note.startswith(start) for note in plan["notes"])
+    assert run.steps[-1]["host_rss_bytes"] <= LIMIT
+    assert len(run.losses) == 2
+    assert run.losses[1] < run.losses[0]
 
 
 def test_a_drive_with_too_little_room_is_refused(drive: Path, tmp_path: Path) -> None:

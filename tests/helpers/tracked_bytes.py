@@ -1,0 +1,154 @@
+"""GPU bytes of a micro-batch as planned and as torch tracks them; this needs neither a GPU nor the memory.
+
+The module that a run trains, with loss, checkpointing and hand-over of gradients, runs forward and backward on tensors
+without memory (FakeTensorMode). torch.distributed._tools.mem_tracker.MemTracker records the peak. The planned figure
+leaves out what no tensor shows: the driver's context, gradients still being copied, and the allocator's margin.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.model.loader import ModelSource
+from offload_trainer.model.ulysses import share_rows
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.planner import make_plan
+
+UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # not visible as tensors
+# Values of model.activation_checkpointing, and whether block inputs are in host memory.
+KEPT = {
+    "on": ("on", False),
+    "in host memory": ("on", True),
+    "a third": ("a third", False),
+    "a third in host memory": ("a third", True),
+    "off": ("off", False),
+}
+
+
+def config_of(
+    shape: dict[str, Any], kept: str, *, folder: Path, rows: int, length: int, ranks: int = 1, **model: Any
+) -> TrainConfig:
+    """Return the configuration of a model with the keys `shape` of its config.json, and more keys of `model`."""
+    (folder / "config.json").write_text(json.dumps(shape))
+    checkpointed, offloaded = KEPT[kept]
+    if checkpointed == "a third":
+        checkpointed = max(1, (shape.get("num_hidden_layers") or shape["n_layer"]) // 3)
+    model |= {"name": str(folder), "random_init": True, "activation_checkpointing": checkpointed}
+    if offloaded:
+        model["offload_activations"] = "cpu"
+    return TrainConfig.model_validate(
+        {
+            "model": model,
+            "data": {"seq_len": length},
+            "train": {"micro_batch_size": rows, "gradient_accumulation_steps": 1},
+            "placement": {"engine": "tiered", "params": "gpu", "optimizer": "cpu", "ram_fraction": 1.0},
+            "parallel": {"sequence": ranks},
+            "save": {"every": 0},
+        }
+    )
+
+
+def planned(config: TrainConfig, source: ModelSource) -> int:
+    """Return the planned GPU bytes of one rank, without those that no tensor shows."""
+    machine = MachineProfile(
+        gpu="any", gpu_bytes=10**13, ram_bytes=10**13, cores=8, drives=(), output=DriveFacts("/out", 10**13, "ext4")
+    )
+    ranks = config.parallel.sequence
+    plan = make_plan(config, source.shape, machine, world=ranks)
+    # Offloaded block inputs are freed immediately here; the plan also counts those in transit.
+    unseen = (*UNSEEN, "block inputs") if config.model.offload_activations else UNSEEN
+    return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen) // ranks
+
+
+def tracked(config: TrainConfig, source: ModelSource) -> int:
+    """Return the peak bytes of a micro-batch with the weights, or of a rank's part of it if ranks share rows."""
+    with ExitStack() as stack:
+        # transformers would inspect values that do not exist; rows of consecutive positions are not packed.
+        asked = masking_utils.find_packed_sequence_indices
+        stack.callback(setattr, masking_utils, "find_packed_sequence_indices", asked)
+        masking_utils.find_packed_sequence_indices = lambda *_: None
+        stack.enter_context(FakeTensorMode())
+        chunk = config.model.mlp_chunk
+        module = source.build(dtype=torch.bfloat16, mlp_chunk=chunk if isinstance(chunk, int) else 0)
+        module.train()
+        length, positions = config.data.seq_len, list[torch.Tensor]()
+        if (count := config.parallel.sequence) > 1:
+            share_rows(module.model, send=torch.empty_like, count=count)
+            length //= count
+            positions.append(torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64))
+        tied = _take_apart(module)
+        if config.model.offload_activations:
+            _keep_inputs_elsewhere(module)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over, tied))
+        tokens = torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64)
+        tracker = _Peak()
+        tracker.track_external(module, tokens)
+        with tracker:
+            module(tokens, tokens, None, tokens.numel(), *positions).backward()
+        return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+class _Peak(MemTracker):
+    """A MemTracker without per-module statistics, which take most of its time."""
+
+    def _note(self, *_: Any) -> None:
+        pass
+
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _note
+
+
+def _hand_over(tied: dict[int, list[torch.Tensor]], parameter: torch.nn.Parameter) -> None:
+    """Drop a complete gradient; a tied weight's first one is kept until that of its other use is added."""
+    gradient, parameter.grad = parameter.grad, None
+    waiting = tied.get(parameter.untyped_storage()._cdata)
+    if waiting is None or gradient is None:
+        return
+    if waiting:
+        waiting.pop().add_(gradient)
+    else:
+        waiting.append(gradient)
+
+
+def _take_apart(module: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
+    """Give each use of a tied weight its own parameter on the same memory, as the engine does.
+
+    Return an empty list for waiting gradients, keyed by the storage of each tied weight.
+    """
+    seen: set[int] = set()
+    tied: dict[int, list[torch.Tensor]] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                part._parameters[key] = torch.nn.Parameter(parameter.detach())
+                tied[parameter.untyped_storage()._cdata] = []
+            seen.add(id(parameter))
+    return tied
+
+
+def _keep_inputs_elsewhere(module: Any) -> None:
+    """Simulate offloading of checkpointed inputs by moving them to the meta device, which is not counted."""
+
+    def kept_elsewhere(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def back(there: torch.Tensor) -> torch.Tensor:
+            return torch.empty(there.shape, dtype=there.dtype)
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.to("meta"), back):
+            return checkpoint(function, *args, **kwargs)
+
+    for part in module.modules():
+        if hasattr(part, "_gradient_checkpointing_func"):
+            part._gradient_checkpointing_func = partial(kept_elsewhere, use_reentrant=False)

@@ -1,7 +1,7 @@
 """Compare the CPU's AdamW kernels of several projects: speed, memory traffic, and bits.
 
     bench_kernels.py [--parameters 50e6] [--rounds 15] [--threads 1,2] [--tensors 1,16]
-                     [--peer roundpipe=CHECKOUT] [--peer prime-rl=CHECKOUT] [--peer slideformer=CHECKOUT] [--json]
+                     [--peer roundpipe=CHECKOUT] [--peer prime-rl=CHECKOUT]
 
 Two tasks. "update": fp32 gradients and masters, as `torch.optim.AdamW` has them. "with casts": bf16 gradients come in
 and bf16 weights go out, as in mixed-precision training; a kernel without these casts gets torch's before and behind it.
@@ -12,12 +12,12 @@ of tensors that the flags name, and its fastest setting is reported. Peers are b
 own flags.
 
 Bits: 20 steps from equal masters and gradients, with weight decay and bias correction, compared with
-`torch.optim.AdamW(fused=True)`, which is what plain torch trains with on a CPU.
+`torch.optim.AdamW(fused=True)`, which is what plain torch trains with on a CPU. `offload-train bench` times this
+package's kernels with each format of moments.
 """
 
 import argparse
 import importlib.util
-import json
 import multiprocessing
 import os
 import random
@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-STEPS, COMPARED = (
-    20,
-    100_000,
-)  # The bits are compared after so many steps. torch rounds the last numel % 16 elements differently.
+# The bits of so many elements are compared after so many steps. torch rounds the last numel % 16 elements differently.
+STEPS, COMPARED = 20, 100_000
 _UPDATE = 8 + 16 + 4  # bytes an element: master and moments are read and written, the gradient is read
 _CASTS = 2 + 4 + 4 + 2  # a bf16 gradient becomes fp32, and a master becomes a bf16 weight
 _FUSED_CASTS = 8 + 16 + 2 + 2  # all in one pass
@@ -67,19 +65,13 @@ def state_of(n: int, *, tensors: int) -> State:
 
 
 Step = Callable[[int], None]  # takes the number of the step, counted from 1
+Make = Callable[[State, bool], Step]  # returns a step for a state, with or without the casts
+FUSED = ("ours (native)", "prime-rl")  # kernels that cast in the same pass
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A kernel: `make` returns a step for a state, with or without the casts."""
-
-    make: Callable[[State, bool], Step]
-    dtypes: str = "fp32"
-    fuses_casts: bool = False
-
-    def bytes(self, casts: bool) -> int:
-        """Return the bytes of memory traffic an element."""
-        return (_FUSED_CASTS if self.fuses_casts else _UPDATE + _CASTS) if casts else _UPDATE
+def bytes_each(name: str, *, casts: bool) -> int:
+    """Return the bytes of memory traffic an element."""
+    return (_FUSED_CASTS if name in FUSED else _UPDATE + _CASTS) if casts else _UPDATE
 
 
 def with_casts(state: State, update: Step, *, casts: bool) -> Step:
@@ -124,7 +116,7 @@ def ours(state: State, casts: bool) -> Step:
     return step
 
 
-def of_torch(**how: bool) -> Callable[[State, bool], Step]:
+def of_torch(**how: bool) -> Make:
     def make(state: State, casts: bool) -> Step:
         return optimizer_step(state, casts, lambda ones: torch.optim.AdamW(ones, **_words(), **how))
 
@@ -140,7 +132,7 @@ def deepspeed(state: State, casts: bool) -> Step:
     return optimizer_step(state, casts, lambda ones: DeepSpeedCPUAdam(ones, **_words()))
 
 
-def roundpipe(checkout: Path) -> Callable[[State, bool], Step]:
+def roundpipe(checkout: Path) -> Make:
     """Return the kernel of RoundPipe's `roundpipe.optim.Adam`, built by its optim_builder."""
     builder = load_file(checkout / "roundpipe/optim/optim_builder.py")
 
@@ -160,7 +152,7 @@ def roundpipe(checkout: Path) -> Callable[[State, bool], Step]:
     return make
 
 
-def prime_rl(checkout: Path) -> Callable[[State, bool], Step]:
+def prime_rl(checkout: Path) -> Make:
     """Return the kernel of prime-rl's full optimizer offload, which casts in the same pass."""
     library = load_file(checkout / "src/prime_rl/trainer/optim/cpu_adam/__init__.py")
     hyper = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAY, "eps": EPS, "gradient_scale": 1.0}
@@ -176,30 +168,6 @@ def prime_rl(checkout: Path) -> Callable[[State, bool], Step]:
         return step
 
     return make
-
-
-def slideformer(checkout: Path) -> Callable[[State, bool], Step]:
-    """Return the kernel of SlideFormer's LayerAdam on the CPU, built by its CPUAdamLoader."""
-    builder = load_file(checkout / "optimizer/layer_adam/builder.py")
-
-    def make(state: State, casts: bool) -> Step:
-        kernel = builder.CPUAdamLoader().load()
-        kernel.create_adam(0, LR, *BETAS, EPS, DECAY, True, False)
-
-        def update(number: int) -> None:
-            for one in zip(state.masters, state.grads, state.firsts, state.seconds, strict=True):
-                kernel.adam_update(0, number, LR, *BETAS, EPS, DECAY, True, *one)
-
-        return with_casts(state, update, casts=casts)
-
-    return make
-
-
-PEERS: dict[str, tuple[Callable[[Path], Callable[[State, bool], Step]], bool]] = {
-    "roundpipe": (roundpipe, False),
-    "prime-rl": (prime_rl, True),
-    "slideformer": (slideformer, False),
-}
 
 
 def _words() -> dict[str, Any]:
@@ -227,21 +195,13 @@ def load_file(path: Path) -> Any:
     return module
 
 
-def contender(name: str, checkout: str | None) -> Contender:
-    built_in = {
-        "ours (native)": Contender(ours, fuses_casts=True),
-        "torch fused": Contender(of_torch(fused=True)),
-        "torch foreach": Contender(of_torch(foreach=True)),
-        "torch for-loop": Contender(of_torch(foreach=False, fused=False)),
-        "DeepSpeedCPUAdam": Contender(deepspeed),
-    }
-    if checkout is None:
-        return built_in[name]
-    load, fuses = PEERS[name]
-    return Contender(load(Path(checkout)), fuses_casts=fuses)
-
-
-BUILT_IN = ("ours (native)", "torch fused", "torch foreach", "torch for-loop", "DeepSpeedCPUAdam")
+BUILT_IN: dict[str, Make] = {
+    "ours (native)": ours,
+    "torch fused": of_torch(fused=True),
+    "torch foreach": of_torch(foreach=True),
+    "DeepSpeedCPUAdam": deepspeed,
+}
+PEERS: dict[str, Callable[[Path], Make]] = {"roundpipe": roundpipe, "prime-rl": prime_rl}
 
 
 # -- one process for each contender ----------------------------------------------------------------------------------
@@ -254,7 +214,7 @@ class Setting:
     tensors: int
 
 
-def masters_after(make: Callable[[State, bool], Step]) -> torch.Tensor:
+def masters_after(make: Make) -> torch.Tensor:
     """Return the masters after `STEPS` steps on one thread, with other gradients in each."""
     torch.set_num_threads(1)
     state = state_of(COMPARED, tensors=1)
@@ -266,13 +226,12 @@ def masters_after(make: Callable[[State, bool], Step]) -> torch.Tensor:
 
 
 def work(pipe: Connection, name: str, checkout: str | None, n: int) -> None:
-    """Answer the parent's requests: the masters of the comparison, or the seconds of one step."""
+    """Answer the parent's requests: the masters of the comparison, then the seconds of one step of each setting."""
     made: dict[int, State] = {}
     steps: dict[Setting, tuple[Step, list[int]]] = {}
     try:
-        found = contender(name, checkout)
-        sizes = found.bytes(False), found.bytes(True)
-        pipe.send((found.dtypes, found.fuses_casts, *sizes, masters_after(found.make).tolist()))
+        make = PEERS[name](Path(checkout)) if checkout else BUILT_IN[name]
+        pipe.send(masters_after(make).tolist())
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         return
@@ -283,7 +242,7 @@ def work(pipe: Connection, name: str, checkout: str | None, n: int) -> None:
                 made.clear()  # one state at a time, so that all processes fit in memory
                 steps.clear()
                 made[setting.tensors] = state_of(n, tensors=setting.tensors)
-            steps[setting] = found.make(made[setting.tensors], setting.casts), [0]
+            steps[setting] = make(made[setting.tensors], setting.casts), [0]
             _run(*steps[setting])
         pipe.send(_run(*steps[setting]))
 
@@ -293,12 +252,6 @@ def _run(step: Step, count: list[int]) -> float:
     start = time.perf_counter()
     step(count[0])
     return time.perf_counter() - start
-
-
-def settings(threads: Sequence[int], tensors: Sequence[int]) -> Iterator[tuple[int, list[Setting]]]:
-    """Yield the settings that share a state."""
-    for count in tensors:
-        yield count, [Setting(casts, each, count) for casts in (False, True) for each in threads]
 
 
 def different(found: Sequence[float], expected: torch.Tensor) -> str:
@@ -311,6 +264,40 @@ def different(found: Sequence[float], expected: torch.Tensor) -> str:
     return f"{int((apart > 0).sum())} of {len(masters)} differ, up to {int(apart.max())} ulp"
 
 
+def times(
+    pipes: dict[str, Connection], settings: Sequence[Setting], *, rounds: int
+) -> dict[tuple[str, Setting], list[float]]:
+    """Return the seconds of each contender's steps in each setting; they take turns in random order."""
+    seconds: dict[tuple[str, Setting], list[float]] = {}
+    order, names = random.Random(0), list(pipes)
+    for setting in settings:
+        for _ in range(rounds):
+            order.shuffle(names)
+            for name in names:
+                pipes[name].send(setting)
+                seconds.setdefault((name, setting), []).append(pipes[name].recv())
+    return seconds
+
+
+def table(masters: dict[str, list[float]], seconds: dict[tuple[str, Setting], list[float]], n: int) -> Iterator[str]:
+    titles = ["task", "kernel", "M elements/s", "least to greatest", "B/element", "GB/s", "casts"]
+    yield "| " + " | ".join([*titles, "threads", "tensors", "masters compared with torch's"]) + " |"
+    yield "|" + " --- |" * 10
+    expected = torch.tensor(masters["torch fused"])
+    for casts in (False, True):
+        for name in masters:
+            mine = {
+                setting: taken for (one, setting), taken in seconds.items() if (one, setting.casts) == (name, casts)
+            }
+            best = min(mine, key=lambda setting: statistics.median(mine[setting]))
+            rates = sorted(n / each / 1e6 for each in mine[best])
+            rate, size = statistics.median(rates), bytes_each(name, casts=casts)
+            how = ("in the kernel" if name in FUSED else "by torch") if casts else "none"
+            cells = ["with casts" if casts else "update", name, f"{rate:.0f}", f"{rates[0]:.0f} to {rates[-1]:.0f}"]
+            cells += [str(size), f"{rate * size / 1e3:.1f}", how, str(best.threads), str(best.tensors)]
+            yield "| " + " | ".join([*cells, different(masters[name], expected)]) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=50e6)
@@ -318,84 +305,32 @@ def main() -> None:
     parser.add_argument("--threads", default=f"1,{torch.get_num_threads()}", help="numbers of threads to try")
     parser.add_argument("--tensors", default="1,16", help="numbers of tensors that the elements are divided over")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=CHECKOUT", help=", ".join(PEERS))
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     n = int(arguments.parameters)
-    asked = (arguments.threads, arguments.tensors)
-    threads, tensors = (sorted({int(one) for one in text.split(",")}) for text in asked)
+    threads, tensors = (sorted(map(int, text.split(","))) for text in (arguments.threads, arguments.tensors))
     wanted: dict[str, str | None] = dict.fromkeys(BUILT_IN)
     wanted |= dict(one.split("=", 1) for one in arguments.peer)
     if unknown := set(wanted) - set(BUILT_IN) - set(PEERS):
         parser.error(f"unknown peers: {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
-    context, pipes, told, failed = multiprocessing.get_context("spawn"), {}, {}, {}
-    processes = []
+    context, pipes, masters, processes = multiprocessing.get_context("spawn"), {}, {}, []
     for name, checkout in wanted.items():
-        pipes[name], theirs = context.Pipe()
+        pipe, theirs = context.Pipe()
         processes.append(context.Process(target=work, args=(theirs, name, checkout, n), daemon=True))
         processes[-1].start()
-        answer = pipes[name].recv()
+        answer = pipe.recv()
         if isinstance(answer, str):
-            failed[name] = answer
             print(f"{name}: left out: {answer}", file=sys.stderr)
         else:
-            told[name] = answer
-    seconds: dict[tuple[str, Setting], list[float]] = {}
-    order, names = random.Random(0), list(told)
-    for _, group in settings(threads, tensors):
-        for setting in group:
-            for _ in range(arguments.rounds):
-                order.shuffle(names)
-                for name in names:
-                    pipes[name].send(setting)
-                    seconds.setdefault((name, setting), []).append(pipes[name].recv())
-    for name in told:
-        pipes[name].send(None)
+            pipes[name], masters[name] = pipe, answer
+    # Settings that share a state follow each other.
+    settings = [Setting(casts, each, count) for count in tensors for casts in (False, True) for each in threads]
+    seconds = times(pipes, settings, rounds=arguments.rounds)
+    for pipe in pipes.values():
+        pipe.send(None)
     for process in processes:
         process.join()
-    expected = torch.tensor(told["torch fused"][4])
-    rows = []
-    for casts in (False, True):
-        for name, (dtypes, fuses, plain, full, masters) in told.items():
-            every = {setting: times for (one, setting), times in seconds.items() if one == name}
-            mine = {setting: times for setting, times in every.items() if setting.casts == casts}
-            best = min(mine, key=lambda setting: statistics.median(mine[setting]))
-            rates = sorted(n / each / 1e6 for each in mine[best])
-            size = full if casts else plain
-            rows.append(
-                {
-                    "task": "with casts" if casts else "update",
-                    "kernel": name,
-                    "casts": ("in the kernel" if fuses else "by torch") if casts else "none",
-                    "state": dtypes,
-                    "m_elements_per_second": statistics.median(rates),
-                    "least": rates[0],
-                    "greatest": rates[-1],
-                    "bytes_per_element": size,
-                    "gb_per_second": statistics.median(rates) * size / 1e3,
-                    "setting": asdict(best),
-                    "bits": different(masters, expected),
-                }
-            )
-    if arguments.json:
-        print(json.dumps({"parameters": n, "rounds": arguments.rounds, "rows": rows, "left_out": failed}, indent=1))
-        return
     print(f"{n / 1e6:.0f} M elements, medians of {arguments.rounds}; tried threads {threads}, tensors {tensors}\n")
-    print(as_table(rows))
-    for name, why in failed.items():
-        print(f"\n{name}: left out: {why}")
-
-
-def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    titles = ["task", "kernel", "M elements/s", "least to greatest", "B/element", "GB/s", "casts", "moments"]
-    titles += ["threads", "tensors", "masters compared with torch's"]
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    for row in rows:
-        cells = [row["task"], row["kernel"], f"{row['m_elements_per_second']:.0f}"]
-        cells += [f"{row['least']:.0f} to {row['greatest']:.0f}", str(row["bytes_per_element"])]
-        cells += [f"{row['gb_per_second']:.1f}", row["casts"], row["state"]]
-        cells += [str(row["setting"]["threads"]), str(row["setting"]["tensors"]), row["bits"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    print("\n".join(table(masters, seconds, n)))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,16 @@
 """Paired A/B benchmark of engines: each case has its own process, and the cases take turns on the same rows.
 
-    bench_step.py [--warm 2] [--pairs 5] [--plant N] [--json FILE] [--table FILE] [--note TEXT] [WORDS]
-                  --case "NAME: WORDS" ...
-    bench_step.py --sweep [the same, with one --case]
+    bench_step.py [--warm 2] [--pairs 5] [WORDS] --case "NAME: WORDS" ...
 
 WORDS are `offload-train` arguments (--model gpt2-medium --seq-len 128 ...); a case's words follow the common ones and
 take precedence. `--engine native` runs plain torch's forward and backward without an update: the least that every
-engine must do.
+engine must do. A page of Markdown is printed: medians, ratios, settings.
 
     parent:  build A, build B ...  ->  A step, B step, A step, B step ...  ->  medians, ratios, settings
     child:   the normal path of offload-train to an engine; instead of its loop, a step whenever the parent asks
 
 Waiting children are stopped (SIGSTOP), so that their idle threads cost the running child nothing. Checkpoints,
 validation and export are off.
-
-`--plant N` multiplies the gradients of each Nth timed step by a million, so that `optim.max_grad_norm=1000` clips only
-those; the table then has the mean step too, measured and planned. `--sweep` tunes DeepSpeed's NVMe optimizer, one key
-after another.
 """
 
 from __future__ import annotations
@@ -30,33 +24,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.deepspeed.engine import TUNING_OF_DRIVES
 from offload_trainer.storage.owned_dirs import scratch
 
 # the same schedule, however many steps are timed
 ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]
 SECONDS = ("step", "forward", "backward", "update")
-PLANTED = 1e6  # factor of planted gradients
 
 # -- the child ---------------------------------------------------------------------------------------------------------
 
 
 def child(words: list[str]) -> None:
-    """Build the engine for `words`, then answer each line on stdin with a step, as JSON lines on the original stdout.
-
-    The line `planted` asks for a step whose gradients are multiplied by `PLANTED`.
-    """
+    """Build the engine for `words`, then answer each line on stdin with a step, as JSON on the original stdout."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped child must not outlive its parent
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout
@@ -74,30 +63,10 @@ def child(words: list[str]) -> None:
             file=answers,
         )
         steps = timed_steps(job, steps=sys.maxsize)
-        for line in sys.stdin:
-            with enlarged() if line.strip() == "planted" else nullcontext():
-                print(json.dumps(next(steps)), file=answers)
+        for _ in sys.stdin:
+            print(json.dumps(next(steps)), file=answers)
 
     train.train_run(config, instead=serve, build=native_engine if "native" in words else build_engine)
-
-
-@contextmanager
-def enlarged() -> Iterator[None]:
-    """Multiply all gradients by `PLANTED` inside the block, without changing the losses."""
-    from offload_trainer.model.loss import CausalLoss
-
-    forward = CausalLoss.forward
-
-    def planted(self: CausalLoss, *given: Any) -> Any:
-        loss = forward(self, *given)
-        loss.register_hook(lambda gradient: gradient * PLANTED)
-        return loss
-
-    CausalLoss.forward = planted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CausalLoss.forward = forward  # type: ignore[method-assign]
 
 
 def native_engine(setup: Any, **_: Any) -> Any:
@@ -168,9 +137,9 @@ class Case:
                 self._process.send_signal(signal.SIGCONT)
                 self._process.communicate()  # closing stdin makes it close its engine and exit
 
-    def step(self, *, planted: bool) -> None:
+    def step(self) -> None:
         self._process.send_signal(signal.SIGCONT)
-        print("planted" if planted else "step", file=self._process.stdin, flush=True)
+        print("step", file=self._process.stdin, flush=True)
         self.steps.append(self._answer())
         print(f"{self.name}:", *(f"{key} {self.steps[-1][key]:.4g}" for key in (*SECONDS, "loss")), file=sys.stderr)
 
@@ -190,80 +159,46 @@ class Case:
         return median(self.timed(key))
 
 
-def measure(cases: list[Case], *, steps: int, plant: int = 0) -> None:
+def measure(cases: list[Case], *, steps: int) -> None:
     with ExitStack() as stack:
         for case in cases:
             stack.enter_context(case.running())
-        for number in range(steps):
+        for _ in range(steps):
             for case in cases:
-                timed = number - case.warm
-                case.step(planted=plant > 0 and timed >= 0 and timed % plant == plant // 2)
-
-
-def sweep(base: Case, *, steps: int) -> list[Case]:
-    """Return `base` and its variations that ran, sorted by update time, which these keys affect.
-
-    The update time repeats within a percent at a fixed drive speed; noise in forward and backward would hide
-    differences.
-    """
-    measure([base], steps=steps)
-    ran = [base]
-    for group in TUNING_OF_DRIVES:
-        best = min(ran, key=lambda case: case.median("update")).words[len(base.words) :]
-        for words in group:
-            added = [*best, *words.split()]
-            case = Case(f"... {' '.join(added)}", base.words + added, base.warm)
-            try:
-                measure([case], steps=steps)
-                ran.append(case)
-            except TrainerError as error:
-                print(f"failed: {error}", file=sys.stderr)
-    return sorted(ran, key=lambda case: case.median("update"))
-
-
-def means(cases: list[Case], *, plant: int) -> Iterator[str]:
-    """Yield a table of mean steps, measured and planned, including the plan's extra time for clipped steps."""
-    yield " | ".join(["case", "mean step", "planned", "of it for clipped ones", "measured / planned"])
-    yield " | ".join(["---"] * 5)
-    for case in cases:
-        plan = case.told["plan"]
-        more = plan["if_clipped"] / plant
-        planned = sum(plan["seconds"].values()) - plan["hidden"] + more
-        mean = fmean(case.timed("step"))
-        yield " | ".join([case.name, *(f"{number:.2f}" for number in (mean, planned, more, mean / planned))])
+                case.step()
 
 
 def spread(numbers: list[float]) -> str:
     return f"{median(numbers):.2f} ({min(numbers):.2f}-{max(numbers):.2f})"
 
 
+def row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def table(cases: list[Case]) -> Iterator[str]:
     """Yield a table of medians and spreads, drive bytes a parameter, and memory peaks over all steps, including
     warm-up.
     """
-    yield " | ".join(
-        ["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built in s"]
-    )
-    yield " | ".join(["---"] * 11)
+    yield row(["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built s"])
+    yield row(["---"] * 11)
     for case in cases:
         drive = [case.median(f"{way}_bytes") / case.facts["parameters"] for way in ("read", "written")]
         peak = max(step["peak_rss"] for step in case.steps)
         planned = case.told["plan"]["tiers"]["ram"]["need"]
         peaks = [bytes / 1e9 for bytes in (peak, planned, max(peak, case.facts["build_peak"]))]
-        built = case.facts["build_seconds"]
-        seconds = [spread(case.timed(key)) for key in SECONDS]
-        yield " | ".join([case.name, *seconds, *(f"{number:.2f}" for number in [*drive, *peaks, built])])
+        numbers = [*drive, *peaks, case.facts["build_seconds"]]
+        yield row([case.name, *(spread(case.timed(key)) for key in SECONDS), *(f"{number:.2f}" for number in numbers)])
 
 
 def ratios(cases: list[Case]) -> Iterator[str]:
     """Yield a table of time ratios for each pair of cases."""
-    yield " | ".join(["ratio of medians", *SECONDS, "step, pair by pair"])
-    yield " | ".join(["---"] * 6)
+    yield row(["ratio of medians", *SECONDS, "step, pair by pair"])
+    yield row(["---"] * 6)
     for one, other in combinations(cases, 2):
         pairs = [a / b for a, b in zip(one.timed("step"), other.timed("step"), strict=True)]
         medians = [(one.median(key), other.median(key)) for key in SECONDS]
-        cells = [f"{a / b:.2f}" if b else "" for a, b in medians]
-        yield " | ".join([f"{one.name} / {other.name}", *cells, spread(pairs)])
+        yield row([f"{one.name} / {other.name}", *(f"{a / b:.2f}" if b else "" for a, b in medians), spread(pairs)])
 
 
 def settings(case: Case) -> Iterator[str]:
@@ -292,31 +227,21 @@ def machine(case: Case) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.add_argument("--case", action="append", default=[])
-    parser.add_argument("--sweep", action="store_true")
-    for name, kind, default in (("warm", int, 2), ("pairs", int, 5), ("json", Path, None), ("table", Path, None)):
-        parser.add_argument(f"--{name}", type=kind, default=default)
-    parser.add_argument("--plant", type=int, default=0)
-    parser.add_argument("--note", default="")
+    for name, default in (("warm", 2), ("pairs", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     options, common = parser.parse_known_args()
     named = [text.partition(": ") for text in options.case]
     cases = [Case(name, common + shlex.split(words), options.warm) for name, _, words in named]
-    if not cases or (options.sweep and len(cases) > 1):
-        raise TrainerError('name the cases: --case "NAME: WORDS" ..., one with --sweep')
-    steps = options.warm + options.pairs
-    if options.sweep:
-        cases = sweep(cases[0], steps=steps)
-        more = [f"Best: `{shlex.join(cases[0].words[len(common) :])}`", "", *settings(cases[0])]
-    else:
-        measure(cases, steps=steps, plant=options.plant)
-        more = [*means(cases, plant=options.plant), ""] if options.plant else []
-        more += [*(ratios(cases) if cases[1:] else ()), "", *(line for case in cases for line in settings(case))]
-    about = f"Medians (smallest-largest) of {options.pairs} steps of each case, after {options.warm} warm ones."
-    page = "\n".join([f"{machine(cases[0])} {options.note}", "", about, "", *table(cases), "", *more])
-    print(page)
-    if options.table:
-        options.table.write_text(page)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))
+    if not cases:
+        raise TrainerError('name the cases: --case "NAME: WORDS" ...')
+    measure(cases, steps=options.warm + options.pairs)
+    print(f"{machine(cases[0])}\n")
+    print(f"Medians (smallest-largest) of {options.pairs} steps of each case, after {options.warm} warm ones.\n")
+    print("\n".join([*table(cases), ""]))
+    if cases[1:]:
+        print("\n".join([*ratios(cases), ""]))
+    for case in cases:
+        print("\n".join(settings(case)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Compare this package with other trainers on the same model, rows and precision: seconds, bytes, memory, losses,
-resuming.
+"""Compare this package with other trainers on the same model, rows and precision, without a GPU: seconds, bytes,
+memory, losses, resuming. On a GPU `scripts/gpu_suite.sh rivals` does.
 
     compare_peers.py [--model gpt2-medium] [--drive DIR] [--steps 6] [--seq-len 128] [--micro-batch 1] [--accumulate 1]
-                     [--limit 1200] [--only NAME ...] [--page FILE.md] [--picture FILE.svg] [--json FILE]
+                     [--limit 1200] [--only NAME ...]
 
 Each peer is a training loop as in that project's documentation, in a separate process. It takes all steps. Then two
 more processes take half of the steps with a save, and the rest after loading it. The weights come from the same file
 and the rows from the same array. All use bf16, AdamW with a constant rate, and clipping at 1. If a peer cannot run
-here, its row has its own error message. For a drive of known speed, run this inside a box (kernel cgroups):
+here, its row has its own error message. The tables of docs/benchmarks/peers.md are printed. For a drive of known speed,
+run this inside a box (kernel cgroups):
 
     box --read 400M --write 400M --ram 12G --dir DIR -- python benchmarks/compare_peers.py --drive DIR ...
 """
@@ -22,8 +23,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.telemetry.meters import peak_rss_bytes
 
 ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "torchao", "offload-trainer")
+PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "offload-trainer")
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,9 @@ def ours(job: Job, **keys: Any) -> Steps:
     """Train with this package as docs/library.md shows."""
     import offload_trainer as ot
 
-    shape = {
-        "seq_len": job.rows.shape[3],
-        "micro_batch_size": job.rows.shape[2],
-        "gradient_accumulation_steps": job.accumulate,
-    }
-    with ot.load(str(job.model), nvme=[str(job.drive)], dtype="bf16", say=_quiet, **shape, **keys) as session:
+    keys |= {"seq_len": job.rows.shape[3], "micro_batch_size": job.rows.shape[2], "dtype": "bf16"}
+    keys |= {"gradient_accumulation_steps": job.accumulate, "say": lambda line: None}
+    with ot.load(str(job.model), nvme=[str(job.drive)], **keys) as session:
         optimizer = session.adamw(**ADAM)
         if job.begin:
             assert session.resume(job.saves) == job.begin
@@ -83,10 +81,6 @@ def ours(job: Job, **keys: Any) -> Steps:
             yield sum(losses) / len(losses)
         if job.save:
             session.save(job.saves)
-
-
-def _quiet(line: str) -> None:
-    del line
 
 
 def zero(job: Job, *, optimizer: dict[str, Any], settings: dict[str, Any] | None = None) -> Steps:
@@ -153,7 +147,7 @@ def trainer(job: Job) -> Steps:
     times = [time.perf_counter()]
     rows = job.rows.flatten(0, 2)
     data = [{"input_ids": row, "labels": row} for row in rows[: job.end * rows.shape[0] // job.rows.shape[0]]]
-    words = {"bf16": True, "use_cpu": not torch.cuda.is_available(), "report_to": [], "disable_tqdm": True}
+    words = {"bf16": True, "use_cpu": True, "report_to": [], "disable_tqdm": True}
     words |= {"learning_rate": ADAM["lr"], "adam_beta2": 0.95, "weight_decay": 0.1, "lr_scheduler_type": "constant"}
     words |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     arguments = TrainingArguments(
@@ -178,61 +172,39 @@ def trainer(job: Job) -> Steps:
 def _documented(drive: Path) -> dict[str, Any]:
     """Return the documented example for NVMe; the Trainer fills in its `auto` values."""
     home = {"device": "nvme", "nvme_path": str(drive), "pin_memory": True}
-    return {
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": home | {"buffer_count": 4, "fast_init": False},
-            "offload_param": home | {"buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "sub_group_size": 1e9,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "aio": {
-            "block_size": 262144,
-            "queue_depth": 32,
-            "thread_count": 1,
-            "single_submit": False,
-            "overlap_events": True,
-        },
-        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
+    zero_optimization = {
+        "stage": 3,
+        "offload_optimizer": home | {"buffer_count": 4, "fast_init": False},
+        "offload_param": home | {"buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
     }
+    zero_optimization |= {"overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
+    zero_optimization |= {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
+    chosen = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero_optimization |= dict.fromkeys(chosen, "auto") | {"stage3_gather_16bit_weights_on_model_save": True}
+    aio = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
+    adam = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+    sizes = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
+    config = {"bf16": {"enabled": "auto"}, "zero_optimization": zero_optimization, "aio": aio, "optimizer": adam}
+    return config | dict.fromkeys(sizes, "auto")
 
 
 def fsdp2(job: Job) -> Steps:
-    """Train with fully_shard, CPUOffloadPolicy, MixedPrecisionPolicy and distributed checkpoints, as in
-    docs.pytorch.org.
-    """
+    """Train with fully_shard, MixedPrecisionPolicy and distributed checkpoints, as in docs.pytorch.org."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM
 
     _alone()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=0, world_size=1)
+    dist.init_process_group("gloo", rank=0, world_size=1)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device, (1,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        # Without a GPU everything is in host memory already.
-        "offload_policy": CPUOffloadPolicy() if device == "cuda" else OffloadPolicy(),
-    }
-    for block in model.get_submodule(_blocks(model)):
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings: dict[str, Any] = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": mixed}
+    for block in model.transformer.h:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     adam = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
@@ -242,7 +214,7 @@ def fsdp2(job: Job) -> Steps:
         set_state_dict(model, adam, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
     for step in range(job.begin, job.end):
         losses = []
-        for number, rows in enumerate(job.rows[step].to(device), 1):
+        for number, rows in enumerate(job.rows[step], 1):
             model.set_requires_gradient_sync(number == job.accumulate)
             loss = model(input_ids=rows, labels=rows).loss
             (loss / job.accumulate).backward()
@@ -257,50 +229,13 @@ def fsdp2(job: Job) -> Steps:
     dist.destroy_process_group()
 
 
-def torchao(job: Job) -> Steps:
-    """Train with CPUOffloadOptimizer over fused AdamW as in torchao's README, weights on the GPU."""
-    import torch
-    from torchao.optim import CPUOffloadOptimizer
-    from transformers import AutoModelForCausalLM
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16).to(device)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    adam = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **ADAM)
-    if job.begin:
-        held = torch.load(job.saves / "state.pt", weights_only=True)
-        model.load_state_dict(held["model"])
-        adam.load_state_dict(held["optimizer"])
-    for step in range(job.begin, job.end):
-        losses = []
-        for rows in job.rows[step].to(device):
-            loss = model(input_ids=rows, labels=rows).loss
-            (loss / job.accumulate).backward()
-            losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
-        adam.zero_grad()
-        yield sum(losses) / len(losses)
-    if job.save:
-        job.saves.mkdir(exist_ok=True)
-        torch.save({"model": model.state_dict(), "optimizer": adam.state_dict()}, job.saves / "state.pt")
-
-
-def _blocks(model: Any) -> str:
-    """Return the name of the model's list of blocks."""
-    import torch
-
-    lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    return lists[0]
-
-
 def _alone() -> None:
     """Set the environment of a single rank without a launcher."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in (given | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}).items():
+    for name, value in (given | {"GLOO_SOCKET_IFNAME": "lo"}).items():
         os.environ.setdefault(name, value)
 
 
@@ -308,10 +243,10 @@ def _swapped(job: Job, **keys: Any) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": str(job.drive), **keys}
 
 
-# The best result of the sweep in docs/benchmarks/step.md.
+# The fastest of a sweep of these keys (docs/benchmarks/step.md).
 _TUNED: dict[str, Any] = {
-    "zero_optimization": {"sub_group_size": 50_000_000},
-    "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
+    "zero_optimization": {"sub_group_size": 20_000_000},
+    "aio": {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 4, "overlap_events": True},
 }
 _BUFFERS = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
 PEERS: dict[str, tuple[str, Callable[[Job], Steps]]] = {
@@ -337,8 +272,7 @@ PEERS: dict[str, tuple[str, Callable[[Job], Steps]]] = {
         lambda job: zero(job, optimizer={"device": "cpu"}),
     ),
     "Trainer, documented JSON": ("transformers' Trainer with its page's ZeRO-3 JSON for NVMe", trainer),
-    "FSDP2": ("fully_shard, fp32 masters and AdamW in RAM (CPUOffloadPolicy where there is a GPU)", fsdp2),
-    "torchao": ("CPUOffloadOptimizer over fused AdamW", torchao),
+    "FSDP2": ("fully_shard, fp32 masters and AdamW in RAM", fsdp2),
 }
 
 # -- a process of each peer --------------------------------------------------------------------------------------------
@@ -459,11 +393,11 @@ def table(rows: Sequence[Row], *, parameters: int) -> Iterator[str]:
     """Yield a table of medians over all steps except the first, bytes per parameter and step, and peak
     resident memory.
     """
-    yield "| | seconds a step | read B/param | written B/param | peak RSS | last loss | resumes |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield "| | seconds a step | read B/param | written B/param | peak RSS | loss of step 2 | last loss | resumes |"
+    yield "|" + " --- |" * 8
     for row in rows:
         if row.failed:
-            yield f"| {row.name} | cannot run here: {_cell(row.failed)} | | | | | |"
+            yield f"| {row.name} | cannot run here: {_cell(row.failed)} | | | | | | |"
             continue
         drive = (
             [f"{median(step[way] for step in row.moved[1:]) / parameters:.2f}" for way in (0, 1)]
@@ -472,7 +406,8 @@ def table(rows: Sequence[Row], *, parameters: int) -> Iterator[str]:
         )
         timed = row.seconds[1:]
         seconds = f"{median(timed):.2f} ({min(timed):.2f}-{max(timed):.2f})"
-        cells = [row.name, seconds, *drive, f"{row.peak / 1e9:.2f} GB", f"{row.losses[-1]:.4f}", _cell(row.resumes)]
+        cells = [row.name, seconds, *drive, f"{row.peak / 1e9:.2f} GB"]
+        cells += [*(f"{loss:.4f}" for loss in (row.losses[1], row.losses[-1])), _cell(row.resumes)]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -480,79 +415,18 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def picture(rows: Sequence[Row]) -> str:
-    """Return an SVG bar chart of the seconds a step."""
-    ran = [row for row in rows if not row.failed]
-    longest = max(median(row.seconds[1:]) for row in ran)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{30 * len(ran) + 30}" font-family="sans-serif">'
-    ]
-    lines.append('<text x="8" y="18" font-size="13">seconds a step, shorter is better</text>')
-    for place, row in enumerate(ran):
-        top, width = 30 * place + 30, 430 * median(row.seconds[1:]) / longest
-        colour = "#2a6f97" if row.name.startswith("ours") else "#a9a9a9"
-        lines.append(f'<text x="8" y="{top + 15}" font-size="13">{row.name}</text>')
-        lines.append(f'<rect x="220" y="{top}" width="{width:.1f}" height="20" fill="{colour}"/>')
-        lines.append(f'<text x="{226 + width:.1f}" y="{top + 15}" font-size="13">{median(row.seconds[1:]):.2f}</text>')
-    return "\n".join([*lines, "</svg>", ""])
-
-
-def page(rows: Sequence[Row], *, parameters: int, options: argparse.Namespace, picture_name: str | None) -> str:
-    """Return the whole page as Markdown."""
+def about(parameters: int, options: argparse.Namespace) -> str:
+    """Return the model, the machine and the versions that the numbers depend on."""
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, text=True)
     tokens = options.accumulate * options.micro_batch * options.seq_len
-    lines = [
-        "# The same step in other trainers",
-        "",
-        "Use this page to compare seconds, memory and resuming with DeepSpeed, the Trainer and FSDP2.",
-        "",
+    lines = [line.partition(": ") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    cpu = next((value for name, _, value in lines if name.startswith("model name")), "CPU")
+    return (
         f"{options.model}, {parameters:,} parameters, random weights, {tokens} tokens a step ({options.accumulate} x "
         f"{options.micro_batch} x {options.seq_len}), bf16, gradient checkpointing, AdamW at {ADAM['lr']}, clipping "
-        f"at 1, {options.steps} steps; {_machine()}; commit {commit.strip()}, {time.strftime('%Y-%m-%d')}; "
-        f"{', '.join(f'{name} {_version(name)}' for name in PACKAGES)}. {options.note}",
-        "",
-        "Each trainer runs in a separate process, as its project documents (`benchmarks/compare_peers.py`). `resumes`: "
-        "a run saves after half of the steps and a new process does the rest; its losses are compared with those of an "
-        "uninterrupted run.",
-        "",
-        *([f"![seconds a step]({picture_name})", ""] if picture_name else []),
-        *table(rows, parameters=parameters),
-        "",
-        "| | settings |",
-        "| --- | --- |",
-        *(f"| {row.name} | {_cell(row.about)} |" for row in rows),
-        "",
-        *losses_table([row for row in rows if row.losses]),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def losses_table(rows: Sequence[Row]) -> list[str]:
-    """Return a table of every step's loss."""
-    steps = max((len(row.losses) for row in rows), default=0)
-    return [
-        "The rate has no warm-up, so what differs in the last digit at step 2 is magnified from step to step.",
-        "",
-        f"| loss of step | {' | '.join(str(step) for step in range(1, steps + 1))} |",
-        "| --- |" + " --- |" * steps,
-        *(f"| {row.name} | {' | '.join(f'{loss:.6f}' for loss in row.losses)} |" for row in rows),
-    ]
-
-
-def _machine() -> str:
-    import torch
-
-    names = [line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{names[0] if names else 'CPU'}, {os.cpu_count()} cores, {gpu}"
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+        f"at 1, {options.steps} steps; {cpu}, {os.cpu_count()} cores; commit {commit.strip()}, "
+        f"{time.strftime('%Y-%m-%d')}; {', '.join(f'{name} {version(name)}' for name in PACKAGES)}."
+    )
 
 
 def main() -> None:
@@ -562,9 +436,6 @@ def main() -> None:
     for name, default in (("steps", 6), ("seq-len", 128), ("micro-batch", 1), ("accumulate", 1), ("limit", 1200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", action="append", choices=list(PEERS))
-    for name in ("page", "picture", "json"):
-        parser.add_argument(f"--{name}", type=Path)
-    parser.add_argument("--note", default="")
     options = parser.parse_args()
     rows = []
     with scratch("peers-", directory=options.drive.absolute()) as folder:
@@ -573,14 +444,8 @@ def main() -> None:
             with scratch("drive-", directory=folder) as drive:
                 rows.append(measure(name, folder, drive=drive, steps=options.steps, limit=options.limit))
             print("\n".join(table(rows[-1:], parameters=parameters)).splitlines()[-1], file=sys.stderr, flush=True)
-    if options.picture:
-        options.picture.write_text(picture(rows))
-    text = page(rows, parameters=parameters, options=options, picture_name=options.picture and options.picture.name)
-    print(text)
-    if options.page:
-        options.page.write_text(text)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print("\n".join([about(parameters, options), "", *table(rows, parameters=parameters), "", "| | settings |"]))
+    print("\n".join(["| --- | --- |", *(f"| {row.name} | {_cell(row.about)} |" for row in rows)]))
 
 
 if __name__ == "__main__":

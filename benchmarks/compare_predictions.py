@@ -1,14 +1,11 @@
 """Compare plans with runs: peak host bytes, drive bytes and update seconds, over sizes, engines, placements and
 schedules.
 
-    compare_predictions.py --nvme DIR [--ways] [--only TEXT ...] [--steps 6] [--table FILE] [--json FILE]
+    compare_predictions.py --nvme DIR [--only TEXT ...] [--steps 6]
 
-`--ways` instead runs six cases of GPT-2 124M and 39M whose update has no overlap, or overlaps the forward or backward.
-A cell of the table is: planned, measured (measured / planned).
-
-The machine is timed first (`offload-train bench`, into a separate cache). Then each case is planned, and runs for a few
-steps in a separate process. Run this in a box with a drive of known speed, since the plan cannot foresee what other
-machines do to a shared drive.
+A cell of the table is: planned, measured (measured / planned). The machine is timed first (`offload-train bench`, into
+a separate cache). Then each case whose name contains a TEXT is planned, and runs for a few steps in a separate process.
+Run this in a box with a drive of known speed, since the plan cannot foresee what other machines do to a shared drive.
 """
 
 from __future__ import annotations
@@ -28,61 +25,43 @@ from typing import Any
 from offload_trainer.run.commands.tune import run_trial
 from offload_trainer.storage.owned_dirs import scratch
 
-_SHORT = ["--seq-len", "128", "--micro-batch", "1", "--dtype", "bf16"]
-_40M = [
-    "--model",
-    "gpt2",
-    "model.overrides.n_layer=4",
-    "model.overrides.n_embd=512",
-    "model.overrides.n_head=8",
-    *_SHORT,
-]
-_124M = ["--model", "gpt2", *_SHORT]
-_354M = ["--model", "gpt2-medium", *_SHORT]
+_40M = "--model gpt2 model.overrides.n_layer=4 model.overrides.n_embd=512 model.overrides.n_head=8"
+_124M, _354M = "--model gpt2", "--model gpt2-medium"
+_SHORT, _LONG = "--seq-len 128", "--seq-len 1024"
 # Nothing is clipped: a plan's seconds are those of an unclipped step, and most of a run's first steps would be clipped.
-_UNCLIPPED = ["optim.max_grad_norm=1000"]
-_TIERED, _STOCK = ["--engine", "tiered", *_UNCLIPPED], ["--engine", "deepspeed"]
-
+_TIERED = "--engine tiered optim.max_grad_norm=1000 --ram-fraction"
+_ALL_ON_DRIVES = "--params nvme placement.gradients=nvme"
 CASES = {
-    "39M, tiered, a quarter in RAM": [*_40M, *_TIERED, "--ram-fraction", "0.25"],
-    "39M, tiered, all in RAM, 4 micro-batches": [*_40M, *_TIERED, "--ram-fraction", "1", "--accumulate", "4"],
-    "39M, plain": [*_40M, "--engine", "plain"],
-    "39M, ZeRO-2, optimizer on the CPU": [*_40M, *_STOCK, "--params", "gpu", "--optimizer", "cpu"],
-    "39M, ZeRO-3, optimizer on the drive": [*_40M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
-    "124M, tiered, state on the drive, 4 micro-batches": [*_124M, *_TIERED, "--ram-fraction", "0", "--accumulate", "4"],
-    "124M, tiered, all on the drive, 2 micro-batches": [
-        *(*_124M, *_TIERED, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "2"),
-    ],
-    "124M, tiered, Muon, all in RAM": [*_124M, *_TIERED, "--ram-fraction", "1", "optim.name=muon"],
-    "124M, tiered, Muon, state on the drive": [*_124M, *_TIERED, "--ram-fraction", "0", "optim.name=muon"],
-    "124M, ZeRO-2, optimizer on the CPU": [*_124M, *_STOCK, "--params", "gpu", "--optimizer", "cpu"],
-    "124M, ZeRO-3, both on the CPU": [*_124M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
-    "124M, ZeRO-3, optimizer on the drive": [*_124M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
-    "354M, tiered, state on the drive": [*_354M, *_TIERED, "--ram-fraction", "0"],
-    "354M, tiered, half in RAM": [*_354M, *_TIERED, "--ram-fraction", "0.5"],
-    "354M, tiered, all in RAM": [*_354M, *_TIERED, "--ram-fraction", "1"],
-    "354M, tiered, weights streamed from RAM": [*_354M, *_TIERED, "--params", "cpu", "--ram-fraction", "1"],
-    "354M, tiered, weights and state on the drive": [*_354M, *_TIERED, "--params", "nvme", "--ram-fraction", "0"],
-    "354M, tiered, all on the drive": [
-        *(*_354M, *_TIERED, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme"),
-    ],
-    "354M, ZeRO-2, optimizer on the CPU": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "cpu"],
-    "354M, ZeRO-3, both on the CPU": [*_354M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
-    "354M, ZeRO-3, optimizer on the drive": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
+    "124M x 128, state on the drive, no overlap": f"{_124M} {_SHORT} {_TIERED} 0 tiered.overlap=off",
+    "124M x 1024, half in RAM, no overlap": f"{_124M} {_LONG} {_TIERED} 0.5 tiered.overlap=off",
+    "124M x 1024, half in RAM, overlap with the forward": f"{_124M} {_LONG} {_TIERED} 0.5 tiered.overlap=forward",
+    "124M x 1024, half in RAM, overlap with the backward": f"{_124M} {_LONG} {_TIERED} 0.5 tiered.overlap=backward",
+    "124M x 1024, state on the drive, overlap with the backward": (
+        f"{_124M} {_LONG} {_TIERED} 0 tiered.overlap=backward"
+    ),
+    "39M, all on the drive, 4 micro-batches, no overlap": (
+        f"{_40M} {_SHORT} {_TIERED} 0 {_ALL_ON_DRIVES} --accumulate 4 tiered.overlap=off"
+    ),
+    "39M, tiered, all in RAM, 4 micro-batches": f"{_40M} {_SHORT} {_TIERED} 1 --accumulate 4",
+    "124M, Muon, all in RAM": f"{_124M} {_SHORT} {_TIERED} 1 optim.name=muon",
+    "124M, Muon, state on the drive": f"{_124M} {_SHORT} {_TIERED} 0 optim.name=muon",
+    "354M, tiered, state on the drive": f"{_354M} {_SHORT} {_TIERED} 0",
+    "354M, tiered, half in RAM": f"{_354M} {_SHORT} {_TIERED} 0.5",
+    "354M, tiered, all in RAM": f"{_354M} {_SHORT} {_TIERED} 1",
+    "354M, tiered, weights streamed from RAM": f"{_354M} {_SHORT} {_TIERED} 1 --params cpu",
+    "354M, tiered, weights and state on the drive": f"{_354M} {_SHORT} {_TIERED} 0 --params nvme",
+    "354M, tiered, all on the drive": f"{_354M} {_SHORT} {_TIERED} 0 {_ALL_ON_DRIVES}",
+    "39M, plain": f"{_40M} {_SHORT} --engine plain",
+} | {
+    f"{size}, {name}": f"{model} {_SHORT} --engine deepspeed {words}"
+    for size, model in (("39M", _40M), ("124M", _124M), ("354M", _354M))
+    for name, words in (
+        ("ZeRO-2, optimizer on the CPU", "--params gpu --optimizer cpu"),
+        ("ZeRO-3, both on the CPU", "--params cpu --optimizer cpu"),
+        ("ZeRO-3, optimizer on the drive", "--params gpu --optimizer nvme"),
+    )
 }
-_OFF, _FORWARD = ["tiered.overlap=off"], ["tiered.overlap=forward"]
-_BACKWARD = ["tiered.overlap=backward", *_UNCLIPPED]
-_LONG = ["--model", "gpt2", "--seq-len", "1024", "--micro-batch", "1", "--dtype", "bf16"]
-WAYS = {
-    "124M x 128, state on the drive, no overlap": [*_124M, "--ram-fraction", "0", *_OFF],
-    "124M x 1024, half in RAM, no overlap": [*_LONG, "--ram-fraction", "0.5", *_OFF],
-    "124M x 1024, half in RAM, overlap with the forward": [*_LONG, "--ram-fraction", "0.5", *_FORWARD],
-    "124M x 1024, half in RAM, overlap with the backward": [*_LONG, "--ram-fraction", "0.5", *_BACKWARD],
-    "124M x 1024, state on the drive, overlap with the backward": [*_LONG, "--ram-fraction", "0", *_BACKWARD],
-    "39M, all on the drive, 4 micro-batches, no overlap": [
-        *(*_40M, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "4", *_OFF),
-    ],
-}
+_ALWAYS = ["--micro-batch", "1", "--dtype", "bf16"]
 _COLUMNS = ("peak host GB", "on drives GB", "read GB", "written GB", "update s", "step s")
 
 
@@ -159,28 +138,22 @@ def table(rows: dict[str, list[tuple[float | None, float | None]]]) -> Iterator[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", required=True)
-    parser.add_argument("--ways", action="store_true", help="the eight cases with and without overlap")
     parser.add_argument("--only", action="append", help="part of a case's name; repeat it for several")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with scratch("predictions-") as folder:
         os.environ.setdefault("OFFLOAD_TRAINER_CACHE", str(folder))
         bench = [sys.executable, "-m", "offload_trainer", "bench", "--nvme", options.nvme]
         timed = subprocess.run(bench, stdout=subprocess.PIPE, text=True, check=True).stdout
         rows = {}
-        for name, words in (WAYS if options.ways else CASES).items():
+        for name, words in CASES.items():
             if not options.only or any(part in name for part in options.only):
                 say(f"-- {name}")
-                rows[name] = compare([*words, "--nvme", options.nvme], options.nvme, steps=options.steps)
+                rows[name] = compare(
+                    [*words.split(), *_ALWAYS, "--nvme", options.nvme], options.nvme, steps=options.steps
+                )
                 say("\n".join(table({name: rows[name]})))
-    page = "\n".join(["```", timed.rstrip(), "```", "", *table(rows)])
-    print(page)
-    if options.table:
-        options.table.write_text(page + "\n")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    print("\n".join(["```", timed.rstrip(), "```", "", *table(rows)]))
 
 
 if __name__ == "__main__":

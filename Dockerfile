@@ -21,7 +21,7 @@ RUN case "$CARD" in \
     cpu) pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu ;; \
     *) echo "CARD=$CARD: volta (and Pascal), turing (and later), or cpu" >&2; exit 2 ;; \
     esac
-ARG EXTRAS=tensorboard,gguf,hf
+ARG EXTRAS=tensorboard,hf
 # DeepSpeed compiles its kernels at the first run, with g++ and libaio's header; Triton and torch.compile need g++ too.
 RUN case ",$EXTRAS," in *,deepspeed,*|*,adamw8bit,*|*,liger,*|*,all,*) \
     apt-get update -q && apt-get install -y -q --no-install-recommends g++ libaio-dev && rm -rf /var/lib/apt/lists/* ;; \

@@ -280,8 +280,6 @@ def _export(words: list[str]) -> None:
 
         done = export(**arguments)
     compared = f"; read back: every header, {done.compared} tensors equal" if arguments["check"] else ""
-    for note in done.notes:
-        _say(f"note: {note}")
     where = f"exported {done.source} in {arguments['dtype']} to {arguments['destination']}"
     print(shown(f"{where}: {format_bytes(done.bytes)}{compared}"))
     if repository is not None:

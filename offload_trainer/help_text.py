@@ -86,10 +86,10 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         "A run does this itself; `prepare` does it ahead of time.",
     ),
     "export": (
-        "export the weights of a run or checkpoint as a Hugging Face directory or a GGUF file (extra: gguf)",
+        "export the weights of a run or checkpoint as a Hugging Face directory",
         "SOURCE DEST",
         (
-            ("--dtype NAME", "fp16 (default), bf16 or fp32; for a .gguf file fp16 (default), fp32 or q8_0"),
+            ("--dtype NAME", "fp16 (default), bf16 or fp32"),
             ("--max-shard-size SIZE", "largest file of a directory, such as 500MB (default 5GB)"),
             ("--check", "read every header back and compare a sample of the tensors"),
             (
@@ -100,8 +100,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
             ("--trainer", "also write moments and step, so that transformers' Trainer resumes from DEST; in fp32"),
             ("--push-to-hub USER/NAME", "then upload DEST to that repository, which is created, private, if needed"),
         ),
-        "SOURCE is a run directory (its newest checkpoint), a checkpoint, or page files of a killed run on a drive.\n"
-        "A DEST that ends in .gguf becomes one file for llama.cpp, with a model card in DEST.md.",
+        "SOURCE is a run directory (its newest checkpoint), a checkpoint, or page files of a killed run on a drive.",
     ),
     "import": (
         "begin a run from another trainer's checkpoint: weights, optimizer state and step",
@@ -329,18 +328,14 @@ def parse_export_arguments(words: list[str]) -> dict[str, Any]:
     if unknown := [word for word in words if word.startswith("-")]:
         known = "--dtype, --max-shard-size, --check, --mixed, --trainer, --push-to-hub"
         raise UserError(f"export: {unknown[0]}: unknown flag; known: {known}")
-    gguf = bool(words) and words[-1].endswith(".gguf")
-    dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
+    dtypes = ("fp16", "bf16", "fp32")
     if len(words) != 2:
         given = ", ".join(map(shown, words)) or "nothing"
         raise UserError(f"export needs SOURCE and DEST; got {given}. `offload-train export --help` says more")
-    if trainer and (gguf or dtype != "fp32" or "--mixed" in switches):
-        raise UserError("--trainer writes a checkpoint in fp32 to a directory: leave out .gguf, --dtype and --mixed")
+    if trainer and (dtype != "fp32" or "--mixed" in switches):
+        raise UserError("--trainer writes a checkpoint in fp32: leave out --dtype and --mixed")
     if dtype not in dtypes:
-        what = "a GGUF file" if gguf else "a Hugging Face directory"
-        raise UserError(f"--dtype {dtype}: {what} needs one of --dtype {', '.join(dtypes)}")
-    if gguf and largest:
-        raise UserError("--max-shard-size is for directories of safetensors, and DEST is one GGUF file")
+        raise UserError(f"--dtype {dtype}: it should be one of {', '.join(dtypes)}")
     shard_bytes = parse_bytes(largest or "5GB")
     if not shard_bytes:
         raise UserError(f"--max-shard-size {largest}: a number with a unit, such as 500MB or 5GB")

@@ -22,7 +22,6 @@ REQUIRED = {
 OPTIONAL = {
     "deepspeed": "0.19.8",
     "bitsandbytes": "0.50.2",
-    "gguf": "0.17.1",
     "tensorboard": "2.19",
     "accelerate": "1.10.1",
     "trl": "1.10",

@@ -280,14 +280,16 @@ _VALUES: dict[str, dict[str, str]] = {
 }
 
 _EVALUATES = "with lm-eval's tasks; a run computes its validation loss every train.eval_every steps"
-_SERVES = "`offload-train export` writes a directory that vLLM and transformers load, or a .gguf file for llama.cpp"
+_SERVES = "`offload-train export` writes a directory that vLLM and transformers load"
+_CONVERTS = "llama.cpp's convert_hf_to_gguf.py converts what it exports, see docs/export.md"
 _HUB = "a run downloads what it needs: --model OWNER/NAME a model, --data hub:OWNER/NAME a dataset"
 _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("train", "finetune fine-tune finetune_full sft fit run pretrain pretraining launch start full finetuning", ""),
     ("train", "resume continue", "run the same command again to resume from its newest checkpoint"),
     ("sample", "generate generation inference infer predict complete", ""),
     ("chat", "talk interact cli_demo", ""),
-    ("export", "merge merge-lora merge_lora convert convert-hf save quantize gguf zero_to_fp32 convert_to_hf", ""),
+    ("export", "merge merge-lora merge_lora convert convert-hf save zero_to_fp32 convert_to_hf", ""),
+    ("export", "gguf quantize", _CONVERTS),
     ("import", "migrate import-checkpoint import_checkpoint ds_to_universal load-checkpoint load_checkpoint", ""),
     ("prepare", "preprocess tokenize tokenise prepare-data prepare_data data build-dataset prepare_dataset", ""),
     ("plan", "estimate estimate-memory estimate_memory memory dry-run dryrun", ""),

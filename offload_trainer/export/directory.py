@@ -55,7 +55,6 @@ class Written:
 
     bytes: int
     compared: int
-    notes: tuple[str, ...] = ()  # how llama.cpp treats text differently
 
 
 def write_model(
@@ -97,6 +96,8 @@ def write_model(
             config = read_model_config(temporary)
             config.pop("torch_dtype", None)
             config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+            if config["model_type"] == "gpt2":
+                config["n_ctx"] = config["n_positions"]  # the name that llama.cpp's converter reads
             write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
             write_text(temporary / "README.md", source.card(dtype))
             weights = _converted(finite_weights(source), groups)

@@ -34,23 +34,19 @@ class HubRepository:
             ) from error
 
     def push(self, exported: Path, *, message: str) -> str:
-        """Upload a directory, or a GGUF file and its card, as one commit; return the commit's address.
+        """Upload a directory as one commit; return the commit's address.
 
         Raises:
             TrainerError: the upload failed; the export is complete.
         """
-        alone = exported.is_file()
-        files = {"allow_patterns": [exported.name, f"{exported.name}.md"]} if alone else {}
         try:
-            folder = exported.parent if alone else exported
             done = self._api.upload_folder(
-                repo_id=self.name, folder_path=folder, commit_message=message, repo_type="model", **files
+                repo_id=self.name, folder_path=exported, commit_message=message, repo_type="model"
             )
         except Exception as error:
-            what = f"{exported} {exported.name}" if alone else str(exported)
             raise TrainerError(
                 f"{exported} is complete, but was not pushed to {self.name}: {_first_line(error)}. Push it with "
-                f"`hf upload {self.name} {what}`"
+                f"`hf upload {self.name} {exported}`"
             ) from error
         return str(done.commit_url)
 

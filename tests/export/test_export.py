@@ -180,7 +180,9 @@ def test_shards_an_index_and_the_dtype(dtype: torch.dtype, trained: Path, tmp_pa
     assert all(path.stat().st_size < 100_000 or len(load_file(path)) == 1 for path in files)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.numel() for value in held.values()) * dtype.itemsize
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    assert config["n_ctx"] == config["n_positions"]  # the first for llama.cpp's converter
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype is dtype
 
 

@@ -80,22 +80,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("name", ["exported", "model.gguf"])
-def test_the_repository_gets_the_bytes_of_the_export(name: str, run: Path, hub: dict[str, str], tmp_path: Path) -> None:
-    """Files next to a GGUF file are not uploaded."""
-    (tmp_path / "mine.txt").write_text("private")
-    done = ask("export", run, tmp_path / name, "--push-to-hub", "me/model", own=True, **hub)
+def test_the_repository_gets_the_bytes_of_the_export(run: Path, hub: dict[str, str], tmp_path: Path) -> None:
+    there = tmp_path / "exported"
+    done = ask("export", run, there, "--push-to-hub", "me/model", own=True, **hub)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"pushed to {hub['HF_ENDPOINT']}/me/model/commit/abc"
     (created,) = Hub.created
     assert created["name"] == "model"
     assert created.get("visibility") == "private" or created.get("private") is True  # older versions
-    there = tmp_path / name
-    paths = (
-        [path for path in there.rglob("*") if path.is_file()] if there.is_dir() else [there, tmp_path / f"{name}.md"]
-    )
-    root = there if there.is_dir() else tmp_path
-    assert {path.relative_to(root).as_posix(): path.read_bytes() for path in paths} == Hub.files
+    paths = [path for path in there.rglob("*") if path.is_file()]
+    assert {path.relative_to(there).as_posix(): path.read_bytes() for path in paths} == Hub.files
 
 
 def test_without_the_right_nothing_is_written(run: Path, hub: dict[str, str], tmp_path: Path) -> None:

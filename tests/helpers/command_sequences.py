@@ -145,7 +145,6 @@ def exports_of_a_run_without_checkpoints(story: Story) -> None:
     assert "| Steps | 5 of 5 |" in card
     assert "n_embd=32" in card
     story.command("export", output, story.folder / "half", "--dtype", "bf16")
-    story.command("export", output, story.folder / "one.gguf", "--dtype", "fp16")
     assert f"done before: 5 steps; the weights are in {output / 'export'}" in story.train(output, "--save-every", 0)
 
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
 from commands import environment
 
 TOOLS = "/usr/local/bin:/usr/bin:/bin"
@@ -28,3 +29,26 @@ def fresh_environment(place: Path, *, tools: str = TOOLS) -> dict[str, str]:
     # The build requirements are installed, so nothing is downloaded.
     given |= {"PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
     return {name: value for name, value in given.items() if name not in ("PYTHONPATH", "CXX")}
+
+
+def installed_environment(place: Path, *requirements: str, alone: tuple[str, ...] = ()) -> dict[str, str]:
+    """Create an environment with this torch and what pip downloads: the requirements, and `alone` without theirs.
+
+    Return the variables of its processes. Skip the test if pip finds no package index.
+    """
+    there = fresh_environment(place)
+    (site,) = (place / "venv/lib").glob("python3*/site-packages")
+    (site / "libraries.pth").unlink()
+    for found in Path(sysconfig.get_path("purelib")).iterdir():
+        if found.name.startswith(("torch", "functorch", "nvidia", "triton")):
+            (site / found.name).symlink_to(found)
+    online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
+    pip = ["python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    for words in (requirements, ("--no-deps", *alone) if alone else ()):
+        if not words:
+            continue
+        done = subprocess.run([*pip, *words], env=online, capture_output=True, text=True, check=False)
+        if done.returncode and "No matching distribution" in done.stderr:
+            pytest.skip(f"pip finds none of these here: {done.stderr[-300:]}")
+        assert done.returncode == 0, done.stderr
+    return there

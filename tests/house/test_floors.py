@@ -35,7 +35,6 @@ ROOMS = {
     "transformers": {"model", "data", "hf"},
     "peft": {"session"},
     "bitsandbytes": {"engine", "offloading"},  # DeepSpeed's 8-bit AdamW; the arithmetic of quantised weights
-    "gguf": {"export"},
     "datasets": {"data"},
 }
 LIBRARY_FREE = {

@@ -64,7 +64,7 @@ def test_the_image_has_the_torch_of_the_page(card: str, row: str, tmp_path: Path
     assert status == 0
     words = of_card(row).removeprefix("pip ").replace("'", "").replace("install", "install --no-cache-dir")
     assert pip.startswith(f"{words} install ")
-    assert pip.endswith("offload_trainer-1-py3-none-any.whl[tensorboard,gguf,hf] ")
+    assert pip.endswith("offload_trainer-1-py3-none-any.whl[tensorboard,hf] ")
     assert not debian
 
 

@@ -311,7 +311,6 @@ OPENING = {
     "data/tokenfile.py": "new files, and O_NONBLOCK",
     "data/tokenizer.py": "copyfile, which refuses pipes",
     "export/directory.py": "files that it has just written",
-    "export/gguf.py": "a file that it has just written",
     "machine/probe.py": "the kernel's",
     "model/loader.py": "copyfile, of what was read before",
     "numa.py": "the kernel's",

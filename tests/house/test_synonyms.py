@@ -158,6 +158,7 @@ COMMANDS = {
     "generate": "`offload-train sample`",
     "merge": "`offload-train export`",
     "convert": "`offload-train export`",
+    "quantize": "convert_hf_to_gguf.py",
     "preprocess": "`offload-train prepare`",
     "estimate-memory": "`offload-train plan`",
     "benchmark": "`offload-train bench`",

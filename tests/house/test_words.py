@@ -117,11 +117,6 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "absent.yaml: No such file" in capsys.readouterr().err
 
 
-def test_an_export_in_a_type_that_the_file_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", "runs/default", "y.gguf", "--dtype", "bf16"]) == 2
-    assert "--dtype bf16: a GGUF file needs one of --dtype fp16, fp32, q8_0" in capsys.readouterr().err
-
-
 def test_a_plan_without_a_gpu_mentions_none() -> None:
     told = make_plan(wish("--save-every", "5", "save.keep=2"), SHAPES["gpt2"], machine()).describe()
     assert "gpu" not in told.lower().replace("note: no gpu here", "")

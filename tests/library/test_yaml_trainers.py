@@ -6,14 +6,13 @@ import json
 import re
 import shlex
 import subprocess
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from compare_trainers import assert_same, weights
-from fresh_environment import fresh_environment
+from fresh_environment import installed_environment
 from hf_trainers import model_folder
 from sample_chats import chat_tokenizer, chats
 
@@ -28,20 +27,7 @@ SAME |= {"save_steps": 2, "logging_steps": 1, "report_to": "none", "dataloader_n
 
 def installed(place: Path, *projects: str, libraries: tuple[str, ...]) -> dict[str, str]:
     """Create an environment with this torch, the libraries, and the projects without what they ask for."""
-    there = fresh_environment(place) | {"PYTHONPATH": str(ROOT)}
-    (site,) = (place / "venv/lib").glob("python3*/site-packages")
-    (site / "libraries.pth").unlink()
-    for found in Path(sysconfig.get_path("purelib")).iterdir():
-        if found.name.startswith(("torch", "functorch", "nvidia", "triton")):
-            (site / found.name).symlink_to(found)
-    online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
-    pip = ["python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
-    for words in ((*OURS, *libraries), ("--no-deps", *projects)):
-        done = subprocess.run([*pip, *words], env=online, capture_output=True, text=True, check=False)
-        if done.returncode and "No matching distribution" in done.stderr:
-            pytest.skip(f"pip finds none of these here: {done.stderr[-300:]}")
-        assert done.returncode == 0, done.stderr
-    return there
+    return installed_environment(place, *OURS, *libraries, alone=projects) | {"PYTHONPATH": str(ROOT)}
 
 
 def model_and_data(folder: Path) -> Path:

@@ -15,12 +15,11 @@ from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import write_model
-from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import Source
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.run.directory import keep_model
 
-END, TURN, THIRD = 0, 2048, 2049
+END, TURN = 0, 2048
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 GENERATION = {
     "eos_token_id": [TURN, END],
@@ -135,27 +134,3 @@ def test_a_damaged_generation_config_is_refused_before_the_run(given: Path, tmp_
     (tmp_path / "generation_config.json").write_text("[1")
     with pytest.raises(UserError, match=r"generation_config\.json cannot be read: it is not JSON"):
         resolve_model(ModelSection(name=str(tmp_path)), seed=0)
-
-
-def gguf_ends(given: Path, tmp_path: Path, ends: Any) -> dict[str, Any]:
-    gguf = pytest.importorskip("gguf")
-    kept = through_a_run(given, tmp_path / "run")
-    # Use the tokenizer's own file, not what transformers makes of it with a Qwen2 config.json.
-    (kept / "tokenizer.json").write_bytes((given / "tokenizer.json").read_bytes())
-    (kept / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    weights = AutoModelForCausalLM.from_pretrained(given).state_dict()
-    weights.pop("lm_head.weight")
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    (tmp_path / "out.gguf").unlink(missing_ok=True)
-    write_gguf(weights.items(), tmp_path / "out.gguf", shapes=shapes, model=kept, dtype="f32")
-    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
-    found = {role: fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eom", "eot")}
-    return {role: field.contents() for role, field in found.items() if field is not None}
-
-
-def test_a_gguf_file_ends_texts_where_transformers_does(given: Path, tmp_path: Path) -> None:
-    assert gguf_ends(given, tmp_path, TURN) == {"eos": TURN}
-    assert gguf_ends(given, tmp_path, [TURN, END]) == {"eos": TURN, "eom": END}
-    assert gguf_ends(given, tmp_path, [END, THIRD, TURN]) == {"eos": TURN, "eom": END, "eot": THIRD}
-    with pytest.raises(UserError, match=r"eos_token_id is \[0, 1, 2, 2048\].*at most three"):
-        gguf_ends(given, tmp_path, [0, 1, 2, TURN])

@@ -17,7 +17,6 @@ from small_architectures import ARCHITECTURES, reference
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export import gguf
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.tiered.state_formats import is_signed
@@ -116,9 +115,9 @@ def test_no_checkpoint_with_nan_is_saved_or_resumed(name: str, field: str, value
             made.load(good)
 
 
-@pytest.mark.parametrize("destination", ["hf fp16", "hf bf16", "hf fp32", "gguf fp16", "gguf fp32", "gguf q8_0"])
-def test_no_export_holds_a_nan(destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export with NaN is refused in every file type, with names and counts, and nothing remains of it."""
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_no_export_holds_a_nan(dtype: str, tmp_path: Path) -> None:
+    """An export with NaN is refused in every dtype, with names and counts, and nothing remains of it."""
     model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
     with engine(model, "--engine", "plain", "--dtype", "fp32") as made:
         run = checkpoint_of(made, model, tmp_path / "run")
@@ -131,12 +130,9 @@ def test_no_export_holds_a_nan(destination: str, tmp_path: Path, monkeypatch: py
     data = (checkpoint / "master.safetensors").read_bytes()
     told["files"]["master.safetensors"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     (checkpoint / "MANIFEST.json").write_text(json.dumps(told))
-    # The model has no tokenizer, and the test needs none.
-    monkeypatch.setattr(gguf, "add_tokenizer", lambda *_, **__: None)
-    kind, dtype = destination.split()
     before = set(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"2 weights cannot be used: .*wte\.weight \(72 of 15192") as refused:
-        export(run, tmp_path / f"out{'.gguf' if kind == 'gguf' else ''}", dtype=dtype, check=False)
+        export(run, tmp_path / "out", dtype=dtype, check=False)
     assert "ln_f.bias (1 of 72 values are NaN or infinite)" in str(refused.value)
     assert "bf16" not in str(refused.value)
     assert set(tmp_path.iterdir()) == before

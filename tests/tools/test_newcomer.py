@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from fresh_environment import fresh_environment
-from gguf import GGUFReader
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,8 +76,8 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    assert "'.[" in INSTALL
-    run(INSTALL.replace("'.[", f"'{wheel}["), folder, fresh)
+    assert INSTALL == "pip install ."
+    run(f"pip install '{wheel}'", folder, fresh)
     where = run("python -P -c 'import offload_trainer; print(offload_trainer.__file__)'", folder, fresh)
     assert where.startswith(os.fspath(Path(fresh["PATH"].partition(":")[0]).parent))
 
@@ -114,4 +113,3 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     model = AutoModelForCausalLM.from_pretrained(folder / "mine-bf16", dtype=torch.bfloat16)
     assert model.num_parameters() > 4_000_000
     assert AutoTokenizer.from_pretrained(folder / "mine-bf16")("It was").input_ids
-    assert len(GGUFReader(folder / "mine.gguf").tensors) == 76

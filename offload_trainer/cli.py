@@ -18,7 +18,6 @@ from offload_trainer import __version__
 from offload_trainer.errors import RERUN_HINT, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.help_text import (
     help_text,
-    parse_eval_arguments,
     parse_export_arguments,
     parse_import_arguments,
     parse_sampling_arguments,
@@ -323,19 +322,6 @@ def _chat(words: list[str]) -> None:
     chat(Path(words[0]), sys.stdin, **draw, say=_say)
 
 
-def _eval(words: list[str]) -> None:
-    as_json = bool(take_switches(words, "--json"))
-    source, write, evaluation = parse_eval_arguments(words)
-    quieten()
-    from offload_trainer.run.commands.evaluate import Evaluation, evaluate
-
-    with redirect_stdout(sys.stderr):  # libraries print there
-        done = evaluate(source, Evaluation(**evaluation), write=write, say=_say)
-    print(done.json if as_json else shown(done.table))
-    if done.written is not None:
-        _say(f"{done.written}: written")
-
-
 def _runs(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     if len(words) > 1 or any(word.startswith("-") for word in words):
@@ -414,7 +400,6 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "import": _import,
     "sample": _sample,
     "chat": _chat,
-    "eval": _eval,
     "runs": _runs,
     "report": _report,
     "serve": _serve,

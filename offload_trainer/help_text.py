@@ -123,21 +123,6 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         _DRAWING,
         f"Type one message a line; end with Ctrl-D. {_SOURCE}",
     ),
-    "eval": (
-        "evaluate the model that a run has saved with lm-evaluation-harness (extra: eval)",
-        "SOURCE --tasks NAMES",
-        (
-            ("--tasks NAMES", "tasks, groups or patterns of lm-eval, with commas; `lm-eval ls tasks` lists them"),
-            ("--limit N", "only the first N documents of each task"),
-            ("--num-fewshot N", "examples in each prompt (default: what the task says)"),
-            ("--batch-size N", "requests that pass through the model at a time (default 8)"),
-            ("--include-path DIR", "directory with the YAML files of further tasks"),
-            ("--apply-chat-template", "put each prompt into the chat template"),
-            ("--write FILE.json", "file for the results (default: lm_eval.json in SOURCE if that is a run directory)"),
-            ("--json", "print JSON"),
-        ),
-        _SOURCE,
-    ),
     "runs": (
         "list runs with their step, losses, and whether they can be resumed",
         "[DIR]",
@@ -306,12 +291,12 @@ def take_value(words: list[str], name: str) -> str | None:
     return None
 
 
-def take_count(words: list[str], name: str, *, otherwise: int, least: int = 1) -> int:
+def take_count(words: list[str], name: str, *, otherwise: int) -> int:
     text = take_value(words, name)
     if text is None:
         return otherwise
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{name} {shown(text)}: it should be a whole number, at least {least}")
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{name} {shown(text)}: it should be a whole number, at least 1")
     return int(text)
 
 
@@ -357,40 +342,6 @@ def parse_import_arguments(words: list[str]) -> tuple[Path, Path, list[str]]:
         given = ", ".join(map(shown, words)) or "nothing"
         raise UserError(f"import needs SOURCE and RUN first; got {given}. `offload-train import --help` says more")
     return Path(words[0]), Path(words[1]), words[2:]
-
-
-def parse_eval_arguments(words: list[str]) -> tuple[Path, Path | None, dict[str, Any]]:
-    """Parse the words after `eval` into SOURCE, the file of --write, and the fields of `evaluate.Evaluation`.
-
-    Raises UserError for mistakes.
-    """
-    refuse_unwritable(words)
-    templates = take_switches(words, "--apply-chat-template")
-    tasks, folder = take_value(words, "--tasks"), take_value(words, "--include-path")
-    write = take_value(words, "--write")
-    limit = take_count(words, "--limit", otherwise=0)
-    shots = take_count(words, "--num-fewshot", otherwise=-1, least=0)
-    batch = take_count(words, "--batch-size", otherwise=8)
-    if unknown := [word for word in words if word.startswith("-")]:
-        raise UserError(f"eval: {unknown[0]}: unknown flag; known: {', '.join(switches_of('eval'))}")
-    if len(words) != 1:
-        listing = ", ".join(map(shown, words)) or "nothing"
-        raise UserError(f"eval needs one SOURCE; got {listing}. `offload-train eval --help` says more")
-    names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
-    if not names:
-        raise UserError("eval needs --tasks NAMES, such as --tasks hellaswag,arc_easy; `lm-eval ls tasks` lists them")
-    return (
-        Path(words[0]),
-        None if write is None else Path(write),
-        {
-            "tasks": names,
-            "limit": limit or None,
-            "num_fewshot": None if shots < 0 else shots,
-            "batch_size": batch,
-            "include_path": folder,
-            "apply_chat_template": bool(templates),
-        },
-    )
 
 
 def parse_sampling_arguments(words: list[str], command: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ OPTIONAL = {
     "wandb": "0.22",
     "trackio": "0.41",
     "liger-kernel": "0.8",
-    "lm_eval": "0.4.13",
     "pillow": "10.0.1",
 }
 _MODULES = {
@@ -67,7 +66,7 @@ def to_install(*packages: str) -> str:
 
 def lacks(feature: str, package: str) -> str:
     """Return the error message for a feature that needs a package which is not installed."""
-    also = {"deepspeed": ("ninja",), "lm_eval": ("accelerate", "peft")}.get(package, ())
+    also = ("ninja",) if package == "deepspeed" else ()
     return f"{feature} needs {package}, which is not installed: {to_install(package, *also)}"
 
 

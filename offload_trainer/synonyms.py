@@ -279,7 +279,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "tiered.io": {"aio": "async_io", "libaio": "async_io"},
 }
 
-_EVALUATES = "with lm-eval's tasks; a run computes its validation loss every train.eval_every steps"
+_EVALUATES = "a run computes its validation loss every train.eval_every steps; lm-eval reads an export: docs/export.md"
 _SERVES = "`offload-train export` writes a directory that vLLM and transformers load"
 _CONVERTS = "llama.cpp's convert_hf_to_gguf.py converts what it exports, see docs/export.md"
 _HUB = "a run downloads what it needs: --model OWNER/NAME a model, --data hub:OWNER/NAME a dataset"
@@ -301,7 +301,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("ls", "list recipes templates", ""),
     ("cp", "copy", ""),
     ("init", "new create setup wizard config configure", ""),
-    ("eval", "evaluate evaluation test validate lm_eval lm-eval perplexity", _EVALUATES),
+    ("", "eval evaluate evaluation test validate lm_eval lm-eval perplexity", _EVALUATES),
     ("", "server api deploy webchat webui ui vllm-serve", _SERVES),
     ("", "download fetch pull", _HUB),
     ("", "upload push push-to-hub", _UPLOADS),

@@ -25,7 +25,6 @@ from offload_trainer.model.init_weights import parameters_without_memory
 from offload_trainer.safe_files import one_line, refuse_pipes
 
 _LIKELIEST = 50  # top_k for sampling
-NOT_NUMBERS = "the model's logits are not numbers: its weights cannot be used, or were not all read"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class InferenceModel:
 
     model: Any
     tokenizer: Any
-    source: str = ""  # description of where the weights are from
 
     def generate(self, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False) -> list[int]:
         """Return at most `tokens` ids that continue `ids`, stopping at the end of the text.
@@ -64,7 +62,7 @@ class InferenceModel:
     def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask the ids that the tokenizer does not have. Raises TrainerError for NaN logits."""
         if not torch.isfinite(scores).any() or torch.isnan(scores).any():
-            raise TrainerError(NOT_NUMBERS)
+            raise TrainerError("the model's logits are not numbers: its weights cannot be used, or were not all read")
         scores[:, len(self.tokenizer) :] = -torch.inf
         return scores
 

@@ -16,7 +16,6 @@ import pytest
 
 from offload_trainer.cli import (
     main,
-    parse_eval_arguments,
     parse_export_arguments,
     parse_import_arguments,
     parse_sampling_arguments,
@@ -34,7 +33,7 @@ TEXTS = {page: (ROOT / page).read_text() for page in PAGES if page not in ELSEWH
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)
 COMMANDS = {(one or other).replace("\\\n", "") for text in TEXTS.values() for one, other in COMMAND.findall(text)}
 # The text only names these.
-COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export", "import", "eval")}
+COMMANDS -= {f"offload-train {name}" for name in ("plan", "tune", "bench", "export", "import")}
 SCRIPT = re.compile(r"((?:scripts|soak|benchmarks|tests)/[\w/]+\.(?:py|sh))")
 SCRIPTS = sorted({found for text in TEXTS.values() for found in SCRIPT.findall(text)})
 RUN = ("plan", "ls", "cp", "--help", "runs")
@@ -44,7 +43,6 @@ PARSED = {
     "import": "a checkpoint that is not here; tests/run/test_import_trainer.py and its neighbours",
     "sample": "a run that is not here; the quickstart's goes on with a text",
     "chat": "a run that is not here; tests/run/test_chat_run.py",
-    "eval": "a run that is not here, and tasks of the hub; tests/run/test_evaluate.py",
     "report": "runs that are not here; tests/run/test_compare.py",
     "serve": "runs that are not here; tests/run/test_serve.py",
     "prepare": "a text that is not here; the quickstart's is prepared",
@@ -117,9 +115,6 @@ def test_commands(command: str) -> None:
         return
     if words[0] == "import":
         load_config(parse_import_arguments(words[1:])[2])
-        return
-    if words[0] == "eval":
-        parse_eval_arguments(words[1:])
         return
     if words[0] in ("sample", "chat"):
         verb = words.pop(0)

@@ -163,7 +163,7 @@ COMMANDS = {
     "estimate-memory": "`offload-train plan`",
     "benchmark": "`offload-train bench`",
     "list": "`offload-train ls`",
-    "evaluate": "`offload-train eval`",
+    "evaluate": "train.eval_every",
     "vllm-serve": "vLLM",
     "download": "--model OWNER/NAME",
     "version": "`offload-train --version`",

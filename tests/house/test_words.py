@@ -22,7 +22,7 @@ from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
 
-WITHOUT_FLAGS = ("export", "sample", "chat", "eval", "runs", "report", "serve", "ls", "cp")
+WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "report", "serve", "ls", "cp", "completion")
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 
 
@@ -96,7 +96,6 @@ def test_help_knows_each_switch(command: str) -> None:
     source = inspect.getsource(cli._COMMANDS[command])
     source += inspect.getsource(cli.parse_export_arguments) if command == "export" else ""
     source += inspect.getsource(cli.parse_sampling_arguments) if command in ("sample", "chat") else ""
-    source += inspect.getsource(cli.parse_eval_arguments) if command == "eval" else ""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     taken = {
         word.value

@@ -69,7 +69,7 @@ def inference_model(
                 "read from the disk for each token"
             )
             read_as_called(model, found.shapes, found.read)
-        yield InferenceModel(model, load_tokenizer(str(found.directory)), found.description)
+        yield InferenceModel(model, load_tokenizer(str(found.directory)))
 
 
 @contextmanager

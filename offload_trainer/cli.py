@@ -151,7 +151,7 @@ def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_
     found.refuse()
 
 
-def _print_plan(words: list[str], *, as_json: bool) -> Plan:
+def _print_plan(words: list[str], *, as_json: bool) -> None:
     """Print the plan of a run and check that it could start here. Raises UserError if it could not.
 
     A conflict with existing files in the default run directory only prints a note, since the user has not named that
@@ -171,7 +171,6 @@ def _print_plan(words: list[str], *, as_json: bool) -> Plan:
         if "output" in config.save.model_fields_set or config.save.resume not in ("auto", "never"):
             raise
         _say(f"note: training with these words would be refused: {error}")
-    return planned.plan
 
 
 def _show(plan: Plan, *, as_json: bool) -> None:
@@ -332,17 +331,6 @@ def _runs(words: list[str]) -> None:
     print(json.dumps([run.to_json() for run in found], indent=1) if as_json else shown(aligned(run_table(found))))
 
 
-def _init(words: list[str]) -> None:
-    path = Path(take_value(words, "--write") or "train.yaml")
-    from offload_trainer.run.commands.recipes import ask_for, configured, refuse_taken, write_new
-
-    refuse_taken(path)
-    words = ask_for(words, sys.stdin, say=_say)
-    plan = _print_plan(words, as_json=False)
-    write_new(path, configured(words, plan.describe(), path))
-    print(shown(f"{path}: written; `offload-train {path}` trains"))
-
-
 def _ls(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     if words:
@@ -403,7 +391,6 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "runs": _runs,
     "report": _report,
     "serve": _serve,
-    "init": _init,
     "ls": _ls,
     "cp": _cp,
 }

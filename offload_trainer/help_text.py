@@ -144,12 +144,6 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         ),
         "RUN is a run directory. The page needs no network. From another machine: ssh -L 8765:127.0.0.1:8765 HOST",
     ),
-    "init": (
-        "ask for a model, a text and a drive, and write a configuration and its plan",
-        _CONFIG,
-        (("--write FILE.yaml", "file for the configuration (default train.yaml)"),),
-        "Values given by a flag or key are not asked for. Exit code 2: the plan does not fit, and nothing is written.",
-    ),
     "ls": (
         "list the recipes that come with the package, what each is for and what it needs",
         "",
@@ -177,7 +171,6 @@ _FLAGS_OF = {
     "doctor": ("--model", "--scratch", "--nvme", "--engine", "--gpus", "--output"),
     "prepare": _DATA_FLAGS,
     "import": ("--model", "--scratch", "--dtype", "--steps", "--lr"),
-    "init": ("--model", "--scratch", "--data", "--seq-len", "--steps", "--epochs", "--nvme", "--output"),
 }
 
 _START = """\

@@ -531,15 +531,12 @@ def refuse_unwritable(words: list[str]) -> None:
         raise UserError(f"{shown(broken[0])}: not UTF-8, as the files that are written must be; use another name")
 
 
-def dump_config(config: TrainConfig, *, given_only: bool = False) -> str:
-    """Return the configuration as YAML, which `load_config` reads back to an equal one.
-
-    `given_only`: leave out keys that were not set explicitly.
-    """
-    values = config.model_dump(mode="json", exclude_unset=given_only)
+def dump_config(config: TrainConfig) -> str:
+    """Return the configuration as YAML, which `load_config` reads back to an equal one."""
+    values = config.model_dump(mode="json")
     if config.train.tokens_per_step != "auto":  # it determines these two keys
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
-            values["train"].pop(name, None)
+            del values["train"][name]
     if config.train.epochs != "auto":  # it determines the number of steps
-        values["train"].pop("steps", None)
+        del values["train"]["steps"]
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -300,7 +300,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("report", "compare diff", ""),
     ("ls", "list recipes templates", ""),
     ("cp", "copy", ""),
-    ("init", "new create setup wizard config configure", ""),
+    ("ls", "init new create setup wizard config configure", "`offload-train cp NAME` copies one of its recipes"),
     ("", "eval evaluate evaluation test validate lm_eval lm-eval perplexity", _EVALUATES),
     ("", "server api deploy webchat webui ui vllm-serve", _SERVES),
     ("", "download fetch pull", _HUB),

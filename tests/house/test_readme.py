@@ -49,7 +49,6 @@ PARSED = {
     "bench": "minutes of a drive; tests/plan/test_machine.py",
     "tune": "minutes of a drive; tests/run/test_tune.py",
     "doctor": "what it says is this machine's; tests/run/test_doctor.py",
-    "init": "questions, which tests/run/test_commands.py answers",
 }
 TARGETS = {
     one or other
@@ -122,7 +121,7 @@ def test_commands(command: str) -> None:
         asked = "--tokens" in words
         assert ("tokens" in parse_sampling_arguments(words, verb)) == asked
         return
-    if words[0] in ("plan", "bench", "tune", "doctor", "prepare", "init"):
+    if words[0] in ("plan", "bench", "tune", "doctor", "prepare"):
         words = [word for word in words[1:] if word != "--json"]
         for flag in ("--machine", "--nodes", "--write", "--drive-gigabytes"):
             if flag in words:

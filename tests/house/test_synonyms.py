@@ -163,6 +163,7 @@ COMMANDS = {
     "estimate-memory": "`offload-train plan`",
     "benchmark": "`offload-train bench`",
     "list": "`offload-train ls`",
+    "init": "`offload-train cp NAME`",
     "evaluate": "train.eval_every",
     "vllm-serve": "vLLM",
     "download": "--model OWNER/NAME",

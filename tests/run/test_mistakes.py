@@ -94,8 +94,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a recipe under no configuration's name": ("cp demo copy.txt", "ends in .yaml"),
     "a recipe without its name": ("cp", "cp needs NAME"),
     "words that nothing is listed by": ("ls everything", "ls needs no words"),
-    "questions without answers": ("init", "it can also be given with --model"),
-    "questions over a file": ("init --write torn.yaml", "torn.yaml: already exists"),
+    "settings over a file": ("tune --write torn.yaml", "torn.yaml: already exists"),
     "a count that is none": ("bench --drive-gigabytes few", "whole number"),
 }
 

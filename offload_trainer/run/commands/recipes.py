@@ -1,4 +1,4 @@
-"""The `ls`, `cp` and `init` commands: list the recipes of the package, copy one, or ask for what a run needs.
+"""The `ls` and `cp` commands: list the recipes of the package, and copy one.
 
 A recipe is a configuration file, a script, or a file for a scheduler. It begins with comments in this format:
 
@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
-from typing import IO, Any
+from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.presets import PRESETS
-from offload_trainer.settings import dump_config, load_config
 from offload_trainer.units import shown
 
 _HEAD = re.compile(r"^# (run|plan|memory): +(.*)$")
@@ -114,87 +111,3 @@ def write_new(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise UserError(f"{shown(str(path))}: {error.strerror}; name another file") from error
-
-
-# -- init --------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_model(answer: str) -> None:
-    if answer in PRESETS or "/" in answer or Path(answer).expanduser().is_dir():
-        return
-    raise UserError(f"{answer}: neither a preset ({', '.join(PRESETS)}) nor a directory nor a hub id such as me/mine")
-
-
-def _refuse_data(answer: str) -> None:
-    from offload_trainer.data.sources import find_sources  # late: `ls` and `cp` do without
-
-    find_sources([answer])
-
-
-def _refuse_drive(answer: str) -> None:
-    if not Path(answer).expanduser().is_dir():
-        raise UserError(f"{answer}: no such directory; create a writable one on the drive")
-
-
-@dataclass(frozen=True)
-class _Question:
-    flag: str
-    key: str
-    asked: str  # the question, one line
-    otherwise: str  # used for an empty answer; "" leaves the key at its default
-    refuse: Callable[[str], None]  # raises UserError for an invalid answer
-
-
-_QUESTIONS = (
-    _Question("--model", "model.name", "Which model? A preset, a directory, or a hub id", "gpt2-mini", _refuse_model),
-    _Question("--data", "data.path", "Which text? A file, a directory, or builtin", "builtin", _refuse_data),
-    _Question(
-        "--nvme",
-        "placement.nvme",
-        "A directory on an SSD, for what does not fit in memory? Empty: none",
-        "",
-        _refuse_drive,
-    ),
-)
-
-
-def ask_for(words: list[str], answers: IO[str], *, say: Callable[[str], None]) -> list[str]:
-    """Return `words` with a flag added for each of model, data and drive that they leave open.
-
-    Each question is repeated until the answer is valid. Raises UserError if `answers` ends first.
-    """
-    config = load_config(words)
-    found = list(words)
-    for question in _QUESTIONS:
-        section, _, name = question.key.partition(".")
-        if name in getattr(config, section).model_fields_set:
-            continue
-        if answer := _answer(question, answers, say=say):
-            found += [question.flag, answer]
-    return found
-
-
-def _answer(question: _Question, answers: IO[str], *, say: Callable[[str], None]) -> str:
-    while True:
-        say(f"{question.asked}{f' [{question.otherwise}]' if question.otherwise else ''}")
-        line = answers.readline()
-        if not line:
-            raise UserError(f"init: the input ended before an answer; it can also be given with {question.flag}")
-        answer = line.strip() or question.otherwise
-        try:
-            if answer:
-                question.refuse(answer)
-            return answer
-        except UserError as error:
-            say(str(error))
-
-
-def configured(words: list[str], plan: str, path: Path) -> str:
-    """Return the text of a configuration file: command and plan as comments, then the keys set by `words`."""
-    head = [
-        "Your answers, and the plan for them on the machine where this was written. All other keys: docs/config.md.",
-        f"run:    offload-train {quote(shown(str(path)))}",
-        *shown(plan).splitlines(),
-    ]
-    comments = "".join(f"{f'# {line}'.rstrip()}\n" for line in head)
-    return comments + dump_config(load_config(words), given_only=True)

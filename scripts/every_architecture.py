@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -308,24 +308,9 @@ def in_a_child(name: str, examine: Callable[[str, Path], Any], kind: Callable[..
 
 
 def main() -> None:
-    try_all(kinds(), examine, Result, table=table, about=str(__doc__))
-
-
-def try_all(
-    names: Iterable[str],
-    examine: Callable[[str, Path], Any],
-    kind: Callable[..., Any],
-    *,
-    table: Callable[[list[Any]], str],
-    about: str,
-    not_run: str = "do not run in transformers",
-) -> None:
-    """Read the command line, run `examine` for each architecture, write the results, and exit with 1 if one is wrong.
-
-    `about`: the text of --help. `not_run`: what is said of those with the outcome "transformers".
-    """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llama or Llava")
+    """Read the command line, examine each architecture, write the results, and exit with 1 if one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llama")
     parser.add_argument("--table", type=Path, help="the page to write")
     parser.add_argument("--json", type=Path)
     wishes = parser.parse_args()
@@ -333,23 +318,23 @@ def try_all(
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     results = []
-    for name in wishes.only or names:
-        results.append(in_a_child(name, examine, kind))
+    for name in wishes.only or kinds():
+        results.append(in_a_child(name, examine, Result))
         print(f"{name:28} {results[-1].outcome:12} {results[-1].why}", flush=True)
     if wishes.json:
         wishes.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     if wishes.table:
         wishes.table.write_text(table(results))
-    print(counts(results, not_run=not_run))
+    print(counts(results))
     sys.exit(any(result.outcome in ("wrong", "traceback") for result in results))
 
 
-def counts(results: Sequence[Any], *, not_run: str = "do not run in transformers") -> str:
+def counts(results: Sequence[Result]) -> str:
     """Return how many architectures had each outcome."""
     runs = [result for result in results if result.outcome != "transformers"]
     right = sum(result.outcome == "right" for result in runs)
     others = [f"{sum(r.outcome == o for r in runs)} {o}" for o in ("refused", "wrong", "traceback")]
-    return f"{right} of {len(runs)} right, {', '.join(others)}; {len(results) - len(runs)} {not_run}"
+    return f"{right} of {len(runs)} right, {', '.join(others)}; {len(results) - len(runs)} do not run in transformers"
 
 
 _FIGURES = (("loss", "first"), ("norm", "norm"), ("weights", "weights"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,79 @@ import torch
 from PIL import Image
 from sample_chats import chat_tokenizer
 from transformers import (
+    AutoModelForImageTextToText,
     CLIPImageProcessor,
     CLIPVisionConfig,
+    Idefics3Config,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from tiny_image_models import PATCHES, Batch, image_batches, kinds, opened, tiny_image_config, tiny_image_model
-
-__all__ = ["PATCHES", "Batch", "image_model", "image_rows", "llava", "opened", "picture", "stacked", "told"]
+Batch = dict[str, torch.Tensor]
+ROWS, TEXT, HIDDEN, VOCABULARY = 2, 10, 32, 272  # rows of a batch, tokens of text in a row, width, ids
+SIDE, PATCH = 32, 8  # pixels of an image's side, and of a patch's
+GRID = SIDE // PATCH
+PATCHES = GRID**2 + 1  # patches of an image, with one for its class
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{% for part in message.content %}{% if part.type == 'image' %}"
     "<image>{% else %}{{ part.text }}{% endif %}{% endfor %}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-SIDE, PATCH = 32, 8  # pixels of an image's side for `llava`, and of a patch's
+_LAYERS: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_LANGUAGE = _LAYERS | {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_TOWER = _LAYERS | {"image_size": SIDE, "patch_size": PATCH}
+
+
+def _llava() -> PreTrainedConfig:
+    """Return a tower whose last layer but one gives the features, one token for each patch."""
+    return LlavaConfig(
+        vision_config=CLIPVisionConfig(**_TOWER),
+        text_config=LlamaConfig(**_LANGUAGE),
+        image_token_index=VOCABULARY - 1,
+        image_seq_length=GRID**2,
+    )
+
+
+def _qwen() -> PreTrainedConfig:
+    """Return a tower for images of any size, with windows of attention, and positions in three dimensions."""
+    names = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    vision = {
+        "depth": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "window_size": SIDE // 2,
+        "out_hidden_size": HIDDEN,
+        "fullatt_block_indexes": [1],
+    }
+    return Qwen2_5_VLConfig(
+        vision_config=vision,
+        text_config=_LANGUAGE | {"rope_parameters": rope},
+        **{name: VOCABULARY - number for name, number in names.items()},
+    )
+
+
+def _idefics() -> PreTrainedConfig:
+    """Return a tower of whose layers only a part is named as not to be split; four patches become one token."""
+    return Idefics3Config(
+        vision_config=_TOWER, text_config=LlamaConfig(**_LANGUAGE), image_token_id=VOCABULARY - 1, scale_factor=2
+    )
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {"Llava": _llava, "Qwen2_5_VL": _qwen, "Idefics3": _idefics}
 
 
 def llava(folder: Path) -> LlavaProcessor:
@@ -98,17 +151,49 @@ def told(role: str, *parts: str) -> dict[str, Any]:
     }
 
 
-def image_model(folder: Path, name: str, *, batches: int, seed: int = 1, **changes: Any) -> list[Batch]:
-    """Write a small fp32 model, with random weights large enough that images change the loss; return batches for it.
+def image_model(folder: Path, family: str, *, batches: int, seed: int = 1) -> list[Batch]:
+    """Write a small fp32 model of one of `CONFIGS` with random weights; return batches whose images change the loss.
 
-    `changes` are made in the configuration. The sizes of its weights are multiples of 16, for the reason in
-    test_against_torch.py.
+    The sizes of its weights are multiples of 16, for the reason in test_against_torch.py.
     """
-    config = tiny_image_config(kinds()[name])
-    for key, value in changes.items():
-        setattr(config, key, value)
-    tiny_image_model(config, seed=seed).save_pretrained(folder)
-    return image_batches(opened(folder), batches)
+    config, token = CONFIGS[family](), VOCABULARY - 1
+    torch.manual_seed(seed)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = opened(folder)
+    made = []
+    for number in range(batches):
+        random = torch.Generator().manual_seed(100 + number)
+        images = pixels_of(family, random)
+        with torch.no_grad():
+            features = model.get_image_features(**images).pooler_output
+        count = sum(one.numel() for one in features) // HIDDEN // ROWS
+        text = torch.randint(5, token, (ROWS, TEXT), generator=random)
+        ids = torch.cat([torch.full((ROWS, count), token), text], 1)
+        batch = images | {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": ids.masked_fill(ids == token, -100),
+        }
+        if family == "Qwen2_5_VL":
+            batch["mm_token_type_ids"] = (ids == token).long()
+        with torch.no_grad():
+            assert model(**batch).loss != model(**batch | {"pixel_values": batch["pixel_values"].flip(-1)}).loss
+        made.append(batch)
+    return made
+
+
+def pixels_of(family: str, random: torch.Generator) -> Batch:
+    """Return a family's inputs for one random image in each of `ROWS` rows."""
+    if family == "Qwen2_5_VL":
+        patches = torch.randn(ROWS * GRID**2, 3 * 2 * PATCH**2, generator=random)  # two frames of three channels
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, GRID, GRID]] * ROWS)}
+    images = (1,) if family == "Idefics3" else ()  # a list of images in each row
+    return {"pixel_values": torch.randn(ROWS, *images, 3, SIDE, SIDE, generator=random)}
+
+
+def opened(folder: Path) -> PreTrainedModel:
+    """Return the fp32 model that transformers finds in a directory."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
 
 
 def image_rows(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:

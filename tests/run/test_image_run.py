@@ -12,8 +12,7 @@ import pytest
 import torch
 from commands import HELPERS, KILL, Run, ask, call, whole_and_resumed
 from forked_ranks import call_ranks
-from image_models import llava, picture, told
-from tiny_image_models import opened
+from image_models import llava, opened, picture, told
 from torch.nn import functional
 from transformers import AutoProcessor, LlavaProcessor
 

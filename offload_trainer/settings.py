@@ -319,7 +319,7 @@ def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) 
 
 
 def _choices(key: str) -> str:
-    """Return a summary of a key's allowed values: `adamw|muon`, `N|auto`, `TEXT`."""
+    """Return a summary of a key's allowed values: `off|forward|backward`, `N|auto`, `TEXT`."""
     kind = annotation_of(*key.split(".", 1))
     open_ended = "N" if _holds(kind, int, float) else "TEXT" if _holds(kind, str) or kind is None else ""
     return "|".join(dict.fromkeys([*([open_ended] if open_ended else []), *literals_of(kind)]))

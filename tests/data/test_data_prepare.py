@@ -469,6 +469,7 @@ def test_a_full_drive_is_reported_and_left_clean(
     assert not [name for name in leftovers(cache) if ".bin" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reported size is between the file's real size and a third more."""

@@ -98,6 +98,7 @@ def prepared(folder: Path, *, said: list[str], **section: Any) -> RunData:
     return prepare_data(wish, source, seq_len=16, say=said.append)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Of one thing, and of another. " * 200)
     (tmp_path / "b.txt").write_text("But rarely this. " * 60)
@@ -121,6 +122,7 @@ def test_a_run_of_two_texts(tmp_path: Path) -> None:
             prepared(tmp_path, said=said, path=paths, **wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["off", "on"])
 def test_conversations_are_mixed_as_well(packing: str, tmp_path: Path) -> None:
     for name, chats in (("a", CHATS * 5), ("b", CHATS[:3] * 5)):

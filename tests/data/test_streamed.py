@@ -150,6 +150,7 @@ def test_the_first_rows_are_the_token_files(data: Path, expected: np.ndarray) ->
     assert tokens(data).first(2).sums != found.sums
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_rows_are_shuffled_inside_blocks(
     data: Path, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -283,6 +284,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path: Path) -> None:
     """Within the first epoch a run over a stream has the bits of one over the prepared text without shuffling."""
     words = [*WORDS, "--accumulate", "1", "data.validation=0"]
@@ -295,6 +297,7 @@ def test_a_stream_trains_as_the_prepared_text_in_its_order(text: Path, tmp_path:
     assert other.losses != prepared.losses
 
 
+@pytest.mark.slow
 def test_validation_is_that_of_the_prepared_text(text: Path, tmp_path: Path) -> None:
     """A validation stream gives the losses of the prepared text, and other first rows are another run."""
     held_out = tmp_path / "held_out.jsonl"
@@ -323,6 +326,7 @@ def test_validation_is_that_of_the_prepared_text(text: Path, tmp_path: Path) -> 
 PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], PAGE_FILES, [*PAGE_FILES, "data.shuffle_block_size=7"]])
 def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
     """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
@@ -341,6 +345,7 @@ def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path:
         assert call(*words, key, output=tmp_path / "killed", check=False).code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [0, 7])
 def test_two_ranks_take_the_rows_of_one(block: int, text: Path, tmp_path: Path) -> None:
     words = [*WORDS, "--data", f"stream:{text}", f"data.shuffle_block_size={block}"]

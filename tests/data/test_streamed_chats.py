@@ -200,6 +200,7 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["off", "on"])
 def test_a_stream_trains_as_the_prepared_conversations(packing: str, talks: Path, tmp_path: Path) -> None:
     """Beyond the first pass, too, a run has the bits of one over the prepared file without shuffling."""
@@ -214,6 +215,7 @@ def test_a_stream_trains_as_the_prepared_conversations(packing: str, talks: Path
             assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["data.shuffle_block_size=5"], ["data.packing=on", "data.shuffle_block_size=3"]])
 def test_a_killed_run_over_conversations_resumes(more: list[str], talks: Path, drive: Path, tmp_path: Path) -> None:
     words = [*WORDS, "--steps", "6", "--accumulate", "3", "--data", f"stream:{talks}", "--nvme", drive, *more]
@@ -226,6 +228,7 @@ def test_a_killed_run_over_conversations_resumes(more: list[str], talks: Path, d
     assert "train_on=answers" in changed.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["data.packing=on", "data.shuffle_block_size=3"]])
 def test_two_ranks_take_the_conversations_of_one(more: list[str], talks: Path, tmp_path: Path) -> None:
     words = [*WORDS, "--steps", "6", "--data", f"stream:{talks}", *more]

@@ -62,6 +62,7 @@ def texts() -> list[dict[str, Any]]:
     return [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKERS)
 def test_packed_files_give_what_they_hold(packing: str, tmp_path: Path) -> None:
     """A compressed file of two concatenated members, longer than any block read at a time, gives its whole content."""

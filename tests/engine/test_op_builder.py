@@ -11,6 +11,8 @@ import pytest
 from offload_trainer.engine import op_builder
 from offload_trainer.engine.op_builder import remove_stale_lock
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_lock_without_a_running_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is removed after the patience has passed, and not before."""

@@ -27,6 +27,8 @@ from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 
+pytestmark = pytest.mark.slow
+
 STEPS, MICRO = 3, 4  # micro-batches of whole rows in a step
 ALWAYS = ("--dtype", "fp32", "--seq-len", "24", "--micro-batch", "2")
 LLAMA = {"model_type": "llama", "head_dim": 18}
@@ -59,7 +61,6 @@ def plan_of(shape: ModelShape, *words: str, ranks: int, gpu: int = 0) -> Plan:
     return make_plan(config, shape, here, world=ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 4), (4, 2)])
 def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int, tmp_path: Path) -> None:
     """fp32 losses match, even if some pieces have no counted target; each rank sends the planned bytes."""

@@ -44,6 +44,7 @@ def shape_of(folder: Path) -> ModelShape:
     return resolve_model(ModelSection(name=str(folder)), seed=0).shape
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
@@ -166,6 +167,7 @@ def plan_of(shape: ModelShape, *words: str, ranks: int = 2, gpu: int = 0) -> Pla
     return make_plan(load_config([*ALWAYS, *words]), shape, machine(gpu=gpu, ram=64 * GB), world=ranks)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> None:
     shape = shape_of(directory(tmp_path / "model", "llama"))
     assert plan_of(shape).title == "DeepSpeed AutoTP over 2 ranks, ZeRO-1"

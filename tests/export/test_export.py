@@ -102,6 +102,7 @@ def rewrite(directory: Path, change: Any) -> None:
     save_file(dict(change(held)), directory / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -124,6 +125,7 @@ def test_other_spellings_of_a_checkpoint(name: str, change: Any, tmp_path: Path)
     assert_equal(dict(source.weights()), dict(model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_a_separate_head_in_a_model_that_ties_it(tmp_path: Path) -> None:
     """A separate head in a model that config.json declares tied is refused.
 
@@ -135,6 +137,7 @@ def test_a_separate_head_in_a_model_that_ties_it(tmp_path: Path) -> None:
         resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
 
 
+@pytest.mark.slow
 def test_experts_that_are_not_all_there(tmp_path: Path) -> None:
     reference(ARCHITECTURES["mixtral, experts"]).save_pretrained(tmp_path)
     gone = next(key for key in load_file(tmp_path / "model.safetensors") if "experts.2.w1" in key)
@@ -222,6 +225,7 @@ def test_the_check_finds_what_is_missing(trained: Path, tmp_path: Path, monkeypa
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
+@pytest.mark.slow
 def test_models_with_their_own_code_are_exported_unchanged(trained: Path, tmp_path: Path) -> None:
     """Models with custom code are exported unchanged, and their code is not run."""
     for config in trained.rglob("config.json"):
@@ -236,6 +240,7 @@ def test_models_with_their_own_code_are_exported_unchanged(trained: Path, tmp_pa
     assert_equal(tensors_in(tmp_path / "out"), load_file(manifest.parent / "master.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_link_in_a_checkpoint_is_not_followed(trained: Path, tmp_path: Path) -> None:
     (trained / "checkpoints/step-00000003/model/leak").symlink_to("/etc/hostname")
     with pytest.raises(UserError, match="leak is a link"):
@@ -264,6 +269,7 @@ def test_a_checkpoint_is_exported_without_its_run(trained: Path, tmp_path: Path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_being_read_is_not_pruned(trained: Path, tmp_path: Path) -> None:
     from offload_trainer.checkpoint import reading
     from offload_trainer.retention import complete_checkpoints, prune
@@ -283,6 +289,7 @@ def test_a_checkpoint_that_is_being_read_is_not_pruned(trained: Path, tmp_path: 
 # -- page files of a run that died -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
     """Page files on two drives hold the master weights between updates, and are marked during one."""
     model = model_directory(tmp_path / "model", "gpt2")
@@ -305,6 +312,7 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
         assert read_store(leases[1]).updating
 
 
+@pytest.mark.slow
 def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
     """A new lease removes a dead run's page files unless a reader holds them; a live run's lease is recognised."""
     with DriveLease(tmp_path) as alive:
@@ -318,6 +326,7 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
             assert another.removed == [dead]
 
 
+@pytest.mark.slow
 def test_page_files_from_before_a_reboot_are_not_trusted(tmp_path: Path, drive: Path) -> None:
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, *ON_DRIVE, drives=[drive]) as made:
@@ -331,6 +340,7 @@ def test_page_files_from_before_a_reboot_are_not_trusted(tmp_path: Path, drive: 
         assert read_store(lease).updating
 
 
+@pytest.mark.slow
 def test_masters_in_ram_are_lost_with_the_run(tmp_path: Path, drive: Path) -> None:
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, "--optimizer", "nvme", "--ram-fraction", "0.5", drives=[drive]) as made:
@@ -341,6 +351,7 @@ def test_masters_in_ram_are_lost_with_the_run(tmp_path: Path, drive: Path) -> No
             read_store(lease)
 
 
+@pytest.mark.slow
 def test_export_of_page_files_after_a_kill(tmp_path: Path, drive: Path) -> None:
     """Exporting page files is refused while their run lives.
 

@@ -22,6 +22,8 @@ from offload_trainer.run.commands.export_trainer import export_trainer
 from offload_trainer.settings import load_config
 from offload_trainer.trainer import learning_rate
 
+pytestmark = pytest.mark.slow
+
 LENGTH, LR, HALF, STEPS = 24, 1e-2, 3, 6
 WORDS = ["--dtype", "fp32", "optim.max_grad_norm=0.5", "optim.schedule=constant", "optim.warmup_steps=0"]
 WORDS += ["--steps", str(STEPS)]

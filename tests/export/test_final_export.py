@@ -14,6 +14,8 @@ from offload_trainer.export.directory import done_before, write_final
 from offload_trainer.export.sources import final_export
 from offload_trainer.settings import load_config
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,8 @@ from typing import ClassVar
 import pytest
 from commands import TINY, ask, call
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "hf_of_this_test"
 
 

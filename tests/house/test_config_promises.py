@@ -308,6 +308,7 @@ def _left_behind(output: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", RUNS)
 def test_each_key_changes_a_run(key: str, observe: Callable[..., dict[str, Any]]) -> None:
     base, words, fact = RUNS[key]
@@ -315,6 +316,7 @@ def test_each_key_changes_a_run(key: str, observe: Callable[..., dict[str, Any]]
     assert observe(*base, *words)[fact] != without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOCK)
 def test_keys_reach_deepspeed(name: str) -> None:
     def told(*words: str) -> dict[str, Any]:
@@ -367,6 +369,7 @@ def test_force_lets_a_plan_pass_that_does_not_fit() -> None:
                 plan.refuse(force=config.placement.force)
 
 
+@pytest.mark.slow
 def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launcher, "run_ranks", lambda words, count: 10 * count)

@@ -14,6 +14,8 @@ from contextlib import suppress
 import pytest
 from commands import environment
 
+pytestmark = pytest.mark.slow
+
 HEAVY = {"torch", "transformers", "numpy", "deepspeed", "tqdm", "psutil", "wandb", "trackio"}
 
 # A script that reports the loaded libraries, and one that cannot load torch.

@@ -27,6 +27,8 @@ from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.plan.machine import Rate, Rates
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
+pytestmark = pytest.mark.slow
+
 # -- floating-point operations: torch's counter ------------------------------------------------------------------------
 
 _SMALL = {"vocab_size": 331, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 64}

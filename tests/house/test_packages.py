@@ -74,6 +74,7 @@ def run_without(names: set[str], *words: object) -> subprocess.CompletedProcess[
     return subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=500)
 
 
+@pytest.mark.slow
 def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> None:
     """Training, resuming, export and doctor work without any optional package."""
     words = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--save-every", 1, "--output", tmp_path / "out"]
@@ -130,6 +131,7 @@ def test_auto_never_picks_what_is_not_installed() -> None:
     assert make_plan(eight, shape, unknown).engine == "deepspeed"
 
 
+@pytest.mark.slow
 def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "is_installed", lambda name: False)
     monkeypatch.setattr(launcher, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))

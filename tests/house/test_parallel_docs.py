@@ -16,6 +16,8 @@ from write_parallel_docs import PAGE, filled  # noqa: E402
 
 from offload_trainer.settings import load_config  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PARTS = {part.splitlines()[0]: part for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)}
 
 

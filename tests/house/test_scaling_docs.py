@@ -10,6 +10,8 @@ import pytest
 
 from offload_trainer.cli import main
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
 COMMANDS = re.findall(r"^ {4}offload-train (.+)$", PAGE, re.MULTILINE)
 

@@ -96,6 +96,7 @@ def test_a_loop_has_the_bits_of_plain_peft(
     assert_same(plain(tmp_path / "base").state_dict(), plain(folder).state_dict())
 
 
+@pytest.mark.slow
 def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_path: Path) -> None:
     """A merge into bf16 rounds the sum with fp32 adapters once; adapters of embeddings are included."""
     changes = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"], "init_lora_weights": False}
@@ -109,6 +110,7 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
     assert_same(streamed, dict(merged.named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
 def test_offloaded_norms_are_trained_with_adapters(
@@ -134,6 +136,7 @@ def test_offloaded_norms_are_trained_with_adapters(
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [FROZEN, ALL_BUT_NORMS], ids=["frozen", "norms"])
 def test_killed_and_resumed_in_another_placement_it_has_the_same_bits(
     freeze: list[str], folder: Path, drive: Path, tmp_path: Path
@@ -173,6 +176,7 @@ def save(folder: Path, drive: Path, tmp_path: Path) -> Path:
     return tmp_path / "save"
 
 
+@pytest.mark.slow
 def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
     """A save holds adapters by name and no frozen base, and the export command refuses it."""
     held = {path.stem: load_file(path) for path in (save / "resident").iterdir()}
@@ -185,6 +189,7 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
         export(save, tmp_path / "out", dtype="fp32", check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -214,6 +219,7 @@ def test_other_adapters_and_another_base_are_refused(
         assert not any(optimizer.state.values())
 
 
+@pytest.mark.slow
 def test_a_save_of_earlier_versions_is_resumed(folder: Path, drive: Path, tmp_path: Path) -> None:
     """Saves of versions that knew only offloaded weights are resumed."""
     with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
@@ -241,6 +247,7 @@ class WithValue(nn.Module):
         return self.value(self.model(inputs, output_hidden_states=True).hidden_states[-1])
 
 
+@pytest.mark.slow
 def test_a_head_of_the_users(folder: Path, drive: Path, tmp_path: Path) -> None:
     """A head outside the offloaded model trains and resumes with torch's bits."""
     inputs = rows(1)[0]["input_ids"][None]
@@ -313,6 +320,7 @@ def test_a_step_updates_both_or_neither(folder: Path, drive: Path) -> None:
         assert not unchanged()
 
 
+@pytest.mark.slow
 def test_other_trained_parameters_are_counted(folder: Path, drive: Path) -> None:
     """adamw() counts values, gradients and two moments of extra parameters, and refuses those that do not fit."""
     with opened(folder, drive) as session:
@@ -328,6 +336,7 @@ def test_other_trained_parameters_are_counted(folder: Path, drive: Path) -> None
             session.adamw([large])
 
 
+@pytest.mark.slow
 def test_nothing_to_train_and_unmergeable_adapters_are_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
     with opened(folder, drive) as session:
         with pytest.raises(ot.UserError, match="nothing to train"):

@@ -301,6 +301,7 @@ def accelerated(model: nn.Module, optimizer: Any) -> Iterator[tuple[float, float
             yield loss.item(), norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_accelerate(home: str, drive: Path, tmp_path: Path) -> None:
     model, reference = models()
@@ -372,6 +373,7 @@ def lightning_losses(model: nn.Module, optimizer: torch.optim.Optimizer, folder:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("clip", ["norm", "value", None])
 def test_lightning(clip: str | None, home: str, drive: Path, tmp_path: Path) -> None:
@@ -466,6 +468,7 @@ def plain(kind: Any) -> Any:
     return frozenset(get_args(kind)) if "Literal" in str(get_origin(kind)) else kind
 
 
+@pytest.mark.slow
 def test_type_checkers_see_the_keys_of_the_configuration() -> None:
     for key, kind in get_type_hints(SessionKeys).items():
         section, _, leaf = KEYS[key].partition(".")

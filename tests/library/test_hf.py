@@ -56,6 +56,7 @@ def test_logs_and_weights_are_the_stock_trainers(
     assert state["global_step"] == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_without_clipping(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """The gradient norm is logged without clipping too."""
@@ -72,6 +73,7 @@ def test_without_clipping(home: str, folder: Path, drive: Path, tmp_path: Path) 
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_muon(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """A model loaded with rule="muon" has a Trainer's bits with torch's Muon for the matrices of blocks."""
@@ -134,6 +136,7 @@ class _Beginning(TrainerCallback):
         self.seen.append(state.global_step)
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path: Path) -> None:
     """The best checkpoint is loaded at the end; the metric is reversed, so that it is not the last one."""
     words = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
@@ -151,6 +154,7 @@ def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
+@pytest.mark.slow
 def test_a_module_in_memory(folder: Path, drive: Path, tmp_path: Path) -> None:
     """A module in memory, offloaded and attached, trains without being read from a directory."""
     words = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
@@ -193,6 +197,7 @@ class WithKind(Ours):
         return torch.optim.SGD, {"lr": 0.1}
 
 
+@pytest.mark.slow
 def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path: Path) -> None:
     """A Trainer that modifies the session's optimizer creates it once; another optimizer is refused before training."""
     words = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
@@ -219,6 +224,7 @@ def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path:
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
+@pytest.mark.slow
 def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) -> None:
     """The state_dict of an offloaded model can be hashed, saved and compared without holding the weights."""
     with loaded(folder, drive) as model:
@@ -236,6 +242,7 @@ def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) ->
     assert_same(torch.load(folder / "whole.pt"), expected)
 
 
+@pytest.mark.slow
 def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
     """Saving again keeps other files, and removes old shards and remains of a killed save."""
     (tmp_path / "model-00001-of-00002.safetensors").touch()
@@ -250,6 +257,7 @@ def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path
     assert_same(weights(tmp_path), weights(folder))
 
 
+@pytest.mark.slow
 def test_predictions(folder: Path, drive: Path, tmp_path: Path) -> None:
     with loaded(folder, drive) as model:
         theirs = stock(folder, tmp_path / "stock").predict(rows(5)).predictions
@@ -284,6 +292,7 @@ def test_wrong_arguments_are_refused(
         ours(model, tmp_path, **words)
 
 
+@pytest.mark.slow
 def test_saving_a_model_that_is_not_transformers_is_refused(drive: Path, tmp_path: Path) -> None:
     """The Trainer would write such a model's weights from memory, so it is refused before the first step."""
     module = nn.Linear(16, 16)

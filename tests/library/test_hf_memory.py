@@ -11,6 +11,8 @@ import pytest
 from commands import HELPERS, environment, in_turn
 from hf_trainers import model_folder
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = HELPERS / "run_and_measure.py"
 RUNS = ("trainer", "lora", "loop")
 
@@ -47,7 +49,6 @@ def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
     return json.loads(found.read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", RUNS)
 def test_memory_is_at_most_the_plans(what: str, folder: Path) -> None:
     """Peak memory is between 60 % and 100 % of the plan's."""
@@ -55,7 +56,6 @@ def test_memory_is_at_most_the_plans(what: str, folder: Path) -> None:
     assert 0.6 * found["plan"] < found["peak"] <= found["plan"], found
 
 
-@pytest.mark.slow
 @pytest.mark.box
 @pytest.mark.parametrize("what", RUNS)
 def test_it_runs_within_the_planned_memory(what: str, folder: Path, box: Path) -> None:

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, session_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

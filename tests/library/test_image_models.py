@@ -133,6 +133,7 @@ def test_a_loop_with_images_has_the_bits_of_torch(
     assert moved > of_tower
 
 
+@pytest.mark.slow
 def test_a_module_in_memory(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
     """`ot.offload` trains the module that transformers has loaded, and exports it in the layout of the hub."""
     folder, data = models("Llava")
@@ -178,6 +179,7 @@ def test_an_export_loads_as_an_image_text_model(name: str, drive: Path, tmp_path
             assert names["language_model"].startswith(("language_model.model.", "language_model.lm_head."))
 
 
+@pytest.mark.slow
 def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_path: Path) -> None:
     """ShieldGemma 2's weights are read as its classifier reads them, and the classifier reads an export.
 
@@ -196,6 +198,7 @@ def test_weights_of_a_classifier_around_an_image_text_model(drive: Path, tmp_pat
         assert_same(dict(classifier.model.named_parameters()), expected)
 
 
+@pytest.mark.slow
 def test_a_save_is_resumed(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
     folder, data = models("Idefics3")
     keys = session_keys(data, drive, **HOMES["on the drive"])
@@ -225,6 +228,7 @@ def test_a_save_is_resumed(models: Callable[[str], Any], drive: Path, tmp_path: 
 # -- the Trainer ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", TRAINERS_HOMES)
 def test_a_trainer_with_a_collator_of_images(
     home: str, models: Callable[[str], Any], drive: Path, tmp_path: Path
@@ -254,6 +258,7 @@ def resolved(folder: Path, **words: Any) -> Any:
     return resolve_model(ModelSection(name=str(folder), random_init=True), seed=0, **words)
 
 
+@pytest.mark.slow
 def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
     """A configuration of both kinds is what its checkpoint says, and with no images only its language model."""
     for folder, kind in (("both", Qwen3_5Config), ("images", LlavaConfig)):
@@ -270,6 +275,7 @@ def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
         resolved(tmp_path / "images")
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_planned_are_refused(models: Callable[[str], Any], drive: Path) -> None:
     folder, data = models("Llava")
     keys = session_keys(data, drive)
@@ -282,6 +288,7 @@ def test_models_that_cannot_be_planned_are_refused(models: Callable[[str], Any],
         ot.offload(opened(folder), nvme=drive, image_patches=4)  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"freeze_text_layers": False}, {"freeze_text_module_exceptions": ["Linear"], "freeze_lm_head": True}],
@@ -312,6 +319,7 @@ def test_weights_that_a_class_freezes_are_named(changes: dict[str, Any], tmp_pat
     assert "freezing: " not in "\n".join(again)
 
 
+@pytest.mark.slow
 def test_models_that_load_does_not_build_are_refused(tmp_path: Path) -> None:
     """PI0 predicts the actions of a robot, and transformers' auto classes list Evolla but do not build it."""
     for kind, message in (
@@ -323,6 +331,7 @@ def test_models_that_load_does_not_build_are_refused(tmp_path: Path) -> None:
             resolved(tmp_path, image_patches="auto")
 
 
+@pytest.mark.slow
 def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
     """The command refuses exactly the image-text models that do not predict the next tokens of the same rows."""
     refused = {}
@@ -342,6 +351,7 @@ def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
         model_of(load_config(["--model", str(tmp_path), "--scratch", "model.image_patches=16"]))
 
 
+@pytest.mark.slow
 def test_a_class_that_reads_no_images_trains_on_text(tmp_path: Path) -> None:
     """Mistral 4 is a causal language model, which transformers lists among the image-text models only."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral4"}))
@@ -361,6 +371,7 @@ def planned(folder: Path, data: Sequence[Batch], drive: Path, **keys: Any) -> Pl
         return session.plan
 
 
+@pytest.mark.slow
 def test_images_are_counted(models: Callable[[str], Any], drive: Path) -> None:
     """More patches need more memory, a trained tower more than a frozen one, and the plan says how many are counted."""
     folder, data = models("Llava")
@@ -373,6 +384,7 @@ def test_images_are_counted(models: Callable[[str], Any], drive: Path) -> None:
     assert any("17 of one image or 1.06 for each token" in note for note in auto.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_units_for_images_are_the_tower_and_its_projector(name: str, models: Callable[[str], Any]) -> None:
     """They are found by a run on text, and without one by transformers' accessors."""
@@ -394,6 +406,7 @@ def test_the_units_for_images_are_the_tower_and_its_projector(name: str, models:
     assert set(shape.images.layers) <= inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_of_a_tower_is_not_underestimated(name: str, models: Callable[[str], Any]) -> None:
     """Autograd keeps at most what is counted for the images of a batch, and at least a quarter of it."""
@@ -419,6 +432,7 @@ def test_the_memory_of_a_tower_is_not_underestimated(name: str, models: Callable
     assert sum(held.values()) <= counted <= 4 * sum(held.values())
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_is_not_recomputed(models: Callable[[str], Any], drive: Path) -> None:
     """transformers' checkpointing would set requires_grad of its first activations, for gradients that nothing uses."""
     folder, data = models("Llava")

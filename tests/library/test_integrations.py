@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import offload_trainer.hf as hf
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs/integrations.md").read_text()
 BLOCKS = dict(re.findall(r"^## (.+?)\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 DATA = {

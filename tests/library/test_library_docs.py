@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import offload_trainer as ot
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 LOOP, OWN, ADAPTERS, IMAGES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -131,6 +131,7 @@ torch.Tensor.data torch.Tensor.__i torch.chunk torch.nn.functional.embedding mod
 __reduce_ex__ dequantize"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", ["set .", *TRIED.split()])
 def test_an_operation_is_plain_torchs_or_refused(only: str, sessions: parameter_operations.Sessions) -> None:
     """A part of the operations of scripts/parameter_operations.py gives plain torch's result or is refused."""
@@ -398,6 +399,7 @@ def test_gradients_that_are_returned(offloaded: Offloaded) -> None:
     assert session._offloaded.sum_changes == 0  # no step consumed these gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["addmm", "tanh", "aten."])
 @every_home
 def test_selective_checkpointing(home: str, save: str, tmp_path: Path) -> None:
@@ -412,6 +414,7 @@ def test_selective_checkpointing(home: str, save: str, tmp_path: Path) -> None:
 # -- what records or compiles ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called", [True, False], ids=["called before", "not called before"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @every_home
@@ -436,6 +439,7 @@ def test_a_compiled_module_is_refused(compiled: Callable[[nn.Module], Any]) -> N
         ot.offload(compiled(net()), say=lambda line: None)
 
 
+@pytest.mark.slow
 @every_home
 def test_a_function_that_reads_a_parameter_is_compiled(offloaded: Offloaded) -> None:
     torch._dynamo.reset()

@@ -90,6 +90,7 @@ class Stops(TrainerCallback):
         control.should_training_stop = state.global_step == 10
 
 
+@pytest.mark.slow
 def test_resumed(folder: Path, reference: Trainer, drive: Path, tmp_path: Path) -> None:
     def run(home: str, **resume: Any) -> Trainer:
         with loaded(folder, drive, home=home, **FROZEN) as base:
@@ -106,6 +107,7 @@ def test_resumed(folder: Path, reference: Trainer, drive: Path, tmp_path: Path) 
     assert_same(load_file(tmp_path / "checkpoint-20" / ADAPTERS), theirs)
 
 
+@pytest.mark.slow
 def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
     with loaded(folder, drive) as base, pytest.raises(UserError, match=r"freeze"):
         Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
@@ -130,6 +132,7 @@ def with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("biases"), attention_bias=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_adapters_are_trained_saved_and_resumed(
@@ -172,6 +175,7 @@ PROMPTS: dict[str, PeftConfig] = {  # adapters that are no LoRA
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_are_plain_pefts(kind: str, home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
@@ -191,6 +195,7 @@ def test_prompts_and_scales_are_plain_pefts(kind: str, home: str, folder: Path, 
     assert_same(load_file(tmp_path / "ours/checkpoint-4" / ADAPTERS), load_file(tmp_path / "s/checkpoint-4" / ADAPTERS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_in_a_bare_loop(kind: str, home: str, folder: Path, drive: Path) -> None:
@@ -214,6 +219,7 @@ def test_prompts_and_scales_in_a_bare_loop(kind: str, home: str, folder: Path, d
         assert losses(base) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -231,6 +237,7 @@ def test_adapters_that_change_or_copy_the_base_are_refused(
         Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> None:
     """A run or a plan of the command with all weights frozen is refused."""
     config = load_config(["--model", str(folder), "model.freeze=['.']"])

@@ -142,6 +142,7 @@ def test_a_loop_is_pefts_over_the_rounded_base(
     assert_same(exported.state_dict(), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("base", BASES)
 def test_checkpointed_blocks_have_the_same_bits(
@@ -151,6 +152,7 @@ def test_checkpointed_blocks_have_the_same_bits(
         assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references[base, "LoRA"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_copies_and_reads_that_complete_late_change_nothing(
     home: str, folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +163,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
         assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references["nf4", "LoRA"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
 def test_norms_are_trained_with_quantised_matrices(
@@ -184,6 +187,7 @@ def test_norms_are_trained_with_quantised_matrices(
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "dtype", "most"), [("nf4", "bf16", 0.56), ("nf4", "fp32", 0.56), ("int8", "bf16", 1.03)]
 )
@@ -217,6 +221,7 @@ def test_bytes_of_a_pass(
         assert 0 <= sum(one.read for one in planned) - sum(moved.values()) <= others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["model", *BASES])
 @pytest.mark.parametrize("home", HOMES)
 def test_memory_is_the_plans(home: str, base: str, folder: Path, drive: Path) -> None:
@@ -298,6 +303,7 @@ QUANTISED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_path: Path) -> None:
     """Routers, convolutions, biases, embeddings and heads are not; logits are those of the model in memory."""
@@ -320,6 +326,7 @@ def test_linear_layers_and_experts_are_quantised(kind: str, drive: Path, tmp_pat
 # -- saves, the Trainer ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adapters_are_resumed_over_the_same_base(folder: Path, references: Any, drive: Path, tmp_path: Path) -> None:
     """A save holds no base. Another session continues from it elsewhere, and another base is refused."""
     expected, in_memory = references["nf4", "LoRA"]
@@ -337,6 +344,7 @@ def test_adapters_are_resumed_over_the_same_base(folder: Path, references: Any, 
             losses(session, model, saves=tmp_path / "save")
 
 
+@pytest.mark.slow
 def test_a_trainer_has_the_stock_logs(folder: Path, drive: Path, tmp_path: Path) -> None:
     """A Trainer over a quantised base logs, saves, resumes and merges as a stock one over the rounded base."""
     words: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
@@ -381,6 +389,7 @@ def test_a_quantised_weight_cannot_be_written(folder: Path, drive: Path) -> None
             session.model.model.load_state_dict(other, strict=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -398,6 +407,7 @@ def test_models_that_cannot_be_quantised_are_refused(
         ot.load(folder, nvme=drive, **(words | keys))
 
 
+@pytest.mark.slow
 def test_without_bitsandbytes_the_plan_says_what_to_install(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +418,7 @@ def test_without_bitsandbytes_the_plan_says_what_to_install(
         ot.load(folder, nvme=drive, freeze=["."], base="nf4", say=lambda _: None)
 
 
+@pytest.mark.slow
 def test_the_command_other_engines_and_modules_in_memory_refuse_it(folder: Path) -> None:
     words = ["--model", str(folder), "model.freeze=['.']", "model.base=nf4"]
     with pytest.raises(UserError, match=r"does not train: use the library"):
@@ -423,6 +434,7 @@ def test_the_command_other_engines_and_modules_in_memory_refuse_it(folder: Path)
         ot.offload(torch.nn.Linear(2, 2), base="nf4")
 
 
+@pytest.mark.slow
 def test_the_plan_names_the_format(folder: Path, drive: Path) -> None:
     lines: list[str] = []
     opened(folder, drive, "nf4", say=lines.append).close()

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from offload_trainer import cli
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,7 @@ def test_a_loop_has_the_bits_of_torch(home: str, kind: str, tmp_path: Path, driv
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
 def test_the_update_overlaps_the_loop(
@@ -208,6 +209,7 @@ class Spare(Tower):
         return found + self.spare(found) if self.calls % 2 else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
 def test_a_backward_waits_for_units_that_its_forward_skipped(
     explicit: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
@@ -240,11 +242,13 @@ def test_a_backward_waits_for_units_that_its_forward_skipped(
             assert torch.equal(weight, other.get_parameter(name)), name
 
 
+@pytest.mark.slow
 def test_an_update_that_begins_before_its_step_is_decided_is_refused(drive: Path) -> None:
     with pytest.raises(UserError, match=r"overlap='backward': .* use overlap='forward'"):
         ot.offload(Spare(), nvme=drive, optimizer="nvme", overlap="backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_copies_and_reads_that_complete_late_change_nothing(
     kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +267,7 @@ def test_copies_and_reads_that_complete_late_change_nothing(
             assert torch.equal(master, weights[name]), name
 
 
+@pytest.mark.slow
 def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) -> None:
     """Dropout, recomputation and frozen first blocks match torch's in a loop without micro_batch."""
     folder = model_directory(tmp_path / "model", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, vocab_size=224)
@@ -294,6 +299,7 @@ def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) ->
             assert torch.equal(master, model.get_parameter(name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_narrow_moments_resume_bit_for_bit(states: str, tmp_path: Path, drive: Path) -> None:
     """A resumed run with narrow moments has the same bits, since rounding depends on the seed and the step only."""
@@ -318,6 +324,7 @@ def test_narrow_moments_resume_bit_for_bit(states: str, tmp_path: Path, drive: P
     assert all(torch.equal(after[0][name], master) for name, master in after[1].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
 def test_a_resumed_session_has_the_bits_of_an_uninterrupted_one(
@@ -380,6 +387,7 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
     assert list((drive / "offload-trainer").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["in RAM", "on the drive"])
 def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path) -> None:
     """Resuming within a step discards prefetched state and gradients of the interrupted step."""
@@ -443,6 +451,7 @@ def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
             before = taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive: Path) -> None:
     model = Tower()
@@ -471,6 +480,7 @@ def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive
             assert not torch.equal(parameter, before[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
 def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: Path) -> None:
@@ -525,6 +535,7 @@ class Checkpointed(Tower):
         return checkpoint(head, x, use_reentrant=self.reentrant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
 def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None:
     """Recomputing several blocks with dropout is right if their weights fit together, and refused otherwise."""
@@ -625,6 +636,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> No
     assert all(torch.equal(after[name], parameter) for name, parameter in reference.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_failed_forward_leaves_no_state(drive: Path) -> None:
     torch.manual_seed(1)
     model = Tower()
@@ -643,6 +655,7 @@ def test_a_failed_forward_leaves_no_state(drive: Path) -> None:
         assert session.clip_grad_norm_(1.0) == norm
 
 
+@pytest.mark.slow
 def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
     """Frozen parameters have no state; parameters in no group stay unchanged and count in the norm, as in torch."""
     torch.manual_seed(1)
@@ -667,6 +680,7 @@ def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
             model.table.requires_grad_(True)
 
 
+@pytest.mark.slow
 def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) -> None:
     """The file is the module's state_dict, buffers in their own dtypes included; a buffer it cannot hold is named."""
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
@@ -716,6 +730,7 @@ def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], seed: 
     assert norm == pytest.approx(own, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
     model = Tower().bfloat16()
     with ot.offload(model, nvme=drive, gradient_accumulation_steps=1, **HOMES["in RAM"]) as session:
@@ -751,6 +766,7 @@ def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> N
     assert "--" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer buffers are used if memory is short, as in a run of the command, and the numbers stay the same."""
     here = api.machine_here(PlacementSection())
@@ -779,6 +795,7 @@ def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPat
         trained(less, weight_buffers=3)
 
 
+@pytest.mark.slow
 def test_blocks_are_found_or_named(drive: Path) -> None:
     found, named = [], []
     for told, blocks in ((found, None), (named, ["floors.0", "floors.1"])):
@@ -791,6 +808,7 @@ def test_blocks_are_found_or_named(drive: Path) -> None:
 # -- ot.load ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp_path: Path, drive: Path) -> None:
     model = transformers_model(tmp_path)
     model.save_pretrained(tmp_path / "model")

@@ -82,6 +82,7 @@ def test_sft(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: Pr
     assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """DPO matches the stock trainer, with reference log-probabilities computed before the first step."""
@@ -101,6 +102,7 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: Pr
     assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
 
 
+@pytest.mark.slow
 def test_dpo_of_adapters(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """DPO with adapters matches the stock trainer, with the base model as the reference in each step."""
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -117,6 +119,7 @@ def test_dpo_of_adapters(folder: Path, drive: Path, tmp_path: Path, tokenizer: P
         assert losses(trainer)[-1] < losses(trainer)[0]
 
 
+@pytest.mark.slow
 def test_a_reference_model_in_memory_is_refused(
     folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -124,6 +127,7 @@ def test_a_reference_model_in_memory_is_refused(
         DPO(model, args=DPOConfig(**words(tmp_path)), train_dataset=preferences(), processing_class=tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync_ref_model", "IterableDataset", "vision"])
 def test_modes_that_need_the_reference_in_memory_are_refused(
     mode: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast

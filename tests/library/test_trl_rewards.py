@@ -30,6 +30,8 @@ from offload_trainer import offload
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, attach, session_of
 
+pytestmark = pytest.mark.slow
+
 
 class KTO(Offloaded, KTOTrainer):
     pass

@@ -16,6 +16,8 @@ from fresh_environment import installed_environment
 from hf_trainers import model_folder
 from sample_chats import chat_tokenizer, chats
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/integrations.md").read_text()
 SWIFT, LLAMA_FACTORY = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
@@ -58,7 +60,6 @@ def compare(folder: Path, *, weights_in: str = "checkpoint-4") -> None:
 
 
 @pytest.mark.network
-@pytest.mark.slow
 def test_ms_swift(tmp_path: Path) -> None:
     libraries = ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4")
     others = (
@@ -80,7 +81,6 @@ def test_ms_swift(tmp_path: Path) -> None:
 
 
 @pytest.mark.network
-@pytest.mark.slow
 def test_llama_factory(tmp_path: Path) -> None:
     libraries = ("transformers==5.8.0", "trl==0.24.0", "peft==0.18.1", "datasets==4.0.0", "accelerate==1.11.0")
     projects = ("llamafactory==0.9.5", "torchaudio==2.11.0")

@@ -25,7 +25,7 @@ from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 
-pytestmark = pytest.mark.usefixtures("nothing_is_small")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_small")]
 
 ON = "model.compile=on"
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
@@ -56,7 +56,6 @@ def plain(model: Path, *words: str) -> tuple[list[Step], dict[str, torch.Tensor]
         return train(reference, batches(4)), masters(reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_placement_has_the_bits_of_plain_compiled_torch(kind: str, folder: Path, drive: Path) -> None:
     """Each placement, with all, some and no blocks checkpointed, calls the functions that the first engine compiled."""
@@ -70,7 +69,6 @@ def test_every_placement_has_the_bits_of_plain_compiled_torch(kind: str, folder:
                 assert_same(masters(ours), weights)
 
 
-@pytest.mark.slow
 def test_micro_batches_pass_breadth_first_through_compiled_blocks(folder: Path, drive: Path) -> None:
     model = model_directory(folder / "gpt2", "gpt2", **DROPOUT)
     words = [ON, "--accumulate", "3"]
@@ -83,7 +81,6 @@ def test_micro_batches_pass_breadth_first_through_compiled_blocks(folder: Path, 
         assert_same(masters(ours), weights)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_losses_are_those_of_torch_without_compilation(kind: str, folder: Path) -> None:
     """fp32 operations differ only in their last bits. The model has no dropout, which would draw other numbers."""

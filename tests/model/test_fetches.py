@@ -53,6 +53,7 @@ def test_units_are_fetched_as_often_as_planned(name: str, tmp_path: Path) -> Non
     assert (result.outcome, result.why) == ("right", "")
 
 
+@pytest.mark.slow
 def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: pytest.FixtureRequest) -> None:
     """Without --exhaustive, only the known exceptions are tested."""
     known = {name for names in OTHERWISE.values() for name in names}

@@ -14,6 +14,8 @@ from offload_trainer.model.probes import submodules
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import parts_of_all
 
+pytestmark = pytest.mark.slow
+
 SELECTED = {
     "Bloom": "attention that is given what is added to its result",
     "Blt": "blocks of one class that run without gradients, and some that are not checkpointed",

@@ -25,6 +25,8 @@ from offload_trainer.plan.tiers import tiers_of
 from offload_trainer.plan.workload import Workload
 from offload_trainer.settings import load_config
 
+pytestmark = pytest.mark.slow
+
 MICRO, STEPS = 4, 3
 
 

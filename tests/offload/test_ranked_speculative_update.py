@@ -14,6 +14,8 @@ from engine_bench import model_directory
 from forked_ranks import Case, run_ranks
 from test_ranks import AWAY, DROPOUT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = rank_with_speculation.__file__
 FULL = ("tiered.overlap=backward", "tiered.weight_buffers=2")
 ON_DRIVES = {
@@ -28,7 +30,6 @@ def begun(case: Case, *, count: int) -> list[list[list[int]]]:
     return [json.loads((Path(case.out) / f"ahead-{rank}.json").read_text()) for rank in range(count)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("count", "nodes", "steps"), [(3, 1, 12), (4, 2, 10)])
 def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path) -> None:
     """bf16 with dropout, norms on both sides of the limit, and three steps with NaN in one rank's last gradient.

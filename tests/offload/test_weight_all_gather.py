@@ -130,6 +130,7 @@ def test_parts_and_remainder_cover_a_unit() -> None:
             assert 0 <= elements - ranks * part < ranks * ALIGN
 
 
+@pytest.mark.slow
 def test_ranks_that_gather_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, norms, masters, moments and evaluation losses match one rank's. Layer drop makes ranks need different
     units.

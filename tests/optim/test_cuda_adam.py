@@ -153,6 +153,7 @@ def test_bits_of_the_cpu(gpu: Gpu, states: str, given: torch.dtype, wanted: torc
     assert_same(ours, torchs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5), (0.0, 0.0)])
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("states", STATES)
@@ -169,6 +170,7 @@ def test_bits_of_the_cpu_for_any_bits(gpu: Gpu, states: str, given: torch.dtype,
         assert_same(ours, torchs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", STATES)
 def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
     """The inputs and results of the preceding test include enough values of every kind."""
@@ -189,6 +191,7 @@ def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
         assert len(after[name].unique()) > 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 2**32 - 4096, 2**32 + 4096, 2**40])
 @pytest.mark.parametrize("n", [1, 3, 255, 256, 257, 2048, 2048 + 130])
 @pytest.mark.parametrize("states", STATES)
@@ -199,6 +202,7 @@ def test_pages_of_any_size_anywhere_in_a_unit(gpu: Gpu, states: str, n: int, fir
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_bits_of_a_large_page(gpu: Gpu) -> None:
     """Among so many elements, some are within a 2^17th of a rounding boundary."""
     page, parts = random_page(2**20, form("8bit")), [part(0, 2**20, 0.1, 3)]
@@ -207,6 +211,7 @@ def test_bits_of_a_large_page(gpu: Gpu) -> None:
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_random_bits_where_the_upper_half_of_the_elements_number_changes(gpu: Gpu) -> None:
     page, parts = random_page(N, form("bf16")), [part(0, N, 0.1, 3)]
     both = (CudaKernel(gpu, fuses=fuses()), reference())
@@ -214,6 +219,7 @@ def test_random_bits_where_the_upper_half_of_the_elements_number_changes(gpu: Gp
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", STATES)
 def test_more_parts_than_a_launch_takes(gpu: Gpu, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 150 * 256
@@ -228,6 +234,7 @@ def test_more_parts_than_a_launch_takes(gpu: Gpu, states: str, monkeypatch: pyte
     assert_same(ours, updated(reference(), page, parts, states=states))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", STATES)
 def test_elements_outside_the_parts_keep_their_bits(gpu: Gpu, states: str) -> None:
     page, kernel = wild_page(N, states=states), CudaKernel(gpu, fuses=fuses())
@@ -249,6 +256,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", STATES)
 def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> None:
     kernel, (fields, grad) = CudaKernel(gpu, fuses=fuses()), wild_page(N, states=states)
@@ -293,6 +301,7 @@ def test_one_launch_updates_several_pages(gpu: Gpu, states: str, monkeypatch: py
         assert all(map(torch.equal, map(as_bytes, ours), map(as_bytes, [*fields.values(), weights[number]])))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs fuse always")
 def test_bits_of_a_cpu_without_fma(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_adam, "FLAGS", tuple(flag for flag in native_adam.FLAGS if "native" not in flag))
@@ -309,6 +318,7 @@ def test_bits_of_a_cpu_without_fma(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
     assert chosen is not None, words
 
 
+@pytest.mark.slow
 def test_from_any_thread(gpu: Gpu) -> None:
     """A new thread has no CUDA context."""
     kernel, page, found = CudaKernel(gpu, fuses=fuses()), random_page(1024, form("fp32")), []
@@ -345,6 +355,7 @@ def engine_of_launches(patch: pytest.MonkeyPatch, model: Path, *words: str, **ex
 ON_GPU, SOME_ON_GPU = ["--gpu-fraction", "1"], ["--gpu-fraction", "0.3", "--ram-fraction", "0.7"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("formats", [[], ["optim.moment_dtype=8bit"]])
 @pytest.mark.parametrize("words", [ON_GPU, SOME_ON_GPU])
@@ -364,6 +375,7 @@ def test_a_unit_takes_few_launches(
     assert len(launches) <= 3 * 3 * units
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 def test_a_launch_waits_until_a_snapshot_has_read_all_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -393,6 +405,7 @@ def test_a_launch_waits_until_a_snapshot_has_read_all_its_pages(
 # -- when it is used ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_used_if_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
     for beside in (reference(), TorchKernel()):
@@ -401,6 +414,7 @@ def test_it_is_used_if_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: pytes
         assert "the CPU's bits" in words
 
 
+@pytest.mark.slow
 def test_a_gpu_that_flushes_subnormals_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Flushing(CudaKernel):
         def update_page(self, fields: Fields, *others: object, **settings: object) -> None:
@@ -417,6 +431,7 @@ def test_a_gpu_that_flushes_subnormals_is_not_used(monkeypatch: pytest.MonkeyPat
     assert "no state can live there" in words
 
 
+@pytest.mark.slow
 def test_a_gpu_that_finds_later_pages_elsewhere_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison before training has several pages in a launch: with one page, the distance changes nothing."""
     gpu = EmulatedGpu()
@@ -433,6 +448,7 @@ def test_a_gpu_that_finds_later_pages_elsewhere_is_not_used(monkeypatch: pytest.
     assert "kernel in their last bits" in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [("hip", "7.0", "ROCm"), ("cuda", None, "not built for CUDA"), ("cuda", "99.1", "libnvrtc.so.99")]
 )
@@ -447,6 +463,7 @@ def test_without_nvrtc_the_reason_is_printed(fields: tuple[str, str, str], monke
 # -- NVRTC -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_code_is_for_the_device_or_for_the_driver_to_translate() -> None:
     CudaKernel(EmulatedGpu(90), fuses=True)
     options = EmulatedGpu.options()
@@ -458,6 +475,7 @@ def test_code_is_for_the_device_or_for_the_driver_to_translate() -> None:
         CudaKernel(EmulatedGpu(61), fuses=True)
 
 
+@pytest.mark.slow
 def test_libraries_that_nvrtc_needs_are_loaded_first(tmp_path: Path) -> None:
     """NVRTC 13.0's wheel otherwise fails with "failed to open libnvrtc-builtins.so.13.0", which is next to it."""
     library = tmp_path / "libnvrtc-builtins.so.99.1"
@@ -469,12 +487,14 @@ def test_libraries_that_nvrtc_needs_are_loaded_first(tmp_path: Path) -> None:
     assert ctypes.CDLL(library.name).built() == 1
 
 
+@pytest.mark.slow
 def test_a_compile_error_shows_nvrtcs_message(tmp_path: Path) -> None:
     (tmp_path / "other.cu").write_text("no kernel")
     with pytest.raises(TrainerError, match=r"cannot compile other.cu .*not today"):
         EmulatedGpu().load(tmp_path / "other.cu", ["adamw_fp32"], defines={})
 
 
+@pytest.mark.slow
 def test_a_failed_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = EmulatedGpu()
     monkeypatch.setattr(gpu, "stream", lambda: 8)
@@ -493,6 +513,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_nvrtc_fuses_and_flushes_nothing(script: ModuleType) -> None:
     found = []
     for major in ("12", "13"):
@@ -506,6 +527,7 @@ def test_nvrtc_fuses_and_flushes_nothing(script: ModuleType) -> None:
         assert not any(row["faults"] for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -528,6 +550,7 @@ def test_the_check_of_the_code_finds_mistakes(line: str, fault: str, script: Mod
     assert script.faults_of(f"{right}\t{line}\n", fuses=True) == [fault]
 
 
+@pytest.mark.slow
 def test_the_script_names_a_missing_disassembler() -> None:
     if torch.version.cuda:
         pytest.skip("there is NVRTC here")

@@ -355,6 +355,7 @@ def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
 # -- for users -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     words = [*TINY, *MUON, "--steps", 4, "--save-every", 2, "--nvme", tmp_path / "drive"]

@@ -24,6 +24,8 @@ from offload_trainer.optim.kernel_cache import kept
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc
 from offload_trainer.optim.torch_adam import TorchKernel
 
+pytestmark = pytest.mark.slow
+
 NAME = "libnvrtc.so.1"
 ENTRIES = "site/nvidia/cuda_nvrtc/lib", "site/nvidia/cu1/lib"
 BESIDE = ("libnvrtc-builtins.so.1.2", "libnvrtc-builtins.alt.so.1.2", "libnvrtc.alt.so.1")
@@ -170,7 +172,6 @@ def test_code_is_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.network
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wheel", "cards"),
     [

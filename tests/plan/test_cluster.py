@@ -144,6 +144,7 @@ def test_machines_of_a_cluster_name_their_links() -> None:
             assert link.origin in ("specified", "assumed")
 
 
+@pytest.mark.slow
 def test_weak_scaling_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Up to 64 machines keep the rows of each GPU; the output is a table, or JSON."""
     words = ["plan", "--machine", "8xh100-80gb", "--model", "gpt2-10b", "--engine", "tiered", "--nodes", "1,4,64"]

@@ -31,6 +31,8 @@ from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
 
 

@@ -16,6 +16,8 @@ from offload_trainer.run.commands.plan import described, plan_elsewhere
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "configs").glob("*.py"))

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from commands import KILL, LIMIT, Run, ask, command, environment
 
+pytestmark = pytest.mark.slow
+
 MODEL = ["--model", "gpt2", "--seq-len", "64", "--micro-batch", "1", "--steps", "2", "train.eval_every=0"]
 RUN = [*MODEL, "--save-every", "0", "--engine", "tiered", "placement.threads=1"]
 LLAMA = {"model_type": "llama", "vocab_size": 2048, "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -47,7 +49,6 @@ def test_a_run_beyond_the_limit_is_refused_and_writes_nothing(box: Path, drive: 
     assert not output.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.box
 def test_a_planned_run_stays_under_the_limit(box: Path, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "runs"
@@ -61,7 +62,6 @@ def test_a_planned_run_stays_under_the_limit(box: Path, drive: Path, tmp_path: P
     assert steps[-1]["host_rss_bytes"] <= LIMIT
 
 
-@pytest.mark.slow
 @pytest.mark.box
 def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path) -> None:
     """A row of 32k tokens that is refused or killed whole runs in chunks of its MLP, with the same losses."""
@@ -82,7 +82,6 @@ def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path)
     assert pieces.losses == pytest.approx(outside.losses, abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.box
 def test_a_model_runs_by_the_module_where_it_does_not_fit_by_the_block(box: Path, drive: Path, tmp_path: Path) -> None:
     """A model whose whole blocks do not fit runs with fetches by module, which the plan chooses without an argument."""

@@ -57,6 +57,7 @@ def test_a_killed_run_resumes_bit_for_bit_with_its_rows(packing: str, chat: Path
     assert "Assistant:" in template
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("packing", "ranks"), [("off", 1), ("on", 1), ("off", 2)])
 def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: Path, tmp_path: Path) -> None:
     """The token count has each conversation's tokens once and no padding, on one rank and on two."""
@@ -79,6 +80,7 @@ def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: P
         assert step["tokens_per_second"] * step["seconds"] == pytest.approx(tokens)
 
 
+@pytest.mark.slow
 def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
     printed = ask("prepare", *WORDS, "--data", chat, f"data.cache={tmp_path}", "--accumulate", "3").stderr
     assert (
@@ -95,6 +97,7 @@ def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_prepare_shows_a_row_of_plain_text(tmp_path: Path) -> None:
     """Text has one row shown as well, all of it learned; a pattern means all its files."""
     for name in ("part-1.txt", "part-2.txt"):
@@ -109,6 +112,7 @@ def test_prepare_shows_a_row_of_plain_text(tmp_path: Path) -> None:
     assert "padding" not in printed
 
 
+@pytest.mark.slow
 def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
     """The shown row marks each conversation, prints text of any script, and escapes control codes."""
     asked = ["Что?", "为什么", f"لماذا{STEERING}"]
@@ -132,6 +136,7 @@ def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path)
     assert all(letter.isprintable() for letter in printed.replace("\n", ""))
 
 
+@pytest.mark.slow
 def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
@@ -145,6 +150,7 @@ def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:
     assert "none.jinja cannot be read: No such file or directory" in missing.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_have_the_loss_of_their_conversations(name: str, tmp_path: Path) -> None:
     """The loss of rows is transformers' mean over the trained tokens of each conversation alone, without padding."""

@@ -15,6 +15,8 @@ from offload_trainer.run import planning
 from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 
+pytestmark = pytest.mark.slow
+
 ROOMY = HELPERS / "run_with_fake_ram.py"
 STORED = "model.activation_checkpointing=off"  # auto would checkpoint blocks before it divides MLPs
 ALWAYS = ["model.overrides.n_inner=8192", "--engine", "tiered", "--save-every", "2", "train.eval_every=0"]

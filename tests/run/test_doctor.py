@@ -22,6 +22,7 @@ def states(checks: list[doctor.Check]) -> dict[str, str]:
     return {check.name: check.state for check in checks}
 
 
+@pytest.mark.slow
 def test_this_machine_passes(drive: Path, tmp_path: Path) -> None:
     done = ask("doctor", "--json", "--nvme", drive, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,6 +31,7 @@ def test_this_machine_passes(drive: Path, tmp_path: Path) -> None:
     assert all(check["fix"] for check in checks.values() if check["state"] != "ok")
 
 
+@pytest.mark.slow
 def test_a_failure_ends_with_1(tmp_path: Path) -> None:
     done = ask("doctor", "--nvme", tmp_path / "nowhere")
     assert done.returncode == 1

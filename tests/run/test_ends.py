@@ -11,6 +11,8 @@ from command_sequences import STORIES
 from commands import HELPERS, run_script
 from signal_matrix import PHASES, SIGNALS, STREAMS, Cell, all_cells, pairs
 
+pytestmark = pytest.mark.slow
+
 
 def script(name: str, *words: object) -> str:
     """Run a script in a forked process, which forks the script's own processes; return its output."""
@@ -19,7 +21,6 @@ def script(name: str, *words: object) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phases", [PHASES[first : first + 2] for first in range(0, len(PHASES), 2)], ids=" and ".join)
 def test_every_signal_in_every_phase_on_every_stream(
     phases: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
@@ -45,7 +46,6 @@ def test_a_quarter_has_each_pair() -> None:
     assert 4 * len(pairs()) == len(all_cells())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
 def test_runs_without_checkpoints(name: str, tmp_path: Path) -> None:
     """The scenarios of tests/helpers/command_sequences.py hold."""

@@ -46,6 +46,7 @@ def test_epochs_make_the_steps_that_visit_the_rows(epochs: str, text: Path, tmp_
     assert [(step["loss"], step["lr"]) for step in run.steps] == [(step["loss"], step["lr"]) for step in same.steps]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_where_it_would_have_ended(text: Path, tmp_path: Path) -> None:
     words = [*WORDS, "--data", text, "--epochs", "1"]
     whole = call(*words, output=tmp_path / "whole")
@@ -58,6 +59,7 @@ def test_a_killed_run_ends_where_it_would_have_ended(text: Path, tmp_path: Path)
     assert "done" in call(*words, output=tmp_path / "killed").text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_of_step", [3, 9])
 def test_rows_that_a_run_has_visited_count_whatever_its_steps_were(
     rows_of_step: int, text: Path, tmp_path: Path
@@ -70,6 +72,7 @@ def test_rows_that_a_run_has_visited_count_whatever_its_steps_were(
     assert 2 * rows <= position(second) < 2 * rows + rows_of_step
 
 
+@pytest.mark.slow
 def test_page_files_are_resumed_to_the_same_step(text: Path, tmp_path: Path, drive: Path) -> None:
     words = [*WORDS, "--data", text, "--epochs", "1", "--nvme", drive, "--ram-fraction", "0", "tiered.state_copies=2"]
     words += ["--save-every", "0"]
@@ -80,6 +83,7 @@ def test_page_files_are_resumed_to_the_same_step(text: Path, tmp_path: Path, dri
     assert again.losses == whole.losses
 
 
+@pytest.mark.slow
 def test_an_epoch_of_a_mixture_is_the_mixtures(text: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("another text with other words in it. " * 40)
@@ -91,6 +95,7 @@ def test_an_epoch_of_a_mixture_is_the_mixtures(text: Path, tmp_path: Path) -> No
     assert len(run.steps) == math.ceil(rows / 6)
 
 
+@pytest.mark.slow
 def test_a_warm_up_that_is_longer_is_refused_before_anything_is_written(text: Path, tmp_path: Path) -> None:
     done = ask(*WORDS, "--data", text, "--epochs", "0.1", "optim.warmup_steps=200", "--output", tmp_path / "run")
     assert done.returncode == 2

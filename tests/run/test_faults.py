@@ -134,6 +134,7 @@ def test_a_full_disk_in_a_save(disk: Path, words: list, alone: Run) -> None:
     assert_goes_on(words, output, alone)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_a_save(disk: Path, words: list, alone: Run) -> None:
     """Too little space for a save is noticed before anything is written."""
     output = disk / "out"
@@ -144,6 +145,7 @@ def test_a_disk_without_room_for_a_save(disk: Path, words: list, alone: Run) -> 
     assert_goes_on(words, output, alone)
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_an_export(disk: Path, alone: Run) -> None:
     export = ["export", alone.output, disk / "hf", "--dtype", "fp32"]
     run = faulty("full-export", disk, *export)
@@ -155,6 +157,7 @@ def test_a_full_disk_in_an_export(disk: Path, alone: Run) -> None:
     assert faulty("clock", 0, *export).code == 0
 
 
+@pytest.mark.slow
 def test_a_drive_without_room_for_the_page_files(disk: Path, tmp_path: Path) -> None:
     run = call("--nvme", disk, *LENGTH, "--optimizer", "nvme", output=tmp_path / "out", check=False)
     assert_told(run, "this does not fit", f"{disk} needs", code=2)
@@ -164,6 +167,7 @@ def test_a_drive_without_room_for_the_page_files(disk: Path, tmp_path: Path) -> 
 # -- drives ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "verb"), [("read-error", "read"), ("write-error", "written")])
 def test_a_drive_that_returns_errors(fault: str, verb: str, words: list, alone: Run, tmp_path: Path) -> None:
     """After an error within an update (about the tenth), the run resumes from a checkpoint without half an update."""
@@ -173,6 +177,7 @@ def test_a_drive_that_returns_errors(fault: str, verb: str, words: list, alone: 
     assert_goes_on(words, tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) -> None:
     def cut() -> None:
         state = next((tmp_path / "drive/offload-trainer").glob("run-*/state"))
@@ -184,6 +189,7 @@ def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) 
     assert_goes_on(words, tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> None:
     """A run whose output's mount point vanishes writes nothing below it, and continues after a remount."""
 
@@ -198,6 +204,7 @@ def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> Non
     assert_goes_on(words, output, alone)
 
 
+@pytest.mark.slow
 def test_the_drive_s_mount_vanishes(disk: Path, alone: Run, tmp_path: Path) -> None:
     """A lazily unmounted drive keeps its open files, and the run ends normally."""
 
@@ -213,6 +220,7 @@ def test_the_drive_s_mount_vanishes(disk: Path, alone: Run, tmp_path: Path) -> N
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_next_run_reports_a_sigkill(words: list, alone: Run, tmp_path: Path) -> None:
     output = tmp_path / "out"
     killed = call_and_kill(*words, output=output, when=once_saved(output, 4, lambda: None), number=KILL, hold=19)
@@ -223,6 +231,7 @@ def test_the_next_run_reports_a_sigkill(words: list, alone: Run, tmp_path: Path)
     assert "ended without a message" not in call(*words, output=output).text
 
 
+@pytest.mark.slow
 @pytest.mark.box
 def test_the_kernel_kills_a_run_out_of_memory(box: Path, words: list, alone: Run, tmp_path: Path) -> None:
     """A run killed for lack of memory in its cgroup leaves no message; the next run reports it and resumes."""
@@ -263,6 +272,7 @@ def test_two_runs_on_one_drive(words: list, alone: Run, tmp_path: Path) -> None:
     assert not list((tmp_path / "drive/offload-trainer").glob("run-*"))
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
     """The second run is refused and does not disturb the first one."""
     output = tmp_path / "out"
@@ -297,6 +307,7 @@ def test_random_kills_change_nothing(tmp_path: Path) -> None:
 # -- data and clocks -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut short"])
 def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone: Run, tmp_path: Path) -> None:
     cache = tmp_path / "cache"  # a separate cache, since other tests' runs write into theirs meanwhile
@@ -320,6 +331,7 @@ def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone:
     assert_goes_on(words, tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps(words: list, alone: Run, tmp_path: Path) -> None:
     run = faulty("clock", 7, *words, output=tmp_path / "out")
     assert run.code == 0, run.text

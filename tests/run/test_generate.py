@@ -78,6 +78,7 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     assert sample(run, "", tokens=2, temperature=0, say=messages.append)
 
 
+@pytest.mark.slow
 def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     """A hub checkpoint gives transformers' logits, computed in fp32.
 
@@ -106,6 +107,7 @@ def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
                 assert torch.equal(found.model(given).logits, expected)
 
 
+@pytest.mark.slow
 def test_final_weights_can_be_read_repeatedly(run: Path, tmp_path: Path) -> None:
     words = [*TINY, "--steps", "1", "--save-every", "0", "--data", run.parent / "chat.jsonl"]
     left = call(*words, output=tmp_path / "left").output
@@ -115,6 +117,7 @@ def test_final_weights_can_be_read_repeatedly(run: Path, tmp_path: Path) -> None
             assert found.generate([5, 6, 7], tokens=TOKENS, temperature=0, seed=0) == expected
 
 
+@pytest.mark.slow
 def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
     with opened(run, mixed=False) as source:
         model = empty_model(source.model)
@@ -138,12 +141,14 @@ def test_one_modules_weights_are_in_memory_at_a_time(run: Path) -> None:
         assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
 
 
+@pytest.mark.slow
 def test_unread_weights_generate_no_text(run: Path) -> None:
     model = empty_model(run / "model")
     with pytest.raises(TrainerError, match="the model's logits are not numbers"):
         InferenceModel(model, load_tokenizer(str(run / "model"))).generate([5], tokens=1, temperature=0, seed=0)
 
 
+@pytest.mark.slow
 def test_answers_follow_the_whole_conversation(run: Path, exported: Path) -> None:
     tokenizer = load_tokenizer(str(exported))
     answers = chat(
@@ -162,6 +167,7 @@ def test_answers_follow_the_whole_conversation(run: Path, exported: Path) -> Non
         messages.append({"role": "assistant", "content": answer})
 
 
+@pytest.mark.slow
 def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert cli.main(["sample", str(run), "--prompt", "What", "--tokens", "3", "--temperature", "0", "--seed", "1"]) == 0
@@ -197,6 +203,7 @@ def test_mistakes(words: list[str], expected_text: str, capsys: pytest.CaptureFi
     assert expected_text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_without_a_template_has_no_chat(run: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(run / "model"))
     tokenizer.chat_template = None
@@ -238,6 +245,7 @@ def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) ->
     return made
 
 
+@pytest.mark.slow
 def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     done = directory(tmp_path, "a/done", steps=3, saved=(2, 3))
     record = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)

@@ -13,6 +13,8 @@ from offload_trainer.errors import PeerFailed, TrainerError, UserError
 from offload_trainer.run import heartbeat as module
 from offload_trainer.run.heartbeat import _exchange_heartbeats, _Heartbeats
 
+pytestmark = pytest.mark.slow
+
 NODES = [range(2), range(2, 4), range(4, 6)]
 
 

@@ -14,6 +14,8 @@ from synthetic_foreign import STEP, State, random_state, write_fsdp, write_train
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
 
+pytestmark = pytest.mark.slow
+
 WRITERS = {"trainer": write_trainer, "zero": write_zero, "fsdp": write_fsdp}
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
 OWN = 40 << 20  # bytes for readers, models on the meta device and buffers of files

@@ -32,11 +32,13 @@ def test_the_first_failed_rank_is_reported(codes: list[int], first: tuple[int, i
     assert first_failure({rank: Ended(code, timestamp=rank) for rank, code in enumerate(codes)}) == first
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--gpus 3, but the launcher has started 2"):
         _join(load_config(["--gpus", "3"]).placement, world=2)
 
 
+@pytest.mark.slow
 def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are grouped into nodes by torchrun's LOCAL_RANK."""
 
@@ -54,6 +56,7 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             of(*uneven)
 
 
+@pytest.mark.slow
 def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher names the checkpoint to resume from by the files in the run directory."""
 
@@ -140,6 +143,7 @@ sys.exit(launcher.run_ranks([], count=2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "expected_text"),
     [
@@ -160,6 +164,7 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
     assert done.stderr == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expected_text", "whole"),
     [

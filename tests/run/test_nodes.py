@@ -22,6 +22,8 @@ from offload_trainer.errors import LOST, TrainerError, UserError
 from offload_trainer.run import checks
 from offload_trainer.run.checks import refuse_unseen
 
+pytestmark = pytest.mark.slow
+
 NODES = 2
 HELD = HELPERS / "run_and_pause.py"
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]

@@ -19,6 +19,7 @@ def told(output: Path, *keys: str) -> list[list[float]]:
     return [[line.get(key, 0.0) for key in keys] for line in lines]  # `hidden` is recorded only if it is not zero
 
 
+@pytest.mark.slow
 def test_lines_match_those_of_a_run_without_overlap(drive: Path, tmp_path: Path) -> None:
     """Overlap changes no loss or norm, and without it no time is hidden."""
     found = {}

@@ -63,6 +63,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     refuse_strangers(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_configuration_in_use_is_kept(tmp_path: Path) -> None:
     """The configuration file in use is not overwritten: training refuses, and so does `plan` for a named directory."""
     config = tmp_path / "config.yaml"
@@ -74,6 +75,7 @@ def test_the_configuration_in_use_is_kept(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for _ in range(2):
@@ -89,6 +91,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
         refuse_foreign(page)
 
 
+@pytest.mark.slow
 def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """tune refuses an existing file before it spends minutes on measuring."""
     (tmp_path / "tuned.yaml").write_text("mine")
@@ -100,6 +103,7 @@ def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- an older run in the default directory -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +153,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hang")
 @pytest.mark.parametrize("what", READERS)
 def test_a_pipe_does_not_block(what: str, tmp_path: Path) -> None:
@@ -160,6 +165,7 @@ def test_a_pipe_does_not_block(what: str, tmp_path: Path) -> None:
     assert name in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hang")
 def test_a_pipe_in_a_checkpoint(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "master.safetensors")
@@ -169,6 +175,7 @@ def test_a_pipe_in_a_checkpoint(tmp_path: Path) -> None:
         sync_file(tmp_path / "master.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hang")
 def test_one_run_with_pipes_or_deep_files_does_not_hide_the_others(tmp_path: Path) -> None:
     for name in "abc":
@@ -182,6 +189,7 @@ def test_one_run_with_pipes_or_deep_files_does_not_hide_the_others(tmp_path: Pat
     assert (two.steps, three.steps) == (None, 3)
 
 
+@pytest.mark.slow
 def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
     target = tmp_path / "mine.txt"
     target.write_text("mine\n")
@@ -197,6 +205,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
     assert target.read_text() == "mine\n"
 
 
+@pytest.mark.slow
 def test_tensors_behind_a_link_are_read(tmp_path: Path) -> None:
     """Tensor files that are links, as in the hub's cache, are read."""
     save_file({"a": torch.ones(2)}, tmp_path / "blob")

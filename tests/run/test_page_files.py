@@ -95,6 +95,7 @@ def test_a_kill_at_any_moment_changes_no_bit(
     assert "note: page files" not in run.text
 
 
+@pytest.mark.slow
 def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """Repeated kills keep the same directory, and one during the start changes nothing in it."""
     words = ["--nvme", place, *ALL]
@@ -108,6 +109,7 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 def test_a_start_killed_after_one_that_left_no_step_can_be_repeated(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_start_killed_after_one_that_left_no_step_can_be_repeated(
     assert not list((place / "offload-trainer").iterdir())
 
 
+@pytest.mark.slow
 def test_a_killed_breadth_first_run_has_the_bits_of_depth_first(
     place: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -151,6 +154,7 @@ def test_a_killed_run_of_compiled_blocks_has_the_bits_of_one_that_was_not(
     assert left(run.output) == expected
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_fetching_by_the_module(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A run with fetches by module resumes so, although whole blocks would fit, since its pages have that layout."""
     words = ["--nvme", place, *ALL, "--params", "nvme"]
@@ -161,6 +165,7 @@ def test_a_resumed_run_keeps_fetching_by_the_module(place: Path, tmp_path: Path,
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path) -> None:
     """Loss scale, skipped steps and stochastically rounded 8-bit moments resume, also on two drives."""
     other = place / "other"
@@ -184,6 +189,7 @@ def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path)
     assert left(run.output) == whole
 
 
+@pytest.mark.slow
 def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words = ["--nvme", place, *ALL, "--save-every", 2]
     killed("saved", 4, *words, output=tmp_path / "run")
@@ -202,6 +208,7 @@ def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alo
     assert left(run.output)["steps"] == alone["steps"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_complete_keeps_its_page_files(place: Path, tmp_path: Path) -> None:
     """If fewer steps are requested than the page files have, they become a checkpoint before they are removed."""
     words = ["--nvme", place, *ALL, "--save-every", 100]
@@ -239,6 +246,7 @@ def refused(*words: object, output: Path) -> str:
     return printed[0]
 
 
+@pytest.mark.slow
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
@@ -257,6 +265,7 @@ def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--ram-fraction", "0.5"], []])
 def test_resume_never_discards_page_files(words: list[str], place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
@@ -268,6 +277,7 @@ def test_resume_never_discards_page_files(words: list[str], place: Path, tmp_pat
     assert not list((place / "offload-trainer").iterdir())
 
 
+@pytest.mark.slow
 def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A kill before or after the checkpoint is loaded changes no bit."""
     words = ["--nvme", place, *ALL, "--save-every", 2]
@@ -284,6 +294,7 @@ def test_naming_an_older_checkpoint_discards_page_files(place: Path, tmp_path: P
     assert left(run.output)["steps"] == alone["steps"]
 
 
+@pytest.mark.slow
 def test_checksums_of_other_files_do_not_prevent_resuming(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words = ["--nvme", place, *ALL, "--params", "nvme", "tiered.checksums=true"]
     killed("record", 2, *words, output=tmp_path / "run")
@@ -331,6 +342,7 @@ def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path:
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwritten", [False, True])
 def test_the_older_slot_counts_only_with_its_pages(
     overwritten: bool, place: Path, tmp_path: Path, alone: dict[str, Any]
@@ -358,6 +370,7 @@ def test_the_older_slot_counts_only_with_its_pages(
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 def test_missing_directories_are_named(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A missing drive or page list is an error that names it, and the run resumes once it is back."""
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
@@ -373,6 +386,7 @@ def test_missing_directories_are_named(place: Path, tmp_path: Path, alone: dict[
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 def test_a_temporary_file_of_a_killed_run_is_removed(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("record", 2, *words, output=output)
@@ -389,6 +403,7 @@ def test_a_temporary_file_of_a_killed_run_is_removed(place: Path, tmp_path: Path
     assert left(call(*words, output=output).output) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["ended", "dropped"])
 def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path, tmp_path: Path) -> None:
     """A start of a finished run trains nothing, and removes page files that a kill left."""
@@ -402,6 +417,7 @@ def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path
     assert folders_in(tmp_path / "run/pages") == []
 
 
+@pytest.mark.slow
 def test_auto_state_copies_are_those_of_the_page_files(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """A resumed run keeps its number of state copies, although `auto` may choose another now."""
     words = [word for word in ["--nvme", place, *ALL] if word != "tiered.state_copies=2"]
@@ -415,6 +431,7 @@ def test_auto_state_copies_are_those_of_the_page_files(place: Path, tmp_path: Pa
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 def test_changed_settings_are_reported(place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
     before = config_to_resume(load_config(["--output", str(tmp_path / "run")]).save)
@@ -443,6 +460,7 @@ def test_only_their_own_run_takes_page_files(place: Path, tmp_path: Path, alone:
     assert not lease.exists()
 
 
+@pytest.mark.slow
 def test_page_files_of_a_lost_run_directory_stay_and_are_reported(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
@@ -464,6 +482,7 @@ def test_page_files_of_a_lost_run_directory_stay_and_are_reported(
     assert left(run.output) == alone
 
 
+@pytest.mark.slow
 def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> None:
     """Exporting the page files of a run killed within an update gives the weights of its last complete step."""
     words = ["--nvme", place, *ALL, "optim.schedule=constant", "optim.warmup_steps=0"]
@@ -482,6 +501,7 @@ def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> Non
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(place: Path) -> None:
     with DriveLease(place) as lease:
         (lease.path / "state").write_bytes(bytes(8192))
@@ -489,6 +509,7 @@ def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(pl
             opened(lease.path, mixed=True).__enter__()
 
 
+@pytest.mark.slow
 def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """After a write error the page files still have the state of the step before."""
     words = ["--nvme", place, *ALL]

@@ -12,6 +12,8 @@ from offload_trainer.run import checks
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.settings import load_config
 
+pytestmark = pytest.mark.slow
+
 
 def others(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **changed: Any) -> None:
     """Pretend that there are three ranks, of which the last reports `changed` facts."""

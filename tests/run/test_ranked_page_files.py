@@ -22,6 +22,8 @@ from test_page_files import killed as killed_alone
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.storage.scratch_dir import folders_in, hold
 
+pytestmark = pytest.mark.slow
+
 TIERED = [*ALL, "--engine", "tiered"]
 MOMENTS = [  # rank and moment of the kill, and by how many steps the files may advance
     ("1:page", 3, [0]),

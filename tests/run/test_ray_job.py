@@ -25,6 +25,7 @@ from offload_trainer import cli
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not (find_spec("ray") and find_spec("aiohttp_cors")),
         reason="needs ray[default], which no extra of this package installs",

@@ -84,6 +84,7 @@ def test_the_tiered_engine_has_the_bits_of_plain_torch(name: str, finished) -> N
     assert_same_run(finished(name), finished("plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.parametrize("name", STOCK)
 def test_every_placement_follows_plain_torch(name: str, finished) -> None:
@@ -95,6 +96,7 @@ def test_every_placement_follows_plain_torch(name: str, finished) -> None:
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 def test_placements_agree_with_each_other(finished) -> None:
     runs = [finished(name).losses for name in STOCK if name != "zero-2 gpu"]
@@ -148,6 +150,7 @@ def test_signals_save_everything(name: str, number: int, code: int, finished, dr
     assert_same_run(call(*args, output=output), finished(name))
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -162,6 +165,7 @@ def test_resume_into_another_placement(before: str, after: str, finished, drive:
         assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["signal", "file"])
 def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) -> None:
     """A checkpoint on request does not disturb a run without checkpoints, and resumes bit for bit."""
@@ -186,6 +190,7 @@ def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) 
     assert again.losses == finished("tiered").losses[step:]
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 def test_a_checkpoint_on_demand_that_cannot_be_made(drive: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
@@ -196,6 +201,7 @@ def test_a_checkpoint_on_demand_that_cannot_be_made(drive: Path, tmp_path: Path)
     assert len(run.losses) == 3
 
 
+@pytest.mark.slow
 def test_resume_with_another_micro_batch_and_other_settings(finished, drive: Path, tmp_path: Path) -> None:
     """Losses agree with the same rows a step; each different setting that affects results gives one note."""
     start = finished("tiered").output / "checkpoints/step-00000012"
@@ -219,6 +225,7 @@ def test_a_checkpoint_of_other_weights_is_refused(finished, drive: Path, tmp_pat
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 def test_bias_correction_survives_a_resume_after_many_steps(drive: Path, tmp_path: Path) -> None:
     """Bias correction resumes after step 100, although DeepSpeed's fp32 powers of beta differ from pow() by then."""
@@ -249,6 +256,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(finished, dr
     assert "Traceback" not in run.text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path: Path) -> None:
     start = finished("plain").output / "checkpoints/step-00000012"
     run = call(*words("plain", drive), "--resume", start, "--seed", 1, output=tmp_path / "out", check=False)
@@ -256,6 +264,7 @@ def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path:
     assert "seed: it has 0, this run 1" in run.text
 
 
+@pytest.mark.slow
 def test_resume_from_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
     """Resuming an older checkpoint in its directory is refused while newer ones exist, which a rerun would take."""
     output = tmp_path / "out"
@@ -269,6 +278,7 @@ def test_resume_from_an_older_checkpoint(finished, drive: Path, tmp_path: Path) 
     assert_same_run(call(*words("plain", drive), "--resume", older, output=output), finished("plain"))
 
 
+@pytest.mark.slow
 def test_no_run_starts_over_damaged_checkpoints(finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)
@@ -292,6 +302,7 @@ def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.parametrize("name", ["zero-2 cpu", "zero-3 cpu"])
 def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_path: Path) -> None:
@@ -339,6 +350,7 @@ def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_pa
     assert not any(drive.glob("*/run-*"))
 
 
+@pytest.mark.slow
 def test_the_tiered_engine_needs_no_deepspeed(drive: Path, tmp_path: Path) -> None:
     """`auto` trains, saves and exports without importing DeepSpeed."""
     code = (
@@ -356,6 +368,7 @@ def test_the_tiered_engine_needs_no_deepspeed(drive: Path, tmp_path: Path) -> No
 # -- what else a run must do -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 def test_accumulation_equals_one_large_batch(finished, drive: Path, tmp_path: Path) -> None:
     args = [*words("zero-2 cpu", drive), "--micro-batch", 1, "--accumulate", 2]
@@ -364,6 +377,7 @@ def test_accumulation_equals_one_large_batch(finished, drive: Path, tmp_path: Pa
         assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.ops
 @pytest.mark.parametrize("name", ["tiered nvme", "plain", "zero-3 cpu"])
 def test_frozen_parameters_are_unchanged_and_saved(name: str, drive: Path, tmp_path: Path) -> None:
@@ -415,6 +429,7 @@ def export(source: Path, destination: Path, dtype: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "expected"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_export_in_16_bit(dtype: str, expected: torch.dtype, finished, tmp_path: Path) -> None:
     run = finished("plain")
@@ -427,6 +442,7 @@ def test_export_in_16_bit(dtype: str, expected: torch.dtype, finished, tmp_path:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected_text"),
     [
@@ -444,6 +460,7 @@ def test_exports_that_are_refused(words: list[str], expected_text: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_export_describes_its_source(finished, tmp_path: Path) -> None:
     """The model card has the run's numbers, and a second export to the same place is refused."""
     run = finished("plain")
@@ -481,6 +498,7 @@ def test_run_directory_is_what_is_documented(finished) -> None:
     assert {"fits", "chosen", "tiers", "items", "seconds", "rejected"} <= set(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "tiered"])
 def test_fp16_on_the_cpu_with_an_overflow(name: str, drive: Path, tmp_path: Path) -> None:
     """A step that overflows is skipped and halves the loss scale, and training continues."""
@@ -494,6 +512,7 @@ def test_fp16_on_the_cpu_with_an_overflow(name: str, drive: Path, tmp_path: Path
     assert run.losses[1] == pytest.approx(run.losses[1])
 
 
+@pytest.mark.slow
 def test_a_token_file_must_say_whose_ids_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "ids.bin"
     path.write_bytes(bytes(range(256)) * 40)  # uint16: ids up to 65278
@@ -530,6 +549,7 @@ def test_refused_before_anything_is_written(extra: list[str], expected: str, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_nvme_optimizer_refuses_checkpoints_with_the_reason(drive: Path, tmp_path: Path) -> None:
     run = call("--nvme", drive, *PLACEMENTS["zero-3 nvme"], *TINY, output=tmp_path / "out", check=False)
     assert run.code == 2
@@ -538,6 +558,7 @@ def test_nvme_optimizer_refuses_checkpoints_with_the_reason(drive: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
     run = call("plan", "--json", "--nvme", drive, *TINY, output=tmp_path / "out")
     plan = json.loads(run.text[run.text.index("{") :])
@@ -548,6 +569,7 @@ def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_meanwhile_is_resumed(tmp_path: Path) -> None:
     """A start chooses its checkpoint again once it has the directory's lock.
 

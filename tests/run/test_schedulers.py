@@ -19,6 +19,8 @@ from commands import HELPERS, TINY, Run, assert_same_run, call, environment
 
 from offload_trainer import cli
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = (ROOT / "configs/slurm.sbatch").read_text()
 STOPPED = 128 + signal.SIGTERM
@@ -133,7 +135,6 @@ def facts(job: str) -> dict[str, str]:
     return dict(word.partition("=")[::2] for word in printed.split())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("slurm")
 def test_a_job_preempted_three_times_has_the_bits_of_a_run_left_alone(tmp_path: Path) -> None:
     """Each start pauses after five more steps until its ranks have been warned, then saves and is requeued."""

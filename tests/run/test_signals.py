@@ -62,6 +62,7 @@ def test_a_signal_while_a_line_is_printed(
     assert f"{number.name}: finishing this step" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GONE)
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_once_stderr_is_gone(number: signal.Signals, kind: str) -> None:
@@ -75,6 +76,7 @@ def test_a_signal_once_stderr_is_gone(number: signal.Signals, kind: str) -> None
     assert in_a_fork(work, streams=lambda: lose_streams(kind)) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STOPPING[1:])
 def test_a_second_signal_ends_immediately_and_a_third_kills(number: signal.Signals) -> None:
     def work() -> int:
@@ -89,6 +91,7 @@ def test_a_second_signal_ends_immediately_and_a_third_kills(number: signal.Signa
     assert in_a_fork(work) == -number
 
 
+@pytest.mark.slow
 def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
     """A signal soon after the first one does not end a rank, and a later one does."""
     with waiting(say=None, same_within=600) as asked:
@@ -108,6 +111,7 @@ def test_a_signal_that_a_launcher_passes_on_too_is_one_request() -> None:
     assert in_a_fork(work) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", STOPPING)
 def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
     """SIGHUP never counts as the second signal, which ends a run immediately.
@@ -124,6 +128,7 @@ def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
         assert asked.stop == signal.SIGHUP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STOPPING)
 def test_with_nothing_to_save_a_signal_ends_immediately(number: signal.Signals) -> None:
     def work() -> int:
@@ -134,6 +139,7 @@ def test_with_nothing_to_save_a_signal_ends_immediately(number: signal.Signals) 
     assert in_a_fork(work) == 128 + number
 
 
+@pytest.mark.slow
 def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_at_once(), waiting(say=None) as asked:
@@ -181,6 +187,7 @@ def test_a_stop_that_a_library_swallows_is_raised_again(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_second_signal_that_a_library_swallows_is_raised_again() -> None:
     def work() -> None:
         send(signal.SIGINT)
@@ -216,6 +223,7 @@ def _before_a_name_is_known(number: int) -> None:
         os.chdir(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [_in_set_name, _in_a_conversion, _before_a_name_is_known])
 def test_a_stop_converted_to_another_error_is_a_stop(interrupted: Callable[[int], None]) -> None:
     with pytest.raises(Stopped, match="stopped by SIGTERM") as caught, stop_at_once():
@@ -227,6 +235,7 @@ def test_a_stop_converted_to_another_error_is_a_stop(interrupted: Callable[[int]
             interrupted(signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["offload_trainer.run", "offload_trainers"])
 def test_a_name_error_is_a_stop_in_a_library_and_a_bug_in_the_package(package: str) -> None:
     """A NameError after a signal is a stop in a library's code, and a bug in this package's."""
@@ -242,11 +251,13 @@ def _tidied_in_vain() -> None:
         raise OSError("no space")
 
 
+@pytest.mark.slow
 def test_an_error_during_cleanup_is_reported() -> None:
     with pytest.raises(OSError, match="no space"), stop_at_once():
         _tidied_in_vain()
 
 
+@pytest.mark.slow
 def test_cleanup_is_not_interrupted() -> None:
     """Cleanup after a stop is not interrupted by the repeating alarm, which would leave files half closed."""
     closed = []

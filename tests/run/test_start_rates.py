@@ -162,6 +162,7 @@ def test_a_drive_that_fails_leaves_the_defaults(
     assert not cache_file().exists()
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_measured_and_chose(cache: Path, drive: Path, tmp_path: Path) -> None:
     words = (*TINY, *MANY, "--nvme", str(drive), "--optimizer", "nvme", "--ram-fraction", "0", "--save-every", "0")
     run = call_and_kill(*words, output=tmp_path / "run", when=lambda lines: len(lines) > 2, number=signal.SIGTERM)
@@ -193,6 +194,7 @@ def short(drive: Path) -> tuple[object, ...]:
     return (*TINY, *state, "--steps", 2, "--save-every", 0, "train.eval_every=0")
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_once_and_start_with_one_plan(cache: Path, drive: Path, tmp_path: Path) -> None:
     """Rank 0 measures with the threads of both, and the next start takes the rates from the cache."""
     runs, told = two_start(tmp_path / "first", "-", *short(drive))
@@ -213,6 +215,7 @@ def test_two_ranks_measure_once_and_start_with_one_plan(cache: Path, drive: Path
     assert again[0].losses == runs[0].losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "codes", "line"),
     [
@@ -232,6 +235,7 @@ def test_a_rank_that_fails_while_it_measures_ends_the_other(
     assert not (tmp_path / "two" / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_start_with_the_defaults_where_a_drive_fails(cache: Path, drive: Path, tmp_path: Path) -> None:
     runs, told = two_start(tmp_path / "two", "drive", *short(drive))
     assert [run.code for run in runs] == [0, 0], runs
@@ -240,6 +244,7 @@ def test_two_ranks_start_with_the_defaults_where_a_drive_fails(cache: Path, driv
     assert "note: this machine's speed could not be measured" in runs[0].text
 
 
+@pytest.mark.slow
 def test_a_session_of_two_ranks_measures_once(cache: Path, drive: Path, tmp_path: Path) -> None:
     runs, told = two_start(tmp_path / "first", "-", "session", drive)
     assert [run.code for run in runs] == [0, 0], runs

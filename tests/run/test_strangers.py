@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from commands import HELPERS, TINY, call, run_script, start
 
+pytestmark = pytest.mark.slow
+
 OTHER_USER = HELPERS / "other_user.py"
 WORDS = [*TINY, "--engine", "tiered", "--steps", "6", "--save-every", "3", "train.eval_every=0", "--micro-batch", "1"]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root alone can")

@@ -494,6 +494,7 @@ def test_kernels_that_another_user_may_have_planted_are_not_loaded(kernel: Calla
     assert kernel.count == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_rates_stored_concurrently_are_all_kept(
     filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
 ) -> None:
@@ -545,6 +546,7 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
         op_builder._load(SimpleNamespace(name="cpu_adam"))
 
 
+@pytest.mark.slow
 def test_builds_of_torchs_extensions_take_turns(
     filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_the_page_has_both_calls_and_they_fit_in_fifteen_minutes() -> None:
     assert sorted(gpu_suite.STAGES) == sorted(name for _, stages in gpu_suite.CALLS.values() for name in stages)
 
 
+@pytest.mark.slow
 def test_the_first_call(tmp_path: Path, drive: Path) -> None:
     """It compares placements with plain torch and each other, and times what its rows name."""
     rehearse("first", tmp_path, drive)
@@ -125,6 +126,7 @@ def test_the_first_call(tmp_path: Path, drive: Path) -> None:
     assert json.loads(gzip.decompress((tmp_path / speed.TRACE).read_bytes()))["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_second_call(tmp_path: Path, drive: Path) -> None:
     """A timed step that overlaps the backward keeps its early pages, and other libraries have the same losses."""
     rehearse("second", tmp_path, drive)
@@ -138,6 +140,7 @@ def test_the_second_call(tmp_path: Path, drive: Path) -> None:
     assert rivals["FSDP2, CPU offload"]["loss"] == pytest.approx(ours, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_clipped_row_is_marked(tmp_path: Path) -> None:
     case = speed.ours("clipped", "0", "0.5", "backward", "{drive}", "optim.max_grad_norm=1e-3")
     record = Record(tmp_path, "drive", title="t", columns=speed.COLUMNS, about={"gpu": None}, rehearsal=True)
@@ -274,6 +277,7 @@ def test_rows_whose_update_is_the_fallback_are_marked() -> None:
     assert (outcome(words) == "ok") == (chosen.name == "native")
 
 
+@pytest.mark.slow
 def test_selected_cases_are_run(tmp_path: Path) -> None:
     """--only continues a stage that had no time for all; a comparison whose first run is not selected is left out."""
     words = f"{tmp_path} --rehearse --drive {tmp_path} --only '1: weights gpu, state 0.3 GPU'"
@@ -349,6 +353,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_only_its_own_row(stage: Stage) -> None:
     with stage.worker("one") as one:
         os.kill(one._process.pid, 9)
@@ -360,6 +365,7 @@ def test_a_process_that_dies_costs_only_its_own_row(stage: Stage) -> None:
         large.build(["--model", "gpt2-10b", "--engine", "plain"])
 
 
+@pytest.mark.slow
 def test_cases_without_an_export_need_no_room_for_it(stage: Stage) -> None:
     with stage.worker("one") as one:
         about = one.build([*TINY, "--engine", "tiered"])

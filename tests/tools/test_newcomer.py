@@ -17,6 +17,8 @@ from fresh_environment import fresh_environment
 from sample_chats import CHATS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 assert SECTION
@@ -64,7 +66,6 @@ def steps(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
     """Every command works with a wheel built from the source distribution.
 

@@ -32,6 +32,7 @@ LOWEST = "x86-64-v3"
 FEATURES = frozenset(kernel_cache._line_of_features().partition(":")[2].split())
 HERE = [level for level, (_, needed) in LEVELS.items() if needed <= FEATURES]  # best first
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are prebuilt for x86-64"),
     pytest.mark.skipif(not HERE, reason="this CPU is older than those that kernels are prebuilt for"),
 ]
@@ -163,7 +164,6 @@ def readelf(option: str, file: Path) -> str:
     return subprocess.run(["readelf", "-W", option, file], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow
 def test_the_wheel_needs_the_glibc_of_its_name(release: Path, tmp_path: Path) -> None:
     """It has the package and a library for each level, which need no newer glibc and no libstdc++."""
     tag = re.fullmatch(r"offload_trainer-[\d.]+-py3-none-manylinux_2_(\d+)_x86_64\.whl", release.name)
@@ -188,7 +188,6 @@ def test_the_wheel_needs_the_glibc_of_its_name(release: Path, tmp_path: Path) ->
         assert not re.search(r"FUNC +\w+ +DEFAULT +\d+ _ZNSt18condition_variable4wait", exported)  # hidden
 
 
-@pytest.mark.slow
 def test_a_first_step_without_a_compiler(installed: dict[str, str], tmp_path: Path) -> None:
     """The first step of `tiny` finishes with the prebuilt kernel, and nothing is compiled."""
     done = run(["python", "-P", "-c", "import offload_trainer; print(offload_trainer.__file__)"], installed, tmp_path)
@@ -240,7 +239,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_each_prebuilt_kernel_has_the_bits_of_torch_adamw(
     level: str, installed: dict[str, str], tmp_path: Path

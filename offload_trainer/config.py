@@ -104,12 +104,6 @@ class ModelSection(_Section):
         "bitsandbytes (extra: qlora) and dequantised on the device when they are used; nf4: 0.53 bytes a parameter; "
         "int8: 1.01. Library only, since this command does not train adapters",
     )
-    image_patches: Count | Auto = Field(
-        "auto",
-        description="image-text models only: patches of a row's images, before any are merged, that the plan counts. "
-        "auto: one image of the size in the model's configuration, or as many as a row's tokens can stand for, "
-        "whichever is more, if one of the first 1000 conversations has an image, else 0; 0: rows hold text alone",
-    )
     trust_remote_code: bool = Field(False, description="allow the Python code of a model directory or hub id to run")
 
 

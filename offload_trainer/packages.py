@@ -31,12 +31,10 @@ OPTIONAL = {
     "wandb": "0.22",
     "trackio": "0.41",
     "liger-kernel": "0.8",
-    "pillow": "10.0.1",
 }
 _MODULES = {
     "yaml": "PyYAML",
     "liger_kernel": "liger-kernel",
-    "PIL": "pillow",
 }  # modules whose name differs from the package's
 
 

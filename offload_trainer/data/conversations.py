@@ -7,18 +7,12 @@
 
 The first three accept "system" and "tools", and the third accepts "history", as in LLaMA-Factory, Axolotl and TRL.
 Forms of those projects for other kinds of training are refused with a message that names them (`_OTHERS`).
-
-Images are parts of messages, {"type": "image", "path": ...}, or bare parts whose paths are in "images" next to the
-messages. `with_pictures` replaces each path by a `Picture`, and without it a line with images is refused.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +26,6 @@ from offload_trainer.data.documents import (
     string_in,
 )
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import shown
 
 TEXT = "text"
 _KEYS = {
@@ -43,12 +36,10 @@ _KEYS = {
 _QUESTIONS = ("instruction", "question", "query", "prompt")
 _ANSWERS = ("output", "response", "answer")
 _SYSTEM = ("system", "system_prompt")
-_IMAGES = ("images", "image")
-_MEDIA = (*_IMAGES, "videos", "video", "audios", "audio")
-FIRST_LINES = 1000  # lines in which `hold_images` looks for images
-_READ = (
-    "this command reads text and, for an image-text model, images whose paths are in 'messages' (docs/data.md, Images; "
-    f"if none of the first {FIRST_LINES} lines has one, also set model.image_patches)"
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_TEXT_ALONE = (
+    "this command trains on text alone. To train an image-text model on images, load it with ot.load for a loop of "
+    "your own, or with offload_trainer.hf.load for transformers' Trainer (docs/library.md, Images and text)"
 )
 _PREFERENCES = (
     "preferences, which are trained with TRL: `offload-train cp dpo` writes a script for them. To train on the chosen "
@@ -101,10 +92,6 @@ _ROLES = {
 _CALL = "function_call"  # LLaMA-Factory's role of an answer that calls tools
 
 Message = dict[str, Any]
-
-
-class Picture(str):
-    """The absolute path of a picture, in a part of a message; no JSON holds one."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +202,7 @@ def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None
         raise UserError(f"{where}: 'label' holds true or false: {_GOOD_AND_BAD}")
     for key in _MEDIA:
         if record.get(key):
-            raise UserError(f"{where}: {key!r} is not empty: {_READ}")
+            raise UserError(f"{where}: {key!r} is not empty: {_TEXT_ALONE}")
     if record.get("chat_template_kwargs"):
         raise UserError(f"{where}: 'chat_template_kwargs' is not read: set its values in data.chat_template=FILE")
 
@@ -361,85 +348,19 @@ def _parsed_json(text: Any, what: str, *, where: str) -> Any:
         raise UserError(f"{where}: {what} holds no JSON") from error
 
 
-def _text(content: Any, number: int, *, where: str) -> Any:
-    """Return a message's text, which may be one string or a list of text parts; with images, return the list."""
+def _text(content: Any, number: int, *, where: str) -> str:
+    """Return a message's text, which may be one string or a list of text parts."""
     if content is None:
         raise UserError(f"{where}: message {number} has no content; if it is empty, use an empty string")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part for part in parts if not (isinstance(part, dict) and isinstance(part.get("path"), Picture))]
-    for part in texts:
+    for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: message {number} holds something other than text: {_READ}")
+            raise UserError(f"{where}: message {number} holds something other than text: {_TEXT_ALONE}")
         if "train" in part or "weight" in part:
             raise UserError(
                 f"{where}: message {number} mixes parts to train on with others: an answer is trained on whole"
             )
-    joined = encodable("".join(part["text"] for part in texts), f"message {number}", where=where)
-    return joined if len(texts) == len(parts) else parts
-
-
-# -- images ------------------------------------------------------------------------------------------------------------
-
-
-def hold_images(records: Iterator[tuple[str, dict[str, Any]]]) -> bool:
-    """Return whether one of the first `FIRST_LINES` records is a conversation with images."""
-    for _, record in islice(records, FIRST_LINES):
-        if not any(key in record for key in ("messages", "conversations")):
-            return False  # a text, of which 1000 could be long
-        messages = record.get("messages")
-        held = messages if isinstance(messages, list) else ()
-        contents = [message.get("content") for message in held if isinstance(message, dict)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        if any(record.get(key) for key in _IMAGES) or any(map(_is_image, parts)):
-            return True
-    return False
-
-
-def with_pictures(record: dict[str, Any], *, folder: Path, where: str) -> dict[str, Any]:
-    """Return a chat record in which each part for an image has its `Picture`; relative paths begin at `folder`.
-
-    Parts without a path take those of the record's "images", in order. Raises UserError if their numbers differ, and
-    for anything but a path.
-    """
-    if not isinstance(record.get("messages"), list):
-        return record
-    given: Any = next((record[key] for key in _IMAGES if record.get(key)), [])
-    loose = given if isinstance(given, list) else [given]
-    rest, messages, bare = iter(loose), [], 0
-    for message in record["messages"]:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            parts = []
-            for part in content:
-                if _is_image(part):
-                    path_in_part = next((part[key] for key in ("path", "image", "url") if part.get(key)), None)
-                    bare += path_in_part is None
-                    path = next(rest, None) if path_in_part is None else path_in_part
-                    part = {"type": "image", "path": _picture(path, folder=folder, where=where) if path else None}
-                parts.append(part)
-            message = message | {"content": parts}
-        messages.append(message)
-    if bare != len(loose):
-        raise UserError(
-            f'{where}: {len(loose)} paths in \'images\', and {bare} parts {{"type": "image"}} without a path in the '
-            "messages: give each image a part, where the chat template is to place it"
-        )
-    return {key: value for key, value in record.items() if key not in _IMAGES} | {"messages": messages}
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
-
-
-def _picture(path: Any, *, folder: Path, where: str) -> Picture:
-    if not isinstance(path, str):
-        raise UserError(
-            f"{where}: an image holds {json_kind(path)}, where the path of a picture is needed: write the pictures "
-            "into files"
-        )
-    if re.match(r"[a-z]+://|data:", path):
-        raise UserError(f"{where}: {shown(path)} is no path: download the picture, and give the path of its file")
-    return Picture(os.path.abspath(folder / Path(path).expanduser()))
+    return encodable("".join(part["text"] for part in parts), f"message {number}", where=where)
 
 
 # -- strings that a row should contain ---------------------------------------------------------------------------------
@@ -448,7 +369,7 @@ def _picture(path: Any, *, folder: Path, where: str) -> Picture:
 def texts_in(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
     """Yield each non-empty string of a line with its field; metadata fields are left out."""
     if isinstance(value, str):
-        if value.strip() and not isinstance(value, Picture):
+        if value.strip():
             yield field, value
     elif isinstance(value, list):
         for one in value:

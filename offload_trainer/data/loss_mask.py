@@ -87,7 +87,7 @@ class AnswerEncoder:
 
         Raises UserError, with file and line, if the template refuses an example or its answers cannot be located.
         """
-        rendered = [self.rendered(example) for example in examples]
+        rendered = [self._rendered(example) for example in examples]
         found = self._tokenizer(
             [text for text, _ in rendered],
             add_special_tokens=False,
@@ -98,12 +98,12 @@ class AnswerEncoder:
         for example, (_, spans), ids, offsets in zip(
             examples, rendered, found["input_ids"], found["offset_mapping"], strict=True
         ):
-            counted = inside(offsets, spans)
+            counted = _inside(offsets, spans)
             if example.pair is not None and self._end_of_text is not None:
                 ids, counted = [*ids, self._end_of_text], [*counted, True]
             yield Encoded(ids, counted)
 
-    def rendered(self, example: Example) -> tuple[str, list[Span]]:
+    def _rendered(self, example: Example) -> tuple[str, list[Span]]:
         """Return the text of an example, and the spans in it that are learned. Raises as `encode`."""
         if example.pair is not None:
             prompt, completion = example.pair
@@ -112,7 +112,7 @@ class AnswerEncoder:
             self.unsaid.add(omitted, where=example.where)
             self.unsaid.empty += not completion.strip()
             return prompt + completion, [(start, len(prompt + completion))]
-        text = self.render(example, example.messages)
+        text = self._render(example, example.messages)
         everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         # A line may exclude an answer from learning.
         answers = [
@@ -146,7 +146,7 @@ class AnswerEncoder:
                     f"({message['role'][:60]!r}): {_OWN_TEMPLATE} it, or leave that message out"
                 )
         self._refuse_unprinted_calls(example)
-        if example.tools is not None and text == self.render(example, example.messages, tools=False):
+        if example.tools is not None and text == self._render(example, example.messages, tools=False):
             raise UserError(
                 f"{example.where}: the chat template prints no 'tools', which this conversation has: {_OWN_TEMPLATE} "
                 "them, or leave them out"
@@ -166,7 +166,7 @@ class AnswerEncoder:
                 for call in messages[number]["tool_calls"]
             ]
             messages[number] = messages[number] | {"tool_calls": calls}
-        found = self.render(example, messages) if calling else ""
+        found = self._render(example, messages) if calling else ""
         for number in calling:
             if not re.search(rf"offload_trainer_{number}\b", found):
                 raise UserError(
@@ -174,7 +174,9 @@ class AnswerEncoder:
                     f"the rest would be trained on as an answer: {_OWN_TEMPLATE} them, or leave that conversation out"
                 )
 
-    def render(self, example: Example, messages: Sequence[Message], *, prompt: bool = False, tools: bool = True) -> str:
+    def _render(
+        self, example: Example, messages: Sequence[Message], *, prompt: bool = False, tools: bool = True
+    ) -> str:
         """Render messages to text, with the generation prompt at the end if `prompt`, and with the tools if `tools`."""
         try:
             text = self._tokenizer.apply_chat_template(
@@ -204,7 +206,7 @@ class AnswerEncoder:
 
     def _answer(self, example: Example, text: str, number: int) -> Span:
         """Return the character span in `text` of the answer in message `number`."""
-        until = self.render(example, example.messages[: number + 1])
+        until = self._render(example, example.messages[: number + 1])
         before = self._before(example, until, number)
         content = _content(example.messages[number]).strip()
         if text.startswith(before) and until.startswith(before):
@@ -225,17 +227,15 @@ class AnswerEncoder:
         `until` is the text up to and including message `number`.
         """
         if number:
-            before = self.render(example, example.messages[:number], prompt=True)
+            before = self._render(example, example.messages[:number], prompt=True)
             # A template may have an empty generation prompt.
-            return before if until.startswith(before) else self.render(example, example.messages[:number])
-        asking = self.render(example, example.messages[:1], prompt=True).removeprefix(until)
+            return before if until.startswith(before) else self._render(example, example.messages[:number])
+        asking = self._render(example, example.messages[:1], prompt=True).removeprefix(until)
         return until[: until.find(asking) + len(asking)] if asking in until else ""
 
 
 def _content(message: Message) -> str:
-    """Return a message's text, also if it is in parts, some of which are images."""
-    content = message.get("content") or ""
-    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
+    return str(message.get("content") or "")
 
 
 def _contains(text: str, content: str, *, any_piece: bool = False) -> bool:
@@ -272,7 +272,7 @@ def _end_of_answer(text: str, until: str, answer: str, *, start: int) -> int | N
     return end + len(ending) if text.startswith(ending, end) else None
 
 
-def inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:
+def _inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:
     """Return for each token whether it overlaps one of `spans`, which are in order and disjoint."""
     counted, remaining = [], list(spans)
     for start, end in offsets:

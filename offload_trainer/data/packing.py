@@ -24,7 +24,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.conversations import Example, example_of
-from offload_trainer.data.images import ImageEncoder
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED, TokenWriter
 from offload_trainer.data.tokenizer import padding_id
@@ -47,10 +46,9 @@ class RowOptions:
     everything: bool  # train on all tokens, not only on answers
     length: int  # row length in tokens
     packed: bool  # put several conversations in a row
-    images: ImageEncoder | None = None  # conversations may hold images
 
     def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-        """Return everything that the rows depend on except the lines, their pictures and the tokenizer's ids."""
+        """Return everything that the rows depend on except the lines and the tokenizer's ids."""
         # omit the key for unpacked rows, so that their existing cache files keep their names
         packed = ["packed"] if self.packed else []
         return [_VERSION, self.form, self.everything, self.length, template_digest(tokenizer), *packed]
@@ -88,8 +86,6 @@ def write_rows(
     while batch := list(islice(examples, _BATCH)):
         for row in rows.encode(batch):
             writer.write(row)
-            if wish.images:
-                writer.write_line(wish.images.line)
         if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             say(f"{rows.counts.conversations} conversations, {format_count(rows.counts.tokens)} tokens")
@@ -107,7 +103,7 @@ class RowEncoder:
     def __init__(self, wish: RowOptions, *, tokenizer: PreTrainedTokenizerBase, end_of_text: int | None) -> None:
         """Set up the encoder; `tokenizer` must have its chat template. Raises UserError as `AnswerEncoder`."""
         self.options = wish
-        self._encoder = wish.images or AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
+        self._encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
         pad = padding_id(tokenizer)
         self._maker, self._packer = RowMaker(wish.length, pad=pad), Packer(wish.length, pad=pad)
         self._complete = 0  # rows

@@ -30,8 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from offload_trainer.config import DataSection
 from offload_trainer.data.chunked_tokenize import tokenize_documents
 from offload_trainer.data.conversations import COLUMNS, TEXT, form_of_files
-from offload_trainer.data.documents import holds_records, read_documents, read_records
-from offload_trainer.data.images import ImageEncoder, read_conversations
+from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.mixture import Tokens, joined
 from offload_trainer.data.packing import RowOptions, set_template, write_rows
 from offload_trainer.data.sources import find_sources
@@ -50,10 +49,6 @@ _LONGEST = 86400.0  # seconds to wait for another process that tokenises the sam
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
 _BLOCK = 1 << 24
-_NO_IMAGES = (
-    "with images in the data, all of it is lines of JSON with 'messages' (docs/data.md, Images). To train on text, "
-    "leave the images out, or set model.image_patches=0"
-)
 
 Found = TypeVar("Found")
 
@@ -70,8 +65,6 @@ def prepare_tokens(
 ) -> Tokens:
     """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
 
-    `tokenizer` may be the processor of an image-text model: the text is then conversations, which may hold images.
-
     Text is tokenised into ``cache/NAME-KEY.bin``, unless that file exists. Each document, including the last, is
     followed by end-of-text if the tokenizer has one. Special tokens spelled out in the text become their ids, as in
     transformers. If several processes prepare the same text, one does the work and the others wait for it; where the
@@ -82,11 +75,7 @@ def prepare_tokens(
     meanwhile.
     """
     sources = find_sources(section.path, say=say)
-    images = ImageEncoder(tokenizer, length=seq_len) if hasattr(tokenizer, "image_processor") else None
-    tokenizer = tokenizer.tokenizer if images else tokenizer
     fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
-    if images and (section.format not in ("auto", "chat") or not all(map(holds_records, sources))):
-        raise UserError(f"{sources[0]}: {_NO_IMAGES}")
     if sources[0].suffix == ".bin":
         files = []
         for source in sources:
@@ -107,12 +96,12 @@ def prepare_tokens(
             f"data.token_dtype={section.token_dtype} is for .bin files, and {sources[0]} is text: leave it out"
         )
     refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
-    form = form_of_files(sources, form="chat" if images else section.format, text_field=section.text_field)
+    form = form_of_files(sources, form=section.format, text_field=section.text_field)
     rows = None
     if form != TEXT:
         set_template(tokenizer, say=say)
         packed = section.packing == "on"
-        rows = RowOptions(form, everything=section.train_on == "all", length=seq_len, packed=packed, images=images)
+        rows = RowOptions(form, everything=section.train_on == "all", length=seq_len, packed=packed)
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: document boundaries are not marked")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, fingerprint=fingerprint, cache=cache, say=say)
@@ -147,7 +136,7 @@ def _tokenised(
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     content = [section.text_field, fingerprint, separator, [source.suffix.lower() for source in sources]]
     if rows is not None:
-        content = [fingerprint, separator, *rows.key(tokenizer), *(rows.images.key(sources) if rows.images else [])]
+        content = [fingerprint, separator, *rows.key(tokenizer)]
     target = cache / f"{name}-{_digest([FORMAT, sums, *content])}.bin"
     refuse_not_owned(target)
     with nullcontext() if is_complete(target) else _only_writer(target, say=say):
@@ -164,7 +153,6 @@ def _tokenised(
             end_of_text=separator,
             row_length=None if rows is None else rows.length,
             packed=rows is not None and rows.packed,
-            lines=rows is not None and rows.images is not None,
         ) as writer:
             if rows is None:
                 by_document = partial(read_documents, text_field=section.text_field)
@@ -173,7 +161,7 @@ def _tokenised(
                     documents, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
                 )
             else:
-                by_record = read_conversations if rows.images else partial(read_records, wanted=COLUMNS, strings=True)
+                by_record = partial(read_records, wanted=COLUMNS, strings=True)
                 records = _of_all(sources, sums=sums, read=by_record, writer=writer)
                 write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
             if not writer.tokens:

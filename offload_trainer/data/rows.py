@@ -9,16 +9,13 @@ of their forwards do not depend on how they are divided over ranks and gradient 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
-from offload_trainer.data.images import ImageTokens
 from offload_trainer.data.mixture import MixedTokens, Tokens, order
 from offload_trainer.data.stream import FirstRows, StreamedTokens
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
@@ -48,7 +45,7 @@ class Batch:
     `inputs` and `targets` are int64 [rows, seq_len]; a target is the token after its input, or IGNORED. `positions`, of
     the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding` is the number of
     inputs, over all rows, that only fill up rows of conversations. `seed` determines everything random in a training
-    forward (dropout, router noise). `images` are the model's other inputs, if rows may hold images (pixels, ...).
+    forward (dropout, router noise).
     """
 
     inputs: torch.Tensor
@@ -57,7 +54,6 @@ class Batch:
     seed: int = 0
     positions: torch.Tensor | None = None
     padding: int = 0
-    images: Mapping[str, Any] | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,15 +84,10 @@ class Batch:
         )
 
     def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
-        """Return the arguments of a loss (model/loss.py) on device `place`.
-
-        They are inputs, targets, seed, count, positions and images.
-        """
-        copied = partial(_copied, place=place)
-        positions = None if self.positions is None else copied(self.positions)
-        images = tree_map_only(torch.Tensor, copied, self.images and dict(self.images))
+        """Return the arguments of a loss (model/loss.py) on device `place`: inputs, targets, seed, count, positions."""
+        positions = None if self.positions is None else _copied(self.positions, place)
         seed = self.seed if training else None
-        return copied(self.inputs), copied(self.targets), seed, self.counted, positions, images
+        return _copied(self.inputs, place), _copied(self.targets, place), seed, self.counted, positions
 
 
 def _copied(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
@@ -178,7 +169,7 @@ class RowReader:
 
     def __init__(
         self,
-        tokens: Tokens | MixedTokens | StreamedTokens | FirstRows | ImageTokens,
+        tokens: Tokens | MixedTokens | StreamedTokens | FirstRows,
         *,
         seq_len: int,
         rows: range,
@@ -252,17 +243,8 @@ class RowReader:
             begins = np.zeros_like(targets, dtype=bool)
             begins[:, 1:] = block[:, :-2] == self._apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
-        inputs = block[:, :-1].copy()
-        images = self._tokens.inputs(indices, inputs) if isinstance(self._tokens, ImageTokens) else None
-        return Batch(
-            torch.from_numpy(inputs),
-            torch.from_numpy(targets),
-            state,
-            seed=seed,
-            positions=positions,
-            padding=padding,
-            images=images,
-        )
+        inputs = torch.from_numpy(block[:, :-1].copy())
+        return Batch(inputs, torch.from_numpy(targets), state, seed=seed, positions=positions, padding=padding)
 
     def _row(self, position: int) -> int:
         if self._shares is not None:

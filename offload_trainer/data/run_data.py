@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,24 +81,6 @@ def unknown_identity(section: DataSection | None) -> dict[str, Any]:
     return dict.fromkeys([*names, "validation text"] if section is None or section.validation_path else names)
 
 
-def holds_images(section: DataSection) -> bool:
-    """Return whether one of the first conversations of `data.path` has an image.
-
-    The answer is no for data that is missing or would be downloaded; `check_data` reports it.
-    """
-    from offload_trainer.data.conversations import COLUMNS, TEXT, hold_images
-    from offload_trainer.data.documents import holds_records, read_records
-    from offload_trainer.data.sources import find_sources
-
-    for path in section.path if section.format != TEXT else ():
-        with suppress(UserError):
-            sources = [] if path.startswith(("hub:", "stream:")) else find_sources([path])
-            for source in [source for source in sources if holds_records(source)][:1]:
-                if hold_images(read_records(source, wanted=COLUMNS, strings=True)):
-                    return True
-    return False
-
-
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """Raise UserError for data paths that are missing or hold no text or tokens; reads only the start of each file."""
     from offload_trainer.data.sources import find_sources
@@ -133,13 +114,12 @@ def prepare_data(
     from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint
     from offload_trainer.ranks import rank_zero_first
 
-    processor = _processor(source) if source.shape.images else None
-    tokenizer = _tokenizer(section, source, processor=processor, say=say)
+    tokenizer = _tokenizer(section, source, say=say)
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     vocabulary = source.shape.vocabulary
     prepared = partial(
         prepare_tokens,
-        tokenizer=processor or tokenizer,
+        tokenizer=tokenizer,
         vocabulary=vocabulary,
         seq_len=seq_len,
         cache=cache,
@@ -158,12 +138,6 @@ def prepare_data(
         held_out = rank_zero_first(lambda: prepared(wish))
     if held_out is not tokens and (held_out.sums == tokens.sums or section.validation_path == section.path):
         say("note: --validation-data is the text of --data: its loss says nothing about other text")
-    if processor:
-        from offload_trainer.data.images import ImageTokens
-
-        separate = held_out is not tokens
-        tokens = ImageTokens(tokens, processor)
-        held_out = ImageTokens(held_out, processor) if separate else tokens
     split = _rows(section, tokens, held_out, seq_len=seq_len)
     for line in _describe(section, tokens, held_out, split, seq_len=seq_len):
         say(line)
@@ -310,23 +284,14 @@ def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
     )
 
 
-def _processor(source: Any) -> Any:
-    from offload_trainer.data.images import load_processor
-
-    return load_processor(source.directory, trust_remote_code=source.section.trust_remote_code)
-
-
-def _tokenizer(section: DataSection, source: Any, *, processor: Any, say: Callable[[str], None]) -> Any:
+def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None]) -> Any:
     from offload_trainer.data.tokenizer import load_tokenizer, read_template
 
     name = section.tokenizer
     if name == "auto":
         _refuse_unknown_ids(section, source)
         name = "builtin" if source.directory is None else str(source.directory)
-    if processor:
-        tokenizer = processor.tokenizer
-    else:
-        tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
+    tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
     if section.chat_template != "auto":
         tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
     if len(tokenizer) < source.shape.vocabulary / 2:

@@ -3,8 +3,6 @@
     TokenWriter   ids -> NAME.bin.<random>.tmp -> fsync -> NAME.bin, then NAME.bin.json in the same way
     TokenFile     NAME.bin + NAME.bin.json -> ranges of ids; each block's CRC-32 is checked when it is first read
 
-Rows of conversations with images have a third file, NAME.bin.rows, with a line for each row (images.py).
-
 The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
 temporary file that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the process
 without a message.
@@ -45,7 +43,7 @@ BEGINS = 1 << 30  # a conversation or the padding begins here
 IDS = BEGINS - 1
 
 _SCAN_TOKENS = 1 << 24
-_TEMPORARY = re.compile(r"\.bin(\.json|\.rows)?\.[0-9a-f]{8}\.tmp$")
+_TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
 _AGAIN = "delete the file and its sidecar, and the same command creates them again"
 _ELSEWHERE = "Delete both it and its sidecar, or use another cache with data.cache=DIR"
 _RESTORE = f"it has changed since the run opened it. Restore it, and {RERUN_HINT}"
@@ -68,11 +66,6 @@ _FOREIGN = {
 def sidecar_path(path: Path) -> Path:
     """Return the sidecar's path: ``NAME.bin`` -> ``NAME.bin.json``."""
     return path.with_name(path.name + ".json")
-
-
-def lines_path(path: Path) -> Path:
-    """Return the path of the file with a line for each row, which rows with images have: ``NAME.bin.rows``."""
-    return path.with_name(path.name + ".rows")
 
 
 def is_complete(path: Path) -> bool:
@@ -323,12 +316,8 @@ class TokenWriter:
         end_of_text: int | None = None,
         row_length: int | None = None,
         packed: bool = False,
-        lines: bool = False,
     ) -> None:
-        """If `row_length` is set, the ids are marked and in rows of that length, `packed` or not (packing.py).
-
-        `lines`: `write_line` is called for each row too.
-        """
+        """If `row_length` is set, the ids are marked and in rows of that length, `packed` or not (packing.py)."""
         self.path = path
         self.tokens = 0
         self.text_bytes: int | None = None  # the caller may set these two before the end
@@ -341,16 +330,12 @@ class TokenWriter:
         self._sums: list[int] = []
         self._block = b""  # bytes that are not yet covered by a CRC-32
         self._file: BinaryIO
-        self._with_lines = lines
-        self._lines: BinaryIO | None = None
 
     def __enter__(self) -> TokenWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             remove_dead(self.path.parent)
             self._file = _open_temporary(self.path)
-            if self._with_lines:
-                self._lines = _open_temporary(lines_path(self.path))
         except OSError as error:
             raise UserError(
                 f"cannot write in {self.path.parent}: {error.strerror}; choose another directory with data.cache=DIR"
@@ -371,14 +356,6 @@ class TokenWriter:
             self._sums.append(zlib.crc32(self._block[:BLOCK]))
             self._block = self._block[BLOCK:]
 
-    def write_line(self, line: str) -> None:
-        """Append the line of the row that was written last."""
-        assert self._lines is not None
-        try:
-            self._lines.write(f"{line}\n".encode())
-        except OSError as error:
-            raise self._failed(error) from error
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -389,8 +366,6 @@ class TokenWriter:
             raise self._failed(failure) from failure
         finally:
             _discard(self._file)
-            if self._lines is not None:
-                _discard(self._lines)
 
     def _commit(self) -> None:
         fields = {
@@ -415,8 +390,6 @@ class TokenWriter:
                 equal = False
             if not equal:
                 sidecar.unlink()
-        if self._lines is not None:
-            _publish(self._lines, lines_path(self.path))
         _publish(self._file, self.path)
         temporary = _open_temporary(sidecar)
         try:
@@ -426,9 +399,7 @@ class TokenWriter:
             _discard(temporary)
 
     def _failed(self, error: OSError) -> TrainerError:
-        _discard(self._file)  # remove the files first, so that the free space includes them
-        if self._lines is not None:
-            _discard(self._lines)
+        _discard(self._file)  # remove the file first, so that the free space includes it
         made = self.tokens * self._dtype.itemsize
         free = shutil.disk_usage(self.path.parent).free
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from offload_trainer.errors import UserError
 
-Patches = int | Literal["auto"] | None  # patches of a row's images; None: there are no images
+Patches = int | Literal["auto"]  # patches of a row's images; 0: rows hold text alone
 
 
 def class_names(config: Any) -> tuple[str | None, str | None]:
@@ -48,23 +48,14 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if image and (not text or image in named) else AutoModelForCausalLM
 
 
-def settle_class(config: Any, name: str, *, image_patches: Patches) -> bool:
+def settle_class(config: Any, *, image_patches: Patches) -> bool:
     """Set the class that `auto_class` returns for `config`; return whether rows with images are expected.
 
-    With `image_patches` 0 or None a configuration of both kinds is a causal language model. Raises UserError if it is
-    None, which means that no image was requested and the data has none, but transformers has only an image-text model.
+    With `image_patches` 0 a configuration of both kinds is a causal language model.
     """
     image, text = class_names(config)
-    if image is None:
+    if image is None or not _reads_images(image):
         return False
-    if not _reads_images(image):
-        return False
-    if image_patches is None and text is None:
-        raise UserError(
-            f"--model {name}: {image} reads images, and the first lines of --data have none (docs/data.md, Images). "
-            "model.image_patches=0 trains it on text alone; model.image_patches=N, the patches of a row's images, "
-            "expects images in later lines"
-        )
     named = getattr(config, "architectures", None) or ()
     text_alone = not image_patches or (text in named and image not in named)
     if text is not None and text != image:

@@ -73,13 +73,7 @@ class BreadthFirst:
             self._active = []
 
     def _body(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        seed: int | None,
-        count: int,
-        positions: torch.Tensor | None,
-        images: None = None,
+        self, inputs: torch.Tensor, targets: torch.Tensor, seed: int | None, count: int, positions: torch.Tensor | None
     ) -> Any:
         with self._saving():
             if seed is not None:
@@ -127,7 +121,7 @@ class BreadthFirst:
         one = self._active[number]
         if not one.ended and self._resume(one):
             raise TrainerError("a micro-batch passes through more blocks than the one before it")
-        _, targets, _, count, *_ = one.batch
+        _, targets, _, count, _ = one.batch
         with one.random():
             return self._loss.of(one.cut_inside(), targets, count)
 

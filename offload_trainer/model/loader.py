@@ -196,14 +196,13 @@ def resolve_model(
     seed: int,
     packed: bool = False,
     pieces: bool = False,
-    image_patches: Patches = None,
+    image_patches: Patches = 0,
 ) -> ModelSource:
     """Find the model that `section.name` refers to.
 
     `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence
     each other is refused. `pieces` is for rows divided among ranks: a model that would compute another result is
-    refused. `image_patches`: patches of the images in each row, or "auto"; None if rows hold none, in which case a
-    model that transformers has only with images is refused.
+    refused. `image_patches`: patches of the images in each row, or "auto"; 0 if rows hold text alone.
 
     Raises UserError for an unknown model or configuration key, and for weights that do not fit.
     """
@@ -214,7 +213,7 @@ def resolve_model(
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
     _override(config, section.overrides)
     refuse_endless(config.to_dict(), section.name)
-    images = settle_class(config, section.name, image_patches=image_patches)
+    images = settle_class(config, image_patches=image_patches)
     try:
         # None: transformers uses SDPA, or eager attention for a model that does not support SDPA.
         config._attn_implementation = None if section.attention == "auto" else section.attention
@@ -253,7 +252,7 @@ def resolve_model(
         match_weights(directory, model)
     return ModelSource(
         config=config,
-        shape=model_shape(model, section, packed=packed, image_patches=image_patches if images else None),
+        shape=model_shape(model, section, packed=packed, image_patches=image_patches if images else 0),
         section=section,
         seed=seed,
         directory=directory,

@@ -9,8 +9,7 @@ needs more than the last hidden states, the model runs unchanged with all of its
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,15 +78,6 @@ def head_needs_only_hidden_states(model: PreTrainedModel) -> bool:
     return True
 
 
-def body_takes_images(model: PreTrainedModel) -> bool:
-    """Return whether the body of an image-text model takes all inputs that the model itself does, pixels and others."""
-    body = body_of(model)
-    if body is None:
-        return False
-    ours, its = (inspect.signature(type(one).forward).parameters for one in (model, model._modules[body]))
-    return set(ours) - {"labels", "logits_to_keep", "kwargs"} <= set(its)
-
-
 def adds_router_loss(model: PreTrainedModel) -> bool:
     """Return whether the configuration adds the routers' auxiliary loss (`output_router_logits`)."""
     return any(getattr(c, "output_router_logits", False) for c in (model.config, model.config.get_text_config()))
@@ -106,7 +96,6 @@ class CausalLoss(nn.Module):
         count: the number of targets that count. Without it they are counted here, which waits for a GPU.
         positions: int64 [rows, seq_len]; they restart at each document of a packed row, and attention does not cross
             from one document to the next (packing.py).
-        images: other inputs of an image-text model, by the names of its forward's arguments.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:
@@ -131,22 +120,14 @@ class CausalLoss(nn.Module):
         seed: int | None = None,
         count: int | None = None,
         positions: torch.Tensor | None = None,
-        images: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         if seed is not None:
             torch.manual_seed(seed)  # a recomputation restores the generators' state of the first computation
-        return self.of(self.run(inputs, positions, images=images), targets, count)
+        return self.of(self.run(inputs, positions), targets, count)
 
     def of(self, output: Any, targets: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """Return the mean loss of what `run` returned."""
         flat = targets.flatten()
-        states = output.logits if self.whole else output.last_hidden_state
-        if states.shape[:2] != targets.shape:
-            raise UserError(
-                f"{type(self.model).__name__} returns {states.shape[1]} positions for rows of {targets.shape[1]} "
-                "tokens, so their next tokens cannot be told apart: offload_trainer.load trains it with its own loss "
-                "(docs/library.md)"
-            )
         count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
         if self.whole:
             loss = cross_entropy(output.logits.flatten(0, 1), flat) / count
@@ -154,11 +135,9 @@ class CausalLoss(nn.Module):
         loss = self._in_chunks(type(output), output.last_hidden_state.flatten(0, 1), flat) / count
         return loss + self._added(output) if self._adds else loss
 
-    def run(
-        self, inputs: torch.Tensor, positions: torch.Tensor | None = None, *, images: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
         """Return the body's output, or the whole model's with the auxiliary loss in place of its loss."""
-        given = {**({} if positions is None else {"position_ids": positions}), **(images or {})}
+        given = {} if positions is None else {"position_ids": positions}
         if not self.whole:
             return self.model._modules[self._body](input_ids=inputs, use_cache=False, **given)
         if not self._adds:

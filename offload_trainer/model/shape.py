@@ -24,7 +24,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.activations import ModelMemory, count_activations
 from offload_trainer.model.auto_class import Patches, class_names
 from offload_trainer.model.image_parts import image_parts, with_images
-from offload_trainer.model.loss import body_takes_images, head_needs_only_hidden_states
+from offload_trainer.model.loss import head_needs_only_hidden_states
 from offload_trainer.plan.shape import ModelShape, Split, Weight, unit_of
 from offload_trainer.plan.tiered.weight_streaming import with_order
 from offload_trainer.storage.tensorfile import DTYPES
@@ -37,11 +37,11 @@ _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.
 
 
 def model_shape(
-    model: PreTrainedModel, section: ModelSection, *, packed: bool = False, image_patches: Patches = None
+    model: PreTrainedModel, section: ModelSection, *, packed: bool = False, image_patches: Patches = 0
 ) -> ModelShape:
     """Return the shape of a model on the meta device.
 
-    `image_patches`: the patches of a row's images; 0 or None: rows hold text alone. Afterwards the model's parameters
+    `image_patches`: the patches of a row's images; 0: rows hold text alone. Afterwards the model's parameters
     are in the run's dtype, and frozen as configured. Raises UserError for a model without a vocabulary.
     """
     if not hasattr(model.config.get_text_config(), "vocab_size"):
@@ -97,9 +97,8 @@ def model_shape(
             return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed)
         return None  # the plan estimates activations
 
-    outside = bool(image_patches) and not body_takes_images(model)  # images enter outside the body
-    counted = None if outside else counted_with(whole_logits=False)
-    whole = outside or (counted is None and not head_needs_only_hidden_states(model))
+    counted = counted_with(whole_logits=False)
+    whole = counted is None and not head_needs_only_hidden_states(model)
     if whole:
         counted = counted_with(whole_logits=True)
     order = counted.order if counted else None

@@ -363,8 +363,6 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
     ours = plan.forecast.step
     if config.placement.engine != "auto" or work.world == 1 or machine.gpu is None or ours is None:
         return []
-    if work.shape.images:  # rows with images need the tiered engine
-        return []
     if len(config.placement.nvme) > 1 or config.tiered != TieredSection() or machine.lacks("deepspeed"):
         return []
     others = [_plan_of(one, work, machine, engine=stock.name) for one in stock.candidates(work, machine)]

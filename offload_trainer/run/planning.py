@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
-from offload_trainer.data.run_data import holds_images
 from offload_trainer.errors import UserError
 from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -140,46 +139,11 @@ def model_of(config: TrainConfig) -> Any:
     from offload_trainer.model.loader import resolve_model
 
     refuse_base(config.model)
-    packed, pieces, patches = config.data.packing == "on", config.parallel.sequence > 1, config.model.image_patches
-    source = resolve_model(
-        config.model,
-        seed=config.train.seed,
-        packed=packed,
-        pieces=pieces,
-        image_patches=None if patches == "auto" and not holds_images(config.data) else patches,
-    )
+    packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
+    source = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
     refuse_nothing_trained(source.shape)
     refuse_other_losses(source.config)
-    if source.shape.images:
-        refuse_with_images(config)
-    elif patches != "auto" and patches:
-        raise UserError(f"model.image_patches={patches}: --model {config.model.name} reads no images: leave it out")
     return with_block_order(config, source)
-
-
-def refuse_with_images(config: TrainConfig) -> None:
-    """Raise UserError for settings that rows with images do not support."""
-    model, data, parallel = config.model, config.data, config.parallel
-    chosen = {
-        "--engine deepspeed": config.placement.engine_name == "deepspeed",
-        "parallel.sequence": parallel.sequence > 1,
-        "data.packing=on": data.packing == "on",
-        "data.mixture": bool(data.mixture),
-        "--data stream:": data.streamed,
-        "--validation-data stream:": data.validation_streamed,
-        "data.train_on=all": data.train_on == "all",
-        "data.tokenizer": data.tokenizer != "auto",
-        "model.offload_activations": bool(model.offload_activations),
-        "model.mlp_chunk": isinstance(model.mlp_chunk, int),
-        "model.compile=on": model.compile == "on",
-        "model.kernels=liger": model.kernels == "liger",
-        "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
-    }
-    if named := [setting for setting, here in chosen.items() if here]:
-        raise UserError(
-            f"{' and '.join(named)}: not with images in the data: leave it out, or train on text alone with "
-            "model.image_patches=0"
-        )
 
 
 def refuse_nothing_trained(shape: ModelShape) -> None:
@@ -206,8 +170,6 @@ def with_block_order(config: TrainConfig, source: Any) -> Any:
         return source
     from offload_trainer.model.probes.block_order import why_no_chain
 
-    if source.shape.images:
-        return replace(source, shape=replace(source.shape, no_chain="rows hold images"))
     why = why_no_chain(source._meta(), trust_remote_code=config.model.trust_remote_code)
     return replace(source, shape=replace(source.shape, no_chain=why))
 
@@ -244,7 +206,7 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
         return longest_row(candidate, source.shape, found.machine, world=plan.world, nodes=plan.nodes)
 
     tokens = longest(found.source)
-    if tokens < found.source.shape.context and may_tile(config) and not found.source.shape.images:
+    if tokens < found.source.shape.context and may_tile(config):
         tokens = longest(models.as_wished(candidate, pieces=True))
     return replace(found, plan=replace(plan, longest_row=tokens))
 
@@ -313,11 +275,11 @@ class MemoryFallbacks:
 
     def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
         """Yield (configuration, model), each with a smaller device footprint than the last, before buffers are cut."""
-        tiered, images = config.tiered, self._preset is None and self.source.shape.images is not None
+        tiered = config.tiered
         left_open = config.placement.engine_name == "tiered" and tiered.fetch_granularity == "auto"
-        left_open = left_open and config.model.compile == "off" and not images
+        left_open = left_open and config.model.compile == "off"
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
-            for pieces in (False, True) if may_tile(config) and not images else (False,):
+            for pieces in (False, True) if may_tile(config) else (False,):
                 candidate = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
                 of = self.as_wished(candidate, pieces=pieces)
                 if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):

@@ -312,7 +312,10 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
         ({"messages": "hello"}, "'messages' holds a string"),
         ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
         ({"messages": [{"role": "user", "content": None}]}, "message 1 has no content"),
-        ({"messages": [message("user", "a"), {"role": "user", "content": [{"type": "image"}]}]}, "message 2 holds"),
+        (
+            {"messages": [message("user", "a"), {"role": "user", "content": [{"type": "image"}]}]},
+            r"message 2 holds .*ot\.load",
+        ),
         ({"messages": [message("user", "\ud800")]}, "message 1 holds half a surrogate pair"),
         ({"messages": TALK, "tools": "x"}, "'tools' holds no JSON"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "message 1 is from 'narrator'; known are human"),

@@ -195,9 +195,7 @@ def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -
 
 def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8, **section: Any) -> Any:
     wish = DataSection(tokenizer="builtin", cache=str(tmp_path / "cache"), **section)
-    source: Any = SimpleNamespace(
-        directory=None, shape=SimpleNamespace(vocabulary=2048, images=None), section=ModelSection()
-    )
+    source: Any = SimpleNamespace(directory=None, shape=SimpleNamespace(vocabulary=2048), section=ModelSection())
     return prepare_data(wish, source, seq_len=seq_len, say=(said if said is not None else []).append)
 
 

@@ -110,7 +110,10 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         r"\(KTO\), which TRL trains on",
     ),
     "llamafactory KTO as label": ({"messages": turns("a", "A"), "label": True}, r"'label' holds true or false: .*KTO"),
-    "llamafactory images": ({"conversations": shares("<image>a", "A"), "images": ["1.jpg"]}, "'images' is not empty"),
+    "llamafactory images": (
+        {"conversations": shares("<image>a", "A"), "images": ["1.jpg"]},
+        r"'images' .*ot\.load.*library\.md",
+    ),
     "llamafactory audios": ({"messages": turns("a", "A"), "audios": ["1.wav"]}, "'audios' is not empty"),
     "llamafactory openai": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
     "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, "<user>a<end><assistant>«A<end>»"),

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from sample_chats import chat_tokenizer
 from transformers import (
     AutoModelForImageTextToText,
-    CLIPImageProcessor,
     CLIPVisionConfig,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -29,11 +24,6 @@ SIDE, PATCH = 32, 8  # pixels of an image's side, and of a patch's
 GRID = SIDE // PATCH
 PATCHES = GRID**2 + 1  # patches of an image, with one for its class
 
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{% for part in message.content %}{% if part.type == 'image' %}"
-    "<image>{% else %}{{ part.text }}{% endif %}{% endfor %}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 _LAYERS: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -83,72 +73,6 @@ def _idefics() -> PreTrainedConfig:
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {"Llava": _llava, "Qwen2_5_VL": _qwen, "Idefics3": _idefics}
-
-
-def llava(folder: Path) -> LlavaProcessor:
-    """Write a small fp32 LLaVA with its processor, which makes 16 tokens of each image; return the processor."""
-    tokenizer = chat_tokenizer()
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=SIDE,
-            patch_size=PATCH,
-        ),
-        text_config=LlamaConfig(
-            vocab_size=272,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-        ),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=(SIDE // PATCH) ** 2,
-    )
-    torch.manual_seed(3)
-    model = LlavaForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)  # larger weights let pictures change the loss
-    model.save_pretrained(folder)
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(
-            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}, do_center_crop=True
-        ),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
-    )
-    processor.save_pretrained(folder)
-    return processor
-
-
-def picture(path: Path, *, seed: int, size: tuple[int, int] = (40, 32)) -> Path:
-    """Write a picture of random pixels."""
-    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
-    path.parent.mkdir(exist_ok=True, parents=True)
-    Image.fromarray(pixels.to(torch.uint8).numpy()).save(path)
-    return path
-
-
-def told(role: str, *parts: str) -> dict[str, Any]:
-    """Return a message; a part that ends in .png is the path of a picture, any other one is text."""
-    return {
-        "role": role,
-        "content": [
-            {"type": "image", "path": part} if part.endswith(".png") else {"type": "text", "text": part}
-            for part in parts
-        ],
-    }
 
 
 def image_model(folder: Path, family: str, *, batches: int, seed: int = 1) -> list[Batch]:

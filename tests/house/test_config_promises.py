@@ -144,7 +144,6 @@ ELSEWHERE = {
     "tiered.checksums": "offload/test_tiered.py::test_a_changed_block_is_found_with_checksums",
     "model.base": "library/test_quantised_base.py::test_bytes_of_a_pass",
     "model.compile": "model/test_compiled_blocks.py::test_one_function_is_compiled_for_all_blocks",
-    "model.image_patches": "run/test_image_run.py::test_the_plan_counts_the_patches",
     "model.kernels": "model/test_compiled_blocks.py::test_liger_replaces_everything_but_the_loss",
     "model.trust_remote_code": "house/test_config_promises.py::test_a_models_own_code_runs_where_it_is_allowed",
     "placement.force": "house/test_config_promises.py::test_force_lets_a_plan_pass_that_does_not_fit",

@@ -306,7 +306,6 @@ ELSEWHERE = {
 OPENING = {
     "checkpoint.py": "files that it has just written",
     "data/documents.py": "what pyarrow reads, opened by open_given before",
-    "data/images.py": "a picture in memory",
     "data/packing.py": "the package's own",
     "data/tokenfile.py": "new files, and O_NONBLOCK",
     "data/tokenizer.py": "copyfile, which refuses pipes",

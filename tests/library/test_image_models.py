@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import call
 from compare_trainers import assert_same, told, weights
 from hf_trainers import HOMES as TRAINERS_HOMES
 from hf_trainers import Ours, arguments, loaded
 from image_models import PATCHES, Batch, image_model, image_rows, opened, stacked
+from sample_chats import chat_tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -268,11 +270,9 @@ def test_which_class_a_name_stands_for(tmp_path: Path) -> None:
         return type(resolved(tmp_path / folder, **words).build(dtype=torch.float32).model).__name__
 
     assert name("both", image_patches="auto") == "Qwen3_5ForConditionalGeneration"
-    assert name("both", image_patches=0) == name("both") == "Qwen3_5ForCausalLM"
+    assert name("both", image_patches=0) == "Qwen3_5ForCausalLM"
     assert name("images", image_patches="auto") == name("images", image_patches=0) == "LlavaForConditionalGeneration"
     assert resolved(tmp_path / "images", image_patches=0).shape.images is None
-    with pytest.raises(UserError, match="LlavaForConditionalGeneration reads images, and the first lines of --data"):
-        resolved(tmp_path / "images")
 
 
 @pytest.mark.slow
@@ -348,14 +348,41 @@ def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
     assert refused == both | {"DiffusionGemma": "it takes no labels", "PI0": "it takes no labels"}
     tiny_config(UdopConfig).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="UdopForConditionalGeneration: it is an encoder and a decoder, and this"):
-        model_of(load_config(["--model", str(tmp_path), "--scratch", "model.image_patches=16"]))
+        model_of(load_config(["--model", str(tmp_path), "--scratch"]))
+
+
+def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
+    """The tower gets no gradient and does not change; the export has the class. Images in the data are refused."""
+    folder, _ = models("Llava")
+    chat_tokenizer().save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("No pictures here. " * 40)
+    words = ["--model", folder, "--dtype", "fp32", "--seq-len", 16, "--micro-batch", 2, "--steps", 2, "--lr", 1e-2]
+    words += ["optim.warmup_steps=0", "placement.threads=1", f"data.cache={tmp_path / 'cache'}"]
+    away = ["--nvme", drive, "--params", "nvme", "--optimizer", "nvme"]
+    plain, ours = (
+        call(*words, "--data", tmp_path / "text.txt", *home, output=tmp_path / f"{number}")
+        for number, home in enumerate((["--engine", "plain"], away))
+    )
+    assert ours.losses == plain.losses
+    export(ours.output, tmp_path / "out", dtype="fp32")
+    before, after = opened(folder), opened(tmp_path / "out")
+    assert type(after) is type(before)
+    for (name, one), two in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert torch.equal(one, two) == bool(re.search("vision_tower|multi_modal_projector", name)), name
+    talk = [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    refused = call(*words, "--data", tmp_path / "talk.jsonl", output=tmp_path / "refused", check=False)
+    assert refused.code == 2
+    assert (
+        "line 1: message 1 holds something other than text: this command trains on text alone. To train" in refused.text
+    )
 
 
 @pytest.mark.slow
 def test_a_class_that_reads_no_images_trains_on_text(tmp_path: Path) -> None:
     """Mistral 4 is a causal language model, which transformers lists among the image-text models only."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral4"}))
-    for patches in (None, 0, 16, "auto"):
+    for patches in (0, 16, "auto"):
         assert resolved(tmp_path, image_patches=patches).shape.images is None
 
 

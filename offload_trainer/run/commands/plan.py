@@ -33,7 +33,6 @@ from offload_trainer.run.planning import (
     machine_here,
     model_of,
     planned,
-    refuse_with_images,
     with_longest_row,
 )
 from offload_trainer.settings import values_given
@@ -98,8 +97,6 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
             return whole
         of_mode = _asking(config, mode, tokens=tokens)
         try:
-            if shape.images:
-                refuse_with_images(of_mode)
             if mode.stage is None:
                 return _planned_tiered(of_mode, rows, models, here, nodes=count, world=world, layouts=layouts)
             if mistakes := combination_mistakes(of_mode):

@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForImageTextToText,
     IdeficsConfig,
     LlavaConfig,
+    PPFormulaNetConfig,
     PreTrainedModel,
     Qwen3_5Config,
     ShieldGemma2Config,
@@ -329,6 +330,15 @@ def test_models_that_load_does_not_build_are_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(UserError, match=message):
             resolved(tmp_path, image_patches="auto")
+
+
+@pytest.mark.slow
+def test_embeddings_that_transformers_does_not_find(tmp_path: Path) -> None:
+    """Those of PP-FormulaNet are inside its decoder."""
+    tiny_config(PPFormulaNetConfig).save_pretrained(tmp_path)
+    images = resolved(tmp_path, image_patches=PATCHES).shape.images
+    assert images is not None
+    assert "model.encoder.layers.0" in images.units
 
 
 @pytest.mark.slow

@@ -106,8 +106,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         "begin a run from another trainer's checkpoint: weights, optimizer state and step",
         f"SOURCE RUN {_CONFIG}",
         (),
-        "SOURCE is a checkpoint of transformers' Trainer, DeepSpeed (ZeRO-1, 2, 3, universal) or FSDP2 (a directory of "
-        "torch.distributed.checkpoint).\n"
+        "SOURCE is a checkpoint of transformers' Trainer or FSDP2 (a directory of torch.distributed.checkpoint).\n"
         "RUN is a new run directory. Give words of the run, above all --model and model.freeze. The command that goes "
         "on is printed.",
     ),

@@ -290,7 +290,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("chat", "talk interact cli_demo", ""),
     ("export", "merge merge-lora merge_lora convert convert-hf save zero_to_fp32 convert_to_hf", ""),
     ("export", "gguf quantize", _CONVERTS),
-    ("import", "migrate import-checkpoint import_checkpoint ds_to_universal load-checkpoint load_checkpoint", ""),
+    ("import", "migrate import-checkpoint import_checkpoint load-checkpoint load_checkpoint", ""),
     ("prepare", "preprocess tokenize tokenise prepare-data prepare_data data build-dataset prepare_dataset", ""),
     ("plan", "estimate estimate-memory estimate_memory memory dry-run dryrun", ""),
     ("bench", "benchmark profile measure speedtest", ""),

@@ -1,11 +1,16 @@
-"""Train with FSDP2 on the CPU, save a checkpoint with torch.distributed.checkpoint, and train on.
+"""Train with FSDP2 on the CPU, save a checkpoint of torch.distributed.checkpoint, and train on.
 
-fsdp2_checkpoint(folder, ranks=2, flat=False)     run `ranks` ranks; FOLDER holds `model`, a directory with weights
-fsdp2_ranks.py FOLDER RANK RANKS FLAT     run one of the ranks
+fsdp2_checkpoint(folder, kind, ranks=2)      run `ranks` ranks; FOLDER holds `model`, a directory with weights
+fsdp2_ranks.py FOLDER RANK RANKS KIND FROZEN     run one of the ranks; FROZEN is part of names of weights, or -
 
-After `BEFORE` steps the ranks write FOLDER/dcp: state by name, settings by number of the group or, if FLAT is 1, by
-name of the weight. Rank 0 writes FOLDER/state, the state that torch gathers, one file a kind, and prints the losses of
-`AFTER` further steps as JSON.
+After `BEFORE` steps the ranks write FOLDER/checkpoint. KIND says how:
+
+    numbered    get_state_dict: settings by number of the group
+    flat        the same: settings by name of the weight
+    trainer     accelerate's two directories, and the other files of transformers' Trainer
+
+Rank 0 writes FOLDER/state, the state that torch gathers, one file a kind, and prints the losses of `AFTER` further
+steps as JSON.
 """
 
 from __future__ import annotations
@@ -13,35 +18,34 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from commands import start
 from engine_bench import batches
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, get_scheduler
+from transformers.trainer_callback import TrainerState
 
-BEFORE, AFTER, LR = 3, 3, 1e-2
+BEFORE, AFTER, STEPS, LR = 3, 3, 9, 1e-2
 DECAY, BETAS = 0.1, (0.9, 0.95)
 
 
-def fsdp2_checkpoint(folder: Path, *, ranks: int, flat: bool = False) -> list[float]:
+def fsdp2_checkpoint(folder: Path, kind: str, *, ranks: int, frozen: str = "-") -> list[float]:
     """Run the ranks; return the losses of the steps after the checkpoint."""
-    return losses_of_ranks(__file__, folder, ranks, [int(flat)])
-
-
-def losses_of_ranks(script: str, folder: Path, ranks: int, words: Sequence[object]) -> list[float]:
-    """Run `script` FOLDER RANK RANKS WORDS for each rank; return the losses that rank 0 prints last."""
     said = [folder / f"said{rank}" for rank in range(ranks)]
     started = [
-        start(script, folder, rank, ranks, *words, stdout=out, stderr=out, own=True) for rank, out in enumerate(said)
+        start(__file__, folder, rank, ranks, kind, frozen, stdout=out, stderr=out, own=True)
+        for rank, out in enumerate(said)
     ]
     codes = [process.wait(300) for process in started]
     assert not any(codes), [out.read_text()[-3000:] for out in said]
@@ -49,20 +53,24 @@ def losses_of_ranks(script: str, folder: Path, ranks: int, words: Sequence[objec
     return losses
 
 
-def mean_loss(model: Any, batch: Any, *, ranks: int, update: Callable[[], None]) -> float:
-    """Compute the loss and the gradients of a batch, call `update`, and return the mean loss of all ranks."""
-    inputs = torch.cat([batch.inputs, batch.targets[:, -1:]], 1)
-    loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
-    loss.backward()
-    update()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return float(mean) / ranks
+def write_checkpoint(directory: Path, model: Any, adam: Any, scheduler: Any, *, kind: str) -> None:
+    if kind != "trainer":
+        options = StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
+        weights, state = get_state_dict(model, adam, options=options)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=str(directory))
+        return
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    save_fsdp_model(plugin, accelerator, model, str(directory))
+    save_fsdp_optimizer(plugin, accelerator, adam, model, str(directory))
+    if dist.get_rank() == 0:
+        torch.save(scheduler.state_dict(), directory / "scheduler.pt")
+        TrainerState(global_step=BEFORE, max_steps=STEPS).save_to_json(str(directory / "trainer_state.json"))
 
 
-def write_state(folder: Path, model: Any, adam: Any, *, offload: bool = True) -> None:
-    """Write the state that torch gathers, on rank 0 alone with `offload`; weights without state are `fixed`."""
-    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+def write_state(folder: Path, model: Any, adam: Any) -> None:
+    """Write the state that torch gathers, on rank 0 alone; weights without state are `fixed`."""
+    whole, gathered = get_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() > 0:
         return
     (folder / "state").mkdir()
@@ -76,32 +84,39 @@ def write_state(folder: Path, model: Any, adam: Any, *, offload: bool = True) ->
 
 
 def main() -> None:
-    folder, rank, ranks, flat = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    folder, rank, ranks, kind, frozen = Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:6]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    PartialState(cpu=True)  # accelerate's loggers ask for it
     mesh = init_device_mesh("cpu", (ranks,))
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    scheduler = get_scheduler("constant", adam)
     data = batches((BEFORE + AFTER) * ranks)[rank::ranks]
 
-    def update() -> None:
+    def step(number: int) -> float:
+        inputs = torch.cat([data[number].inputs, data[number].targets[:, -1:]], 1)
+        loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
+        scheduler.step()
         adam.zero_grad()
-
-    def step(number: int) -> float:
-        return mean_loss(model, data[number], ranks=ranks, update=update)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return float(mean) / ranks
 
     for number in range(BEFORE):
         step(number)
-    options = StateDictOptions(flatten_optimizer_state_dict=bool(flat))
-    weights, state = get_state_dict(model, adam, options=options)
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=str(folder / "dcp"))
+    write_checkpoint(folder / "checkpoint", model, adam, scheduler, kind=kind)
     write_state(folder, model, adam)
     losses = [step(number) for number in range(BEFORE, BEFORE + AFTER)]
     if rank == 0:

@@ -26,7 +26,6 @@ MUON = {
     "optim/torch_adam.py": "asserts that it gets none of them",
     "engine/tiered.py": "passes its keys on",
     "engine/timed_updates.py": "what is timed of it",
-    "run/foreign/state.py": "an import refuses another trainer's",
     "session/kwargs.py": "keywords of a session",
     "session/optimizer.py": "the optimizer that a session returns",
     "session/session.py": "`session.muon`",

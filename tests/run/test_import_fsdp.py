@@ -1,53 +1,40 @@
-"""Tests of importing what training with FSDP has saved: torch.distributed.checkpoint's directories and accelerate's."""
+"""Tests of importing torch.distributed.checkpoint's directories of FSDP2, also a Trainer's, and of refusing others."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
-import accelerate_fsdp_ranks as accelerated
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from engine_bench import batches, model_directory
-from fsdp2_ranks import AFTER, BEFORE, LR, fsdp2_checkpoint
+from fsdp2_ranks import AFTER, BEFORE, LR, STEPS, fsdp2_checkpoint
 from imported_state import assert_same_state, continued, imported, state_of
 from safetensors.torch import load_file
+from synthetic_foreign import distributed, random_state
+from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
 from offload_trainer.errors import UserError
 from offload_trainer.run.foreign.distributed_checkpoint import _Chunk, _Stored
 
+CASES = [(2, "numbered", "-"), (2, "flat", "-"), (1, "numbered", "-")]
+CASES += [(2, "trainer", "-"), (2, "trainer", "embed_tokens"), (1, "trainer", "layers.1.")]
 
-@pytest.mark.parametrize(("ranks", "flat"), [(2, False), (2, True), (1, False)])
-def test_state_and_next_losses_are_fsdps(ranks: int, flat: bool, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("ranks", "kind", "frozen"), CASES)
+def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp_path: Path) -> None:
     """Sizes of the model do not divide by two, so ranks hold unequal chunks."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    losses = fsdp2_checkpoint(tmp_path, ranks=ranks, flat=flat)
-    done = imported(tmp_path / "dcp", tmp_path / "run", "--model", str(model), "--dtype", "fp32")
-    assert_same_state(state_of(done.checkpoint), state_of(tmp_path / "state"))
-    assert read_state(done.checkpoint).step == BEFORE
-    assert "optim.weight_decay=0.1" in done.words
-    data = batches((BEFORE + AFTER) * ranks)[BEFORE * ranks :]
-    words = ["--accumulate", str(ranks), "--engine", "plain", "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
-    found = continued(done.checkpoint, model, data, *words, accumulate=ranks, lr=LR)
-    assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6, abs=1e-6)
-
-
-SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
-TRAINERS = [(2, 2, SHARDED, "-"), (2, 2, FULL, "embed_tokens"), (2, 1, SHARDED, "embed_tokens"), (2, 1, FULL, "-")]
-TRAINERS += [(1, 2, SHARDED, "layers.1."), (2, 2, SHARDED, "embed_tokens")]
-
-
-@pytest.mark.parametrize(("ranks", "version", "kind", "frozen"), TRAINERS)
-def test_a_trainers_checkpoint_of_fsdp(ranks: int, version: int, kind: str, frozen: str, tmp_path: Path) -> None:
-    """State, frozen weights and next losses are those of FSDP; steps and schedule are those of the Trainer's files."""
-    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    losses = accelerated.fsdp_checkpoint(tmp_path, ranks=ranks, version=version, kind=kind, frozen=frozen)
+    losses = fsdp2_checkpoint(tmp_path, kind, ranks=ranks, frozen=frozen)
     freezing = [] if frozen == "-" else [f"model.freeze=['{frozen}']"]
-    source = tmp_path / f"checkpoint-{accelerated.BEFORE}"
-    done = imported(source, tmp_path / "run", "--model", str(model), "--dtype", "fp32", *freezing)
+    done = imported(tmp_path / "checkpoint", tmp_path / "run", "--model", str(model), "--dtype", "fp32", *freezing)
     expected = tmp_path / "state"
     assert_same_state(state_of(done.checkpoint), state_of(expected))
     fixed = load_file(expected / "fixed.safetensors")
@@ -55,32 +42,56 @@ def test_a_trainers_checkpoint_of_fsdp(ranks: int, version: int, kind: str, froz
     assert bool(fixed) == bool(freezing)
     assert held.keys() == fixed.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in fixed.items())
-    assert read_state(done.checkpoint).step == accelerated.BEFORE
-    assert f"--steps {accelerated.STEPS}" in done.words
+    assert read_state(done.checkpoint).step == BEFORE
+    assert "optim.weight_decay=0.1" in done.words
     assert "optim.schedule_delay=1" in done.words
-    data = batches((accelerated.BEFORE + accelerated.AFTER) * ranks)[accelerated.BEFORE * ranks :]
+    assert (f"--steps {STEPS}" in done.words) == (kind == "trainer")
+    data = batches((BEFORE + AFTER) * ranks)[BEFORE * ranks :]
     words = ["--accumulate", str(ranks), "--engine", "plain", "optim.betas=[0.9, 0.95]", "optim.weight_decay=0.1"]
-    found = continued(done.checkpoint, model, data, *words, *freezing, accumulate=ranks, lr=accelerated.LR)
+    found = continued(done.checkpoint, model, data, *words, *freezing, accumulate=ranks, lr=LR)
     assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6, abs=1e-6)
 
 
-def test_files_of_single_ranks_and_half_checkpoints_are_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A model directory, and a random state of it."""
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    source = tmp_path / "checkpoint-3"
+    named = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters()
+    return model, random_state({name: p.detach() for name, p in named})
 
-    def refused(why: str) -> None:
-        with pytest.raises(UserError, match=why):
-            imported(source, tmp_path / "run", "--model", str(model))
 
-    source.mkdir()
-    (source / "pytorch_model_fsdp_rank0.bin").touch()
-    refused(r"pytorch_model_fsdp_rank0\.bin holds parts of one rank.*SHARDED_STATE_DICT or FULL_STATE_DICT")
-    torch.save({"model.norm.weight": torch.zeros(3)}, source / "pytorch_model_fsdp.bin")
-    refused(r"optimizer\.bin is missing")
-    torch.save({"state": {"model.norm.weight": {"momentum_buffer": torch.zeros(3)}}}, source / "optimizer.bin")
-    refused("neither torch's Adam nor its AdamW, .* has momentum_buffer, expected exp_avg, exp_avg_sq, step")
-    (source / "pytorch_model_fsdp_0").mkdir()
-    refused("there is no optimizer_0, which holds the moments")
+def test_names_within_a_wrapper(source: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """A script may save a module that holds the model, under words of its own."""
+    model, state = source
+    wrapped = {kind: {f"inner.{name}": tensor for name, tensor in tensors.items()} for kind, tensors in state.items()}
+    weights, optimizer = distributed(wrapped)
+    dcp.save({"net": weights, "opt": optimizer}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    done = imported(tmp_path / "dcp", tmp_path / "run", "--model", str(model), "--dtype", "fp32")
+    assert_same_state(state_of(done.checkpoint), state)
+
+
+DEEPSPEED = r"a checkpoint of DeepSpeed, .*zero_to_fp32\.py \. DIR --safe_serialization.* start with --model DIR"
+FSDP = r"a checkpoint of FSDP .*SHARDED_STATE_DICT; .* start with --model DIR"
+OTHERS = {
+    "ZeRO": (["latest", "global_step3/mp_rank_00_model_states.pt", "zero_to_fp32.py"], DEEPSPEED),
+    "a tag of ZeRO": (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], DEEPSPEED),
+    "a Trainer's of ZeRO": (["trainer_state.json", "latest", "model.safetensors", "config.json"], DEEPSPEED),
+    "universal": (["zero/model.norm.weight/fp32.pt"], DEEPSPEED),
+    "FSDP, whole": (["trainer_state.json", "pytorch_model_fsdp.bin", "optimizer.bin"], FSDP),
+    "FSDP, of ranks": (["pytorch_model_fsdp_rank0.bin"], FSDP),
+    "FSDP, without moments": (["pytorch_model_fsdp_0/.metadata"], r"without optimizer_0, .*SHARDED_STATE_DICT"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_checkpoints_of_other_formats_are_refused_by_their_names(case: str, tmp_path: Path) -> None:
+    names, why = OTHERS[case]
+    for name in names:
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with pytest.raises(UserError, match=why):
+        imported(tmp_path / "source", tmp_path / "run")
 
 
 def test_chunks_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -96,11 +107,12 @@ def test_chunks_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
 
     assert tensor((2, 0), (0, 0)).tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
     for offsets, why in (
-        (((0, 0), (1, 0)), "the checkpoint: chunks of w overlap"),
-        (((2, 0), (2, 0)), "the checkpoint: chunks of w overlap"),
-        (((0, 0), (-2, 0)), r"a chunk of w ends at \[0, 3\], and its shape is \(4, 3\)"),
-        (((0, 0), (3, 0)), r"a chunk of w ends at \[5, 3\]"),
-        (((0, 0),), "the chunks of w have 6 elements"),
+        (((0, 0), (1, 0)), "the checkpoint: the chunks of w hold 9 of 12 elements"),
+        (((2, 0), (2, 0)), "the chunks of w hold 6 of 12 elements"),
+        (((0, 0), (-2, 0)), r"a chunk of w at \(-2, 0\) does not fit \(4, 3\)"),
+        (((0, 0), (3, 0)), r"a chunk of w at \(3, 0\) does not fit \(4, 3\)"),
+        (((0, 0),), "the chunks of w hold 6 of 12 elements"),
+        ((), "the chunks of w hold 0 of 12 elements"),
     ):
         with pytest.raises(UserError, match=why):
             tensor(*offsets)
@@ -116,26 +128,47 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
-    model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    fsdp2_checkpoint(tmp_path, ranks=1)
+def test_checkpoints_of_other_models_are_refused(source: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    model, state = source
+    weights, optimizer = distributed(state)
+    bomb = Bomb(tmp_path / "exploded")
     given = ["--model", str(model)]
+    copy = tmp_path / "copy"
 
     def refused(why: str, *words: str) -> None:
         with pytest.raises(UserError, match=why):
-            imported(tmp_path / "copy", tmp_path / "run", *(words or given))
+            imported(copy, tmp_path / "run", *(words or given))
         assert not (tmp_path / "run").exists()
+        assert not bomb.path.exists()
 
-    shutil.copytree(tmp_path / "dcp", tmp_path / "copy")
-    other = model_directory(tmp_path / "other", "qwen3", tied=False, num_hidden_layers=6)
-    refused(r"11 missing there: model\.layers\.5\.", "--model", str(other), "--scratch")
+    dcp.save({"model": weights, "optim": optimizer}, checkpoint_id=str(copy), no_dist=True)
+    for number, (why, changes) in enumerate(
+        (
+            (r"11 missing there: model\.layers\.5\.", {"num_hidden_layers": 6}),
+            (r"11 not in the model: model\.layers\.\d\.", {"num_hidden_layers": 4}),
+            (r"15 of another shape: \S+mlp\.\S+ \(100, 72\), in the model \(104, 72\)", {"intermediate_size": 104}),
+        )
+    ):
+        other = model_directory(tmp_path / f"other{number}", "qwen3", tied=False, **changes)
+        refused(why, "--model", str(other), "--scratch")
     refused("frozen by model.freeze, with moments there", *given, "model.freeze=['norm']")
-    file = next((tmp_path / "copy").glob("*.distcp"))
+    with pytest.raises(UserError, match=r"there is no config\.json of a model .*--model"):
+        imported(copy, tmp_path / "run")
+    file = next(copy.glob("*.distcp"))
     with open(file, "r+b") as cut:
         cut.truncate(file.stat().st_size // 2)
     refused(r"\.distcp ends after \d+ bytes; \S+ needs \d+ more")
     file.unlink()
-    refused(r"\.distcp cannot be read")
-    (tmp_path / "copy/.metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    os.mkfifo(file)
+    refused(r"\.distcp cannot be read: it is not a regular file")
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    for index, place in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(place, relative_path="../other0/config.json")
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(r"names \.\./other0/config\.json, which lies outside the directory")
+    (copy / ".metadata").write_bytes(pickle.dumps(bomb))
     refused(r"\.metadata cannot be read: it holds a pathlib\.Path")
-    assert not (tmp_path / "exploded").exists()
+    shutil.rmtree(copy)
+    optimizer["param_groups"][0]["eps"] = bomb  # objects are pickled in the same files as the tensors
+    dcp.save({"model": weights, "optim": optimizer}, checkpoint_id=str(copy), no_dist=True)
+    refused(r"eps holds a getattr, and an import reads tensors and plain data only")

@@ -1,4 +1,4 @@
-"""Tests of importing loss scales: a run in fp16 goes on with the scales that torch's and DeepSpeed's scalers have."""
+"""Tests of importing loss scales: a run in fp16 goes on with the scales that torch's scaler has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_bench import model_directory
 from imported_state import imported
-from synthetic_foreign import State, random_state, write_trainer, write_zero
+from synthetic_foreign import State, random_state, write_trainer
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
 
@@ -81,58 +81,24 @@ def test_scales_are_torchs(moment: int, source: tuple[Path, State], tmp_path: Pa
     assert any(f"the loss scale goes on at {expected[0]:g}" in note for note in notes)
 
 
-@pytest.mark.ops
-@pytest.mark.parametrize("moment", [1, 2, 5, 9, 10, 11, 14, 15, 16, 28])
-def test_scales_are_deepspeeds(
-    moment: int, source: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are equal up to the next overflow, after which DeepSpeed waits a step more before it doubles the scale."""
-    from deepspeed.runtime.fp16 import loss_scaler
-
-    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # which prints nothing
-    model, state = source
-    scaler = loss_scaler.DynamicLossScaler(
-        init_scale=2.0**14, scale_window=WINDOW, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
-    )
-    for overflow in OVERFLOWS[:moment]:
-        scaler.update_scale(overflow)
-    write_zero(tmp_path / "zero", state, scaler=scaler)
-    expected = []
-    for overflow in OVERFLOWS[moment:]:
-        expected.append(scaler.cur_scale)
-        scaler.update_scale(overflow)
-    done = imported(tmp_path / "zero", tmp_path / "run", "--model", str(model), "--dtype", "fp16")
-    overflowing = [step for step in range(moment, len(OVERFLOWS)) if OVERFLOWS[step]]
-    count = (overflowing[0] + 2 if overflowing else len(OVERFLOWS)) - moment
-    assert scales_from(done, moment)[:count] == expected[:count]
-    assert len(set(expected[:count])) > 1
-
-
-@pytest.mark.ops
 def test_what_differs_is_said_and_what_is_impossible_refused(source: tuple[Path, State], tmp_path: Path) -> None:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-
     model, state = source
-    given = ["--model", str(model)]
-
-    def notes_of(name: str, scaler: Any, dtype: str) -> str:
-        write_zero(tmp_path / name, state, scaler=scaler)
-        notes: list[str] = []
-        imported(tmp_path / name, tmp_path / f"run {name}", *given, "--dtype", dtype, notes=notes)
-        return "\n".join(notes)
-
-    dynamic = DynamicLossScaler(2.0**10, WINDOW, 1, 3, False)
-    assert "there it shrinks at the 3. overflow, and here it halves" in notes_of("patient", dynamic, "fp16")
-    assert "has a loss scale of 1024, which only a run with --dtype fp16 uses" in notes_of("bf16", dynamic, "bf16")
-    assert "there it is constant" in notes_of("constant", LossScaler(128.0), "fp16")
-    assert "has no loss scale: the run begins with 65536" in notes_of("none", LossScaler(1.0), "fp16")
-    assert "loss scale" not in notes_of("fp32", LossScaler(1.0), "fp32")
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
     write_trainer(checkpoint, state)
-    saved = torch.amp.GradScaler("cpu").state_dict()
-    torch.save(saved | {"scale": float("inf")}, checkpoint / "scaler.pt")
-    with pytest.raises(UserError, match=r"scaler\.pt: its loss scale is inf after 0 steps without overflow"):
-        imported(checkpoint, tmp_path / "run", *given, "--dtype", "fp16")
-    torch.save({}, checkpoint / "scaler.pt")  # of a scaler that is switched off
-    imported(checkpoint, tmp_path / "run", *given, "--dtype", "fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def notes_of(name: str, dtype: str, **changes: float) -> str:
+        torch.save(scaler.state_dict() | changes if name != "disabled" else {}, checkpoint / "scaler.pt")
+        notes: list[str] = []
+        imported(checkpoint, tmp_path / f"run {name}", "--model", str(model), "--dtype", dtype, notes=notes)
+        return "\n".join(notes)
+
+    assert "there it changes by factors of 1.5 and 0.5, and here" in notes_of("1.5", "fp16", growth_factor=1.5)
+    assert "there it changes" not in notes_of("2", "fp16")
+    assert "has a loss scale of 1024, which only a run with --dtype fp16 uses" in notes_of("bf16", "bf16")
+    assert "has no loss scale: the run begins with 65536" in notes_of("disabled", "fp16")
+    with pytest.raises(UserError, match=r"scaler\.pt has no loss scale to go on with: scale should .* and is inf"):
+        notes_of("inf", "fp16", scale=float("inf"))
+    with pytest.raises(UserError, match=r"scaler\.pt has no loss scale to go on with: growth_interval"):
+        notes_of("interval", "fp16", growth_interval=0)

@@ -10,13 +10,13 @@ import torch
 from commands import HELPERS, run_script
 from engine_bench import model_directory
 from imported_state import assert_same_state, state_of
-from synthetic_foreign import STEP, State, random_state, write_fsdp, write_trainer, write_zero
+from synthetic_foreign import STEP, State, random_state, write_fsdp, write_trainer
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
 
 pytestmark = pytest.mark.slow
 
-WRITERS = {"trainer": write_trainer, "zero": write_zero, "fsdp": write_fsdp}
+WRITERS = {"trainer": write_trainer, "fsdp": write_fsdp}
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
 OWN = 40 << 20  # bytes for readers, models on the meta device and buffers of files
 

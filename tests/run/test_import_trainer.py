@@ -118,7 +118,7 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Recording, Path, list],
         assert held.keys() == fixed.keys()
         assert all(torch.equal(held[name], tensor) for name, tensor in fixed.items())
     assert bool(fixed) == bool(frozen)
-    assert "--lr 0.01" in done.words
+    assert "optim.lr=0.01" in done.words
     assert "optim.betas=[0.8, 0.99]" in done.words
     assert f"--steps {STEPS}" in done.words
 
@@ -241,6 +241,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "SGD": (
         lambda saved: (saved.update(state={0: {"momentum_buffer": torch.zeros(2)}}), all_groups(saved))[0],
         "neither torch's Adam nor its AdamW: parameter 0 has momentum_buffer, expected exp_avg, exp_avg_sq, step",
+    ),
+    "RAdam": (
+        lambda saved: [group.pop("amsgrad") for group in saved["param_groups"]],
+        "neither Adam nor AdamW: its groups have no amsgrad",
     ),
     "fewer parameters": (
         lambda saved: saved["param_groups"][0]["params"].pop(),

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
@@ -29,11 +29,9 @@ from offload_trainer.model.loader import ModelSource, resolve_model, save_model_
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
-from offload_trainer.run.foreign.distributed_checkpoint import METADATA, opened_distributed
-from offload_trainer.run.foreign.fsdp_checkpoint import is_of_fsdp, opened_fsdp
+from offload_trainer.run.foreign.distributed_checkpoint import METADATA, read_distributed
 from offload_trainer.run.foreign.state import ForeignState
 from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, STATE, opened_trainer, with_trainer_files
-from offload_trainer.run.foreign.zero_checkpoint import opened_zero, tag_directory
 from offload_trainer.safe_files import is_there
 from offload_trainer.storage.atomic_io import bytes_below, make_directories, put_in_place, sync_directory
 from offload_trainer.storage.owned_dirs import replacing, scratch
@@ -42,6 +40,8 @@ from offload_trainer.trainer import learning_rate
 from offload_trainer.units import format_bytes
 
 _WORK = "the import to"  # purpose written in the scratch directory's mark
+_FSDP = ("pytorch_model_fsdp_0", "optimizer_0")  # directories that a Trainer with FSDP writes through accelerate
+_DEEPSPEED = ("latest", "latest_universal", "zero", "*_optim_states.pt", "zero_to_fp32.py")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Settings of a run that no foreign checkpoint records, so a resume does not compare them.
 _UNKNOWN = {
@@ -81,15 +81,16 @@ def import_checkpoint(
         say: prints a note.
 
     Raises:
-        UserError: the source is incomplete, of another optimizer or of another model, or `run` exists.
+        UserError: the source is of another format, optimizer or model, or incomplete, or `run` exists.
         TrainerError: the disk fails.
     """
     if optim.name != ADAMW.name:
         raise UserError(f"optim.name={optim.name}: an import brings AdamW's moments, so its run updates by adamw")
+    directories = _distributed(source)
     named = "name" in model.model_fields_set
     model = model if named else _with_model(model, source)
     of = resolve_model(model, seed=0)
-    with _opened(source, of) as state:
+    with _opened(source, directories, of) as state:
         buffers = [name for name, _ in of._meta().named_buffers()]
         names = state.names_for(of.shape.weights, others=[*of.tied, *buffers])
         need = 4 * sum(w.numel * (len(KINDS) if w.trainable else 1) for w in of.shape.weights)
@@ -119,46 +120,58 @@ def import_checkpoint(
     )
 
 
-def _with_model(model: ModelSection, source: Path) -> ModelSection:
-    if not is_there(source / "config.json"):
-        raise UserError(f"{source}: there is no config.json of a model in it: name the model that it trained: --model")
-    if not any(source.glob("*.safetensors")):
+def _distributed(source: Path) -> list[Path]:
+    """Return the directories of torch.distributed.checkpoint that make up `source`; none for the Trainer's own files.
+
+    Raises UserError if the names in `source` are of no checkpoint that is read.
+    """
+    if not source.is_dir():
+        raise UserError(f"{source}: {'not a directory' if is_there(source) else 'no such directory'}")
+    if is_there(source / STATE) and is_there(source / OPTIMIZER):
+        return []
+    if is_there(source / METADATA):
+        return [source]
+    if all((source / name).is_dir() for name in _FSDP):
+        return [source / name for name in _FSDP]
+    if any(any(source.glob(pattern)) for pattern in _DEEPSPEED):
         raise UserError(
-            f"{source}: its model has a config.json and no weights in safetensors, so no run can start from it: name "
-            "the model that it trained: --model"
+            f"{source}: a checkpoint of DeepSpeed, whose optimizer state is not imported. Write its weights with "
+            "DeepSpeed's own zero_to_fp32.py, which lies in each checkpoint directory of ZeRO: `python zero_to_fp32.py "
+            ". DIR --safe_serialization`. Copy config.json and the tokenizer to DIR, and start with --model DIR"
+        )
+    if any(source.glob("pytorch_model_fsdp*")):
+        raise UserError(
+            f"{source}: a checkpoint of FSDP with pickles or without {_FSDP[1]}, which is not imported. Save it with "
+            "fsdp_state_dict_type=SHARDED_STATE_DICT; or write its weights as safetensors, and start with --model DIR"
+        )
+    held = ", ".join(sorted(path.name for path in source.iterdir())[:10]) or "nothing"
+    raise UserError(
+        f"{source}: no checkpoint that can be imported. A Trainer's has {STATE} and {OPTIMIZER}, or {_FSDP[0]} and "
+        f"{_FSDP[1]} with FSDP; torch.distributed.checkpoint's has {METADATA}. It holds {held}"
+    )
+
+
+def _with_model(model: ModelSection, source: Path) -> ModelSection:
+    if not is_there(source / "config.json") or not any(source.glob("*.safetensors")):
+        raise UserError(
+            f"{source}: there is no config.json of a model with its weights in safetensors: name the model that it "
+            "trained: --model"
         )
     return model.model_copy(update={"name": str(source)})
 
 
 @contextmanager
-def _opened(source: Path, of: ModelSource) -> Iterator[ForeignState]:
+def _opened(source: Path, directories: Sequence[Path], of: ModelSource) -> Iterator[ForeignState]:
     """Open the checkpoint, with what a Trainer has stored next to it."""
-    with _reader(source, of) as state:
-        yield with_trainer_files(state, source)
-
-
-def _reader(source: Path, of: ModelSource) -> AbstractContextManager[ForeignState]:
-    """Return the reader for the checkpoint's format. Raises UserError for a directory of no known format."""
-    if not source.is_dir():
-        raise UserError(f"{source}: {'not a directory' if is_there(source) else 'no such directory'}")
+    if directories:
+        yield with_trainer_files(read_distributed(source, directories), source)
+        return
     module = of._meta()
     trainable = {weight.name: weight.trainable for weight in of.shape.weights}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable[name])
-    if is_there(source / STATE) and is_there(source / OPTIMIZER):
-        return opened_trainer(source, module)
-    if tag := tag_directory(source):
-        return opened_zero(tag)
-    if is_there(source / METADATA):
-        return opened_distributed(source)
-    if is_of_fsdp(source):
-        return opened_fsdp(source)
-    held = sorted(path.name for path in source.iterdir())
-    raise UserError(
-        f"{source}: no checkpoint that can be imported. A Trainer's has {STATE} and {OPTIMIZER}, DeepSpeed's latest or "
-        f"*_optim_states.pt, FSDP's pytorch_model_fsdp*, torch.distributed.checkpoint's {METADATA}. It holds "
-        f"{', '.join(held[:10]) or 'nothing'}"
-    )
+    with opened_trainer(source, module) as state:
+        yield with_trainer_files(state, source)
 
 
 def _refuse_destination(run: Path, need: int) -> None:
@@ -193,11 +206,7 @@ def _recorded(state: ForeignState, config: Mapping[str, Mapping[str, Any]], *, s
         section: {key: value for key, value in keys.items() if key not in _UNKNOWN.get(section, ())}
         for section, keys in config.items()
     }
-    found = state.settings
-    made["optim"] |= {"betas": list(found.betas), "eps": found.eps, "weight_decay": found.weight_decay}
-    made["optim"]["schedule_delay"] = state.schedule_delay
-    if found.peak is not None:
-        made["optim"]["lr"] = found.peak
+    made["optim"] |= state.optim
     made["train"]["steps"] = steps
     return made
 
@@ -226,7 +235,7 @@ def _write_state(
 
     def read_fixed(name: str) -> torch.Tensor:
         shape, dtype = fixed[name]
-        return state.read_fixed(names[name]).to(dtype).reshape(shape)
+        return state.read(names[name], "master").to(dtype).reshape(shape)
 
     files = write_files(checkpoint, state_files(trained, read, fixed=fixed, read_fixed=read_fixed), writes=True)
     counts = {name: state.updates(names[name]) for name in trained}
@@ -244,13 +253,10 @@ def _write_state(
 
 def _words(state: ForeignState, run: Path, *, model: str | None, dtype: str, steps: int) -> str:
     """Return the words that the resuming command needs in addition to those of the import command."""
-    found = state.settings
     words = [] if model is None else ["--model", model]
     words += ["--output", str(run), "--steps", str(steps)]
-    words += [] if found.peak is None else ["--lr", repr(found.peak)]
-    words += [f"optim.betas={list(found.betas)}", f"optim.eps={found.eps!r}"]
-    words += [f"optim.weight_decay={found.weight_decay!r}", f"optim.schedule_delay={state.schedule_delay}"]
-    if dtype == "fp16" and state.scaler is not None and state.scaler.window is not None:
+    words += [f"optim.{key}={value!r}" for key, value in state.optim.items()]
+    if dtype == "fp16" and state.scaler is not None:
         words.append(f"optim.loss_scale_window={state.scaler.window}")
     return join(words)
 
@@ -261,31 +267,26 @@ def _tell_scale(state: ForeignState, optim: OptimSection, *, dtype: str, say: Ca
     if scaler is None:
         if dtype == "fp16":
             say(f"note: {state.told} has no loss scale: the run begins with {optim.initial_loss_scale:g}")
-        return
-    if dtype != "fp16":
+    elif dtype != "fp16":
         say(f"note: {state.told} has a loss scale of {scaler.scale:g}, which only a run with --dtype fp16 uses")
-        return
-    rule = f"; there it {scaler.unlike}, and here it halves at an overflow and doubles" if scaler.unlike else ""
-    say(f"the loss scale goes on at {scaler.scale:g}, after {scaler.good_steps} steps without overflow{rule}")
+    else:
+        say(f"the loss scale goes on at {scaler.scale:g}, after {scaler.good_steps} steps without overflow")
+        if (there := (scaler.growth_factor, scaler.backoff_factor)) != (2.0, 0.5):
+            say(f"note: there it changes by factors of {there[0]:g} and {there[1]:g}, and here by 2 and 0.5")
 
 
 def _rates(state: ForeignState, optim: OptimSection, *, steps: int) -> str:
     """Describe the learning rate of the next step in the source, and in a run with this schedule and its peak."""
-    found = state.settings
-    if found.rate is None or found.peak is None:
-        return ""
-    delay = state.schedule_delay
-    here = learning_rate(state.step, optim.model_copy(update={"lr": found.peak, "schedule_delay": delay}), steps=steps)
-    differs = (
-        ""
-        if math.isclose(here, found.rate, rel_tol=1e-6, abs_tol=1e-12)
-        else (
+    optim = optim.model_copy(update=dict(state.optim))
+    there, here = state.rate, learning_rate(state.step, optim, steps=steps)
+    told = (
+        f"learning rate of step {state.step + 1}: {there:g} in the source; {here:g} here with --lr {optim.lr:g}, "
+        f"optim.schedule={optim.schedule}, optim.warmup_steps={optim.warmup_steps}, "
+        f"optim.schedule_delay={optim.schedule_delay} and --steps {steps}"
+    )
+    if not math.isclose(here, there, rel_tol=1e-6, abs_tol=1e-12):
+        told += (
             "\nThey differ: give this command and the run the source's optim.schedule, optim.warmup_steps and "
             "optim.final_lr_ratio (0 in transformers' schedules)"
         )
-    )
-    return (
-        f"learning rate of step {state.step + 1}: {found.rate:g} in the source; {here:g} here with --lr "
-        f"{found.peak:g}, optim.schedule={optim.schedule}, optim.warmup_steps={optim.warmup_steps}, "
-        f"optim.schedule_delay={delay} and --steps {steps}{differs}"
-    )
+    return told

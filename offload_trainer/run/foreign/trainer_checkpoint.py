@@ -6,8 +6,8 @@
     scheduler.pt                    steps that the learning rate scheduler has counted
     scaler.pt                       the loss scale, in fp16
 
-A Trainer that runs DeepSpeed or FSDP writes the weights and the optimizer's state by these (zero_checkpoint.py,
-fsdp_checkpoint.py), and the other files as here.
+A Trainer that runs FSDP writes the weights and the optimizer's state as distributed_checkpoint.py reads them, and the
+other files as here.
 
 The optimizer numbers parameters and does not name them. The order is that of `Trainer.create_optimizer`; every count
 and shape is compared with the model's before a number is taken for a weight.
@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,8 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.model.pretrained import opened_weights
 from offload_trainer.run.foreign.pickles import load_pickle
-from offload_trainer.run.foreign.state import (
-    ForeignState,
-    ScalerState,
-    adam_settings,
-    scaler_state,
-    scheduler_position,
-)
-from offload_trainer.safe_files import LENIENT, Steps, is_there, read_back
+from offload_trainer.run.foreign.state import ForeignState, ScalerState, adam_settings
+from offload_trainer.safe_files import LENIENT, Steps, as_kind, is_there, read_back
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
@@ -64,30 +59,27 @@ def opened_trainer(directory: Path, model: Any) -> Iterator[ForeignState]:
     told = f"{directory} (transformers' Trainer)"
     if is_there(directory / "adapter_config.json"):
         raise UserError(f"{told}: holds adapters, and a run trains whole weights: merge them into their model first")
-    saved = load_pickle(directory / OPTIMIZER)
-    groups, state = _parts(saved, told=told)
-    settings = adam_settings(groups, told=told)
-    places: dict[str, Any] = {
-        name: state.get(number) for name, number in _positions(model, groups, state, told=told).items()
-    }
-    parameters = dict(model.named_parameters())
+    groups, state = _parts(load_pickle(directory / OPTIMIZER), told=told)
+    rate, adam = adam_settings(groups, told=told)
+    places = {name: state.get(number) for name, number in _positions(model, groups, state, told=told).items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     with opened_weights(directory, model) as weights:
 
         def read(name: str, kind: str) -> torch.Tensor:
             if kind == "master":
                 return weights.read(name)
             moments = places[name]
-            return torch.zeros(parameters[name].shape) if moments is None else moments[kind]
+            return torch.zeros(shapes[name]) if moments is None else moments[kind]
 
         yield ForeignState(
             told=told,
             step=max((int(moments["step"]) for moments in state.values()), default=0),
-            trained={name: tuple(parameters[name].shape) for name in places},
-            fixed={name: tuple(p.shape) for name, p in parameters.items() if name not in places},
-            updates=lambda name: 0 if places[name] is None else int(places[name]["step"]),
+            shapes=shapes,
+            trained=set(places),
+            updates=lambda name: 0 if (moments := places[name]) is None else int(moments["step"]),
             read=read,
-            read_fixed=weights.read,
-            settings=settings,
+            rate=rate,
+            adam=adam,
         )
 
 
@@ -100,26 +92,18 @@ def with_trainer_files(state: ForeignState, directory: Path) -> ForeignState:
         return state
     fix = "Import another checkpoint of that run"
     about = read_back(directory / STATE, _TrainerState, links=True, finite=False, fix=fix)
-    position, scaler = state.position, state.scaler
+    position, scaler = None, None
     if is_there(directory / SCHEDULER):
-        position = scheduler_position(load_pickle(directory / SCHEDULER))
-    if is_there(directory / _SCALER):
-        scaler = _scaler(load_pickle(directory / _SCALER), told=f"{directory / _SCALER}")
+        saved = load_pickle(directory / SCHEDULER)
+        # torch's ReduceLROnPlateau has no base_lrs, and counts evaluations as last_epoch.
+        position = saved.get("last_epoch") if isinstance(saved, Mapping) and "base_lrs" in saved else None
+    # A scaler that is switched off has an empty state.
+    if is_there(directory / _SCALER) and (saved := load_pickle(directory / _SCALER)):
+        try:
+            scaler = as_kind(saved, ScalerState)
+        except ValueError as error:
+            raise UserError(f"{directory / _SCALER} has no loss scale to go on with: {error}. {fix}") from error
     return replace(state, step=about.global_step, steps=about.max_steps or None, position=position, scaler=scaler)
-
-
-def _scaler(saved: Any, *, told: str) -> ScalerState | None:
-    """Return the state of torch's GradScaler, or None if it was disabled."""
-    if not isinstance(saved, Mapping) or "scale" not in saved:
-        return None
-    growth, backoff = saved.get("growth_factor", 2.0), saved.get("backoff_factor", 0.5)
-    return scaler_state(
-        saved["scale"],
-        good_steps=saved.get("_growth_tracker", 0),
-        window=saved.get("growth_interval"),
-        unlike="" if (growth, backoff) == (2.0, 0.5) else f"grows by {growth:g} and shrinks by {backoff:g}",
-        told=told,
-    )
 
 
 def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
@@ -135,7 +119,7 @@ def _parts(saved: Any, *, told: str) -> tuple[list[dict[str, Any]], dict[int, di
     wanted = {"step", "exp_avg", "exp_avg_sq"}
     for number, moments in state.items():
         held = set(moments) if isinstance(moments, dict) else set()
-        if not wanted <= held or held - wanted:
+        if held != wanted:
             raise UserError(
                 f"{told}: its optimizer is neither torch's Adam nor its AdamW: parameter {number} has "
                 f"{', '.join(sorted(map(str, held))) or 'no state'}, expected {', '.join(sorted(wanted))}"
@@ -162,18 +146,14 @@ def _positions(
     decayed = decay_order(model)
     held = [group["params"] for group in groups]
     orders = [decayed, [list(trained)]]  # A Trainer has two groups; a single group has the order of the model.
-    fitting = [order for order in orders if [len(names) for names in order] == [len(numbers) for numbers in held]]
+    sizes = [len(numbers) for numbers in held]
+    fitting = [order for order in orders if [len(names) for names in order] == sizes]
     if not fitting:
-        sizes = [len(numbers) for numbers in held]
         raise UserError(
             f"{told}: its optimizer has groups of {sizes} parameters; the model has {len(decayed[0])} with weight "
             f"decay and {len(decayed[1])} without. Freeze with model.freeze what it did not train"
         )
-    found = {
-        name: number
-        for names, numbers in zip(fitting[0], held, strict=True)
-        for name, number in zip(names, numbers, strict=True)
-    }
+    found = dict(zip(chain.from_iterable(fitting[0]), chain.from_iterable(held), strict=True))
     wrong = [
         f"parameter {number} {tuple(state[number][kind].shape)}, {name} {trained[name]}"
         for name, number in found.items()

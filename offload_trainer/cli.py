@@ -363,20 +363,6 @@ def _report(words: list[str]) -> None:
     print(json.dumps([run.to_json() for run in runs], indent=1) if as_json else shown(aligned(comparison(runs))))
 
 
-def _serve(words: list[str]) -> None:
-    control, port = bool(take_switches(words, "--allow-control")), take_count(words, "--port", otherwise=8765)
-    if unknown := [word for word in words if word.startswith("-")]:
-        raise UserError(
-            f"serve: {unknown[0]}: unknown flag; known: --port, --allow-control. It listens on 127.0.0.1 only; from "
-            f"another machine use `ssh -L {port}:127.0.0.1:{port} HOST`"
-        )
-    if not words:
-        raise UserError("serve needs at least one RUN, a run directory; `offload-train runs` lists them")
-    from offload_trainer.run.commands.serve import serve
-
-    serve([Path(word) for word in words], port=port, control=control, say=_say)
-
-
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "plan": _plan,
@@ -390,7 +376,6 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "chat": _chat,
     "runs": _runs,
     "report": _report,
-    "serve": _serve,
     "ls": _ls,
     "cp": _cp,
 }

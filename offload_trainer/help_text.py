@@ -134,15 +134,6 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         (("--json", "print JSON"), ("--html FILE.html", "also write an HTML page with the losses in one chart")),
         "RUN is a run directory; the run may still be running.",
     ),
-    "serve": (
-        "show runs on a web page of this machine that follows them",
-        "RUN [RUN...]",
-        (
-            ("--port N", "port on 127.0.0.1 (default 8765)"),
-            ("--allow-control", "print a token with which the page can save a checkpoint and stop a run"),
-        ),
-        "RUN is a run directory. The page needs no network. From another machine: ssh -L 8765:127.0.0.1:8765 HOST",
-    ),
     "ls": (
         "list the recipes that come with the package, what each is for and what it needs",
         "",

@@ -1,4 +1,4 @@
-"""Final report of a run: write report.html with planned and measured figures and advice, and calibrate later plans.
+"""Report of a run: report.html with planned and measured figures, at its end with advice; calibrate later plans.
 
 The advice names settings that would make the run faster or smaller, found by replanning with one change each; its
 figures are predictions, the same that `offload-train plan` prints with these flags on this machine. The ratios of
@@ -22,8 +22,16 @@ from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.build import Setup
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import bytes_below
-from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
-from offload_trainer.telemetry.report import write_report
+from offload_trainer.telemetry.metrics import (
+    EvalRecord,
+    StepRecord,
+    median_phases,
+    read_evaluations,
+    read_metrics,
+    steady,
+)
+from offload_trainer.telemetry.report import report_page
+from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _FASTER = 1.02  # least speed-up in tokens/s worth a line
@@ -35,24 +43,47 @@ _LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page 
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
-def report(setup: Setup, *, swaps: list[Path]) -> None:
-    """Write report.html and keep the timing ratios. Does nothing if no step was finished."""
-    plan, output = setup.plan, setup.output
-    rows = read_metrics(output / "metrics.jsonl")
+def report(setup: Setup, job: Job, *, ended: bool = True) -> None:
+    """Write the last report.html of this process, and keep the timing ratios. Does nothing if no step was finished.
+
+    Does nothing on ranks without telemetry. `ended`: False leaves out the advice and the ratios, after an error.
+    """
+    if not job.telemetry or not job.telemetry.report:
+        return
+    output = setup.output
+    rows, evaluations = read_metrics(output / "metrics.jsonl"), read_evaluations(output / "evaluations.jsonl")
     if not rows:
         return
+
+    def page() -> str:
+        more = [*advice(setup.planned), *wear(rows), ("Notes", setup.plan.notes)] if ended else []
+        return run_page(setup, rows, evaluations, swaps=job.swaps, more=more)
+
+    job.telemetry.report.write(page)
+    if ended:
+        _keep_ratios(setup, rows)
+
+
+def run_page(
+    setup: Setup,
+    rows: Sequence[StepRecord],
+    evaluations: Sequence[EvalRecord],
+    left: float | None = None,
+    *,
+    swaps: list[Path],
+    more: Sequence[tuple[str, Sequence[str]]] = (),
+) -> str:
+    """Return the page of a run. `left`: the seconds to its end while it goes on. `more`: headings with lines."""
     planned, measured = _bytes(setup, rows, swaps=swaps)
-    seconds = median_phases(rows)
-    write_report(
-        output / "report.html",
-        title=f"{setup.model.name}: {plan.homes}",
+    return report_page(
+        title=f"{setup.model.name}: {setup.plan.homes}",
         rows=rows,
-        evaluations=read_evaluations(output / "evaluations.jsonl"),
+        evaluations=evaluations,
         plan=planned,
-        measured={"tiers": measured, "seconds": seconds},
-        advice=[*advice(setup.planned), *wear(rows), ("Notes", plan.notes)],
+        measured={"tiers": measured, "seconds": median_phases(rows)},
+        advice=more,
+        progress=(setup.train.steps, left),
     )
-    _keep_ratios(setup, steady(rows), seconds=seconds)
 
 
 def wear(rows: Sequence[StepRecord]) -> list[tuple[str, list[str]]]:
@@ -92,14 +123,12 @@ def _bytes(
     return planned, measured
 
 
-def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str, float]) -> None:
-    """Print measured / predicted seconds per phase and store the stable ratios for later plans.
-
-    `rows`: the steps after the warm-up steps.
-    """
+def _keep_ratios(setup: Setup, rows: Sequence[StepRecord]) -> None:
+    """Print measured / predicted seconds per phase and store the stable ratios for later plans."""
     from offload_trainer.machine.rate_cache import keep_ratios
 
     plan, log = setup.plan, setup.log
+    seconds, rows = median_phases(rows), steady(rows)
     off = {
         phase: seconds[phase] / known for phase, known in plan.forecast.in_line.items() if known and phase in seconds
     }

@@ -44,9 +44,10 @@ from offload_trainer.run.heartbeat import beating
 from offload_trainer.run.launcher import ECHO, has_launcher
 from offload_trainer.run.planning import Planned, plan_run, shared_plan
 from offload_trainer.run.process_setup import ranks_of_environment
-from offload_trainer.run.report import report
+from offload_trainer.run.report import report, run_page
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
+from offload_trainer.telemetry.sinks import LiveReport
 from offload_trainer.trainer import Job
 
 
@@ -231,7 +232,14 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         asked.too_late = partial(trainer.too_late, job)
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
-        state = trainer.train(job, asked, resume=resume_from)
+        if job.telemetry:
+            page = partial(run_page, setup, swaps=job.swaps)
+            job.telemetry.report = LiveReport(output, page, say=job.say)
+        try:
+            state = trainer.train(job, asked, resume=resume_from)
+        except Exception:
+            report(setup, job, ended=False)
+            raise
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):
             asked.answer = "finishing the export of the weights"
@@ -242,8 +250,7 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             else:
                 for _ in weights:  # this rank takes part in gathering them
                     pass
-        if log.loud:
-            report(setup, swaps=job.swaps)
+        report(setup, job)
         if asked.stop:
             farewell = _farewell(state.step, steps, saved=saved, output=output)
             stopped = Interrupted(farewell, signal_number=asked.stop)

@@ -19,15 +19,16 @@ _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
 REPLACED = "replaced"
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
     """Write `text` as UTF-8 with `write_bytes`."""
-    write_bytes(path, text.encode(), mode=mode)
+    write_bytes(path, text.encode(), mode=mode, sync=sync)
 
 
-def write_bytes(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True) -> None:
     """Replace `path` atomically: readers see the old bytes or the new ones, also after a power cut.
 
-    `mode` gives the permissions, from which the user's umask is subtracted.
+    `mode` gives the permissions, from which the user's umask is subtracted. `sync`: False does not wait for the disk,
+    so that a power cut may leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # `_TEMPORARY` matches this name
     try:
@@ -36,14 +37,16 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # the OSError of a write does not name the file
         raise
-    sync_directory(path.parent)
+    if sync:
+        sync_directory(path.parent)
 
 
 def remove_abandoned(directory: Path) -> None:

@@ -89,9 +89,12 @@ def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) 
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_metrics(path: Path) -> list[StepRecord]:
-    """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist."""
-    return _read(path, StepRecord.from_json)
+def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
+    """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
+
+    `most`: return at most this many, evenly spaced, without parsing the others (75 us each).
+    """
+    return _read(path, StepRecord.from_json, most=most)
 
 
 def read_evaluations(path: Path) -> list[EvalRecord]:
@@ -99,7 +102,7 @@ def read_evaluations(path: Path) -> list[EvalRecord]:
     return _read(path, EvalRecord.from_json)
 
 
-def _read(path: Path, parse: Callable[[str], _Record]) -> list[_Record]:
+def _read(path: Path, parse: Callable[[str], _Record], *, most: int | None = None) -> list[_Record]:
     records = []
     try:
         with open(open_file(path, links=True), "rb") as file:
@@ -108,7 +111,8 @@ def _read(path: Path, parse: Callable[[str], _Record]) -> list[_Record]:
         return []
     except ValueError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for line in lines[:: math.ceil(len(lines) / most) or 1] if most else lines:
         try:
             records.append(parse(line))
         except ValueError:  # torn by a kill

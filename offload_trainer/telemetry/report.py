@@ -1,7 +1,7 @@
 """HTML reports of one run, or of several runs side by side, on a single page without network access or scripts.
 
     StepRecord, EvalRecord ─────────────────────────┐
-    the plan's tiers and seconds, and the measured ─┼─ write_report, write_comparison ── report.html (the template)
+    the plan's tiers and seconds, and the measured ─┼─ report_page, write_comparison ── report.html (the template)
     what other plans would gain ────────────────────┘  lines, bars: inline SVG in the page's colours
 
 The units of charts are chosen for a page 400 to 800 pixels wide: the widest label fits next to the chart in both cases,
@@ -11,6 +11,7 @@ in the page style's font sizes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -38,7 +39,10 @@ _HEAD = 4096  # bytes in which a page's generator tag is searched
 _MOST_POINTS = 800  # about one per pixel: even a run of a million steps makes a page of some kilobytes
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
 _LONGEST = 48  # maximum length of a bar's name; the end is kept, since it says most
-_COLOURS = 6  # number of colours in the page's style
+_BESIDE, _LONGEST_BESIDE, _GAP = 170, 12, 22  # room for the names beside lines, their length, and a name's height
+_COLOURS = 8  # number of colours in the page's style
+_DASHES = ("none", "7 4", "2 3")  # of the first eight lines, the next eight, ...
+RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
 
 
 # -- pages -----------------------------------------------------------------------------------------------------------
@@ -53,18 +57,19 @@ class Series:
     dots: bool = False  # draw each point, for series of few and distant points
 
 
-def write_report(
-    path: Path,
+def report_page(
     *,
     title: str,
-    rows: list[StepRecord],
-    evaluations: list[EvalRecord],
+    rows: Sequence[StepRecord],
+    evaluations: Sequence[EvalRecord],
     plan: dict[str, Any],
     measured: dict[str, Any],
     advice: Sequence[tuple[str, Sequence[str]]],
-) -> None:
-    """Write the report of one run, atomically, so that a reader never sees half of it.
+    progress: tuple[int, float | None],
+) -> str:
+    """Return the report of one run.
 
+    `progress`: the steps of the whole run, and the seconds to its end while it goes on; its page reloads itself then.
     `plan`: ``{"tiers": {name: {"need": bytes, "have": bytes}}, "seconds": {phase: seconds or None}}``. `measured`:
     ``{"tiers": {name: bytes or None}, "seconds": {phase: median seconds}}``. `seconds` contains phases only; the page
     computes the total. `advice`: headings with lines of text.
@@ -86,7 +91,9 @@ def write_report(
         ("Memory", _memory(rows)),
         ("Validation" if len(evaluations) <= 20 else "Validation, the last 20", _evaluations(evaluations)),
     ]
-    _write(path, title=title, facts=_facts(rows, evaluations), sections=sections)
+    return _page(
+        title=title, facts=_facts(rows, evaluations, progress), sections=sections, live=progress[1] is not None
+    )
 
 
 def write_comparison(
@@ -94,11 +101,11 @@ def write_comparison(
 ) -> None:
     """Write a page that compares runs: their losses in one chart, their steps as bars, and a table of the rest."""
     sections = [
-        ("Loss", lines(losses, label="loss over steps")),
+        ("Loss", lines(losses, label="loss over steps", beside=True)),
         ("Where a step's time goes", bars(phases, label="seconds of a step by phase")),
         ("Side by side", f'<div class="names">{_table(table[0], table[1:])}</div>'),
     ]
-    _write(path, title=title, facts={}, sections=sections)
+    write_text(path, _page(title=title, facts={}, sections=sections))
 
 
 def refuse_foreign(path: Path) -> None:
@@ -114,22 +121,28 @@ def refuse_foreign(path: Path) -> None:
         raise UserError(f"{path}: already exists, but is not a report of this program; name another file")
 
 
-def _write(path: Path, *, title: str, facts: Mapping[str, str], sections: Sequence[tuple[str, str]]) -> None:
-    """Write the page from the template. Sections without content are left out."""
+def _page(*, title: str, facts: Mapping[str, str], sections: Sequence[tuple[str, str]], live: bool = False) -> str:
+    """Return the page from the template. Sections without content are left out."""
     entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
     body = "\n".join(f"<h2>{escape(heading)}</h2>\n{content}" for heading, content in sections if content)
     frame = Template((files(__package__) / "report.html").read_text(encoding="utf-8"))
-    write_text(path, frame.substitute(title=escape(title), facts=f"<dl>{entries}</dl>" if entries else "", body=body))
+    facts_list = f"<dl>{entries}</dl>" if entries else ""
+    if live:
+        facts_list += f"\n<p>The run goes on. Written at {time.strftime('%Y-%m-%d %H:%M:%S')}; reloads itself.</p>"
+    return frame.substitute(reload=RELOAD if live else "", title=escape(title), facts=facts_list, body=body)
 
 
 # -- parts of a page --------------------------------------------------------------------------------------------------
 
 
-def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dict[str, str]:
+def _facts(
+    rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord], progress: tuple[int, float | None]
+) -> dict[str, str]:
     facts = {}
     if rows:
         last, counted = rows[-1], steady(rows)
-        facts["steps"] = str(last.step)
+        facts["steps"] = f"{last.step} of {progress[0]}"
+        facts["time left"] = "-" if progress[1] is None else format_seconds(progress[1])
         facts["tokens"] = format_count(last.tokens)
         facts["training loss"] = _number(last.loss)
         facts["time per step (median)"] = format_seconds(median(row.seconds for row in counted))
@@ -143,7 +156,7 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dic
         if any(row.hidden for row in counted):
             facts["update overlapped with computation (median)"] = format_seconds(median(row.hidden for row in counted))
         skipped = sum(row.skipped for row in rows)
-        if skipped:
+        if skipped and progress[1] is None:  # while a run goes on, `rows` are only some of its steps
             facts["skipped steps"] = str(skipped)
     if evaluations:
         facts["validation loss"] = _number(evaluations[-1].validation_loss)
@@ -232,10 +245,31 @@ def ticks(low: float, high: float, *, about: int) -> list[float]:
     return [round(i * gap, 12) for i in range(math.ceil(low / gap), math.floor(high / gap) + 1)]
 
 
+def spread(heights: Sequence[float], *, gap: float, low: float, high: float) -> list[float]:
+    """Move heights as little as needed to be at least `gap` apart and within ``low..high``, in the same order."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    moved = list(heights)
+    for number in order:
+        moved[number] = low = max(moved[number], low)
+        low += gap
+    for number in reversed(order):
+        moved[number] = high = min(moved[number], high)
+        high -= gap
+    return moved
+
+
 def lines(
-    given: Sequence[Series], *, label: str, text: Callable[[float], str] = "{:g}".format, from_zero: bool = False
+    given: Sequence[Series],
+    *,
+    label: str,
+    text: Callable[[float], str] = "{:g}".format,
+    from_zero: bool = False,
+    beside: bool = False,
 ) -> str:
-    """Return a chart of the series over steps on one scale, with a legend; "" if no series has a point."""
+    """Return a chart of the series over steps on one scale, with a legend; "" if no series has a point.
+
+    `beside`: write the name of each series at the end of its line too.
+    """
     series = [Series(one.name, thinned(one.points, most=_MOST_POINTS), one.dots) for one in given if one.points]
     if not series:
         return ""
@@ -244,10 +278,13 @@ def lines(
     air = 0.05 * (y_high - y_low) or 0.5  # gives a flat curve a scale too
     y_low, y_high = 0.0 if from_zero else y_low - air, y_high + air
 
+    right = _WIDTH - (_BESIDE if beside else 3 * _MARGIN)
+    height = max(_HEIGHT, _MARGIN + _GAP * len(series) + _BOTTOM) if beside else _HEIGHT
+
     def place(x: float, y: float) -> Point:
         across = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
         down = (y_high - y) / (y_high - y_low)
-        return _LEFT + (_WIDTH - _LEFT - 3 * _MARGIN) * across, _MARGIN + (_HEIGHT - _MARGIN - _BOTTOM) * down
+        return _LEFT + (right - _LEFT) * across, _MARGIN + (height - _MARGIN - _BOTTOM) * down
 
     parts = []
     for tick in ticks(y_low, y_high, about=5):
@@ -257,18 +294,29 @@ def lines(
     for tick in ticks(x_low, x_high, about=5):
         if tick == int(tick):  # label whole steps only
             x = place(tick, 0)[0]
-            parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{format_count(tick)}</text>')
+            parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{format_count(tick)}</text>')
+    ends = [place(*one.points[-1]) for one in series]
+    middles = spread([y for _, y in ends], gap=_GAP, low=_MARGIN, high=height - _BOTTOM)
     for number, one in enumerate(series):
         colour, placed = f"var(--c{number % _COLOURS})", [place(*point) for point in one.points]
+        dashes = _DASHES[number // _COLOURS % len(_DASHES)]
         corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        parts.append(f'<polyline class="line" style="stroke: {colour}" points="{corners}"/>')
+        line = f'<polyline class="line" style="stroke: {colour}; stroke-dasharray: {dashes}" points="{corners}">'
+        parts.append(f"{line}<title>{escape(one.name)}</title></polyline>")
+        if beside:
+            name = one.name if len(one.name) <= _LONGEST_BESIDE else f"…{one.name[1 - _LONGEST_BESIDE :]}"
+            (x, y), middle = ends[number], middles[number]
+            to = f'x1="{x:.1f}" y1="{y:.1f}" x2="{right + 12}" y2="{middle:.1f}"'
+            parts.append(f'<line class="rule" {to} style="stroke: {colour}; stroke-dasharray: 1 3"/>')
+            at = f'x="{right + 16}" y="{middle + 5:.1f}" style="fill: {colour}"'
+            parts.append(f"<text {at}>{escape(name)}</text>")
         if one.dots or len(placed) == 1:  # a single point draws no line
             for (step, value), (x, y) in zip(one.points, placed, strict=True):
                 title = escape(f"step {step:.0f}: {text(value)}")
                 at = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
                 parts.append(f"<circle {at}><title>{title}</title></circle>")
     key = _key((one.name, f"--c{number % _COLOURS}") for number, one in enumerate(series))
-    return key + _svg(parts, height=_HEIGHT, label=label)
+    return key + _svg(parts, height=height, label=label)
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], *, label: str) -> str:

@@ -323,7 +323,6 @@ OPENING = {
     "safe_files.py": "the opener",
     "run/commands/doctor.py": "the kernel's",
     "run/commands/recipes.py": "the package's own, and a new file",
-    "run/commands/serve.py": "a new file, and the kernel's",
     "run/commands/tune.py": "in a private directory",
     "storage/atomic_io.py": "new files, directories, and O_NONBLOCK",
     "storage/locks.py": "O_NONBLOCK, and regular files only",

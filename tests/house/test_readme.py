@@ -44,7 +44,6 @@ PARSED = {
     "sample": "a run that is not here; the quickstart's goes on with a text",
     "chat": "a run that is not here; tests/run/test_chat_run.py",
     "report": "runs that are not here; tests/run/test_compare.py",
-    "serve": "runs that are not here; tests/run/test_serve.py",
     "prepare": "a text that is not here; the quickstart's is prepared",
     "bench": "minutes of a drive; tests/plan/test_machine.py",
     "tune": "minutes of a drive; tests/run/test_tune.py",
@@ -131,7 +130,7 @@ def test_commands(command: str) -> None:
     if words[:1] == ["cp"]:
         assert words[1] in [recipe.name for recipe in recipes()]
         return
-    if words[:1] in (["report"], ["serve"]):
+    if words[:1] == ["report"]:
         assert all(word in ("--json", "--html") or "/" in word or word.endswith(".html") for word in words[1:])
         return
     if words == ["--help"]:

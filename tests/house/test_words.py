@@ -22,7 +22,7 @@ from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
 
-WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "report", "serve", "ls", "cp")
+WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "report", "ls", "cp")
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 
 

@@ -23,6 +23,7 @@ from offload_trainer.run.planning import _with_resumed_copies
 from offload_trainer.run.resume_point import STARTS_OVER, config_to_resume, resume_hint
 from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_in
+from offload_trainer.telemetry.report import RELOAD
 
 STEPS = 6
 ALL = [*TINY, "--ram-fraction", "0", "tiered.state_copies=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]
@@ -97,9 +98,13 @@ def test_a_kill_at_any_moment_changes_no_bit(
 
 @pytest.mark.slow
 def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Repeated kills keep the same directory, and one during the start changes nothing in it."""
-    words = ["--nvme", place, *ALL]
+    """Repeated kills keep the same directory, and one during the start changes nothing in it.
+
+    report.html shows the killed run as one that goes on, and the ended run as ended.
+    """
+    words, page = ["--nvme", place, *ALL], tmp_path / "run/report.html"
     killed("record", 2, *words, output=tmp_path / "run")
+    assert RELOAD in page.read_text()
     (lease,) = (place / "offload-trainer").iterdir()
     for where, number in (("start", 1), ("page", 3), ("record", 1), ("half", 2), ("start", 1), ("line", 5)):
         killed(where, number, *words, output=tmp_path / "run")
@@ -107,6 +112,7 @@ def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 4
     assert left(run.output) == alone
+    assert "refresh" not in page.read_text()
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from offload_trainer.telemetry.metrics import (
     read_metrics,
     tokens_per_second,
 )
-from offload_trainer.telemetry.report import thinned, ticks, write_report
+from offload_trainer.telemetry.report import report_page, thinned, ticks
 from offload_trainer.telemetry.sinks import (
     JsonLines,
     Screen,
@@ -563,7 +563,7 @@ MEASURED = {
 }
 
 
-def report(path, **changes) -> str:
+def report(**changes) -> str:
     content = {
         "title": "a run",
         "rows": [],
@@ -571,29 +571,27 @@ def report(path, **changes) -> str:
         "plan": PLAN,
         "measured": MEASURED,
         "advice": [],
+        "progress": (10_000, None),
     }
-    write_report(path / "report.html", **{**content, **changes})
-    assert os.listdir(path) == ["report.html"]
-    return (path / "report.html").read_text(encoding="utf-8")
+    return report_page(**{**content, **changes})
 
 
-def test_the_page_compares_predicted_with_measured(tmp_path):
-    page = Page(report(tmp_path))
+def test_the_page_compares_predicted_with_measured():
+    page = Page(report())
     assert ["gpu", "8 GB", "2 GB", "3 GB", "1.50"] in page.rows
     assert ["/mnt/<ssd>", "2 TB", "1 TB", "-", "-"] in page.rows
     assert ["forward", "-", "1 s", "1.5 s", "1.50"] in page.rows
     assert ["update", "-", "-", "5 s", "-"] in page.rows
     assert not [row for row in page.rows if row and row[0] == "all phases"]  # the update has no prediction
-    page = Page(report(tmp_path, plan={**PLAN, "seconds": {"forward": 1.0, "backward": 2.0, "update": 1.25}}))
+    page = Page(report(plan={**PLAN, "seconds": {"forward": 1.0, "backward": 2.0, "update": 1.25}}))
     assert ["all phases", "-", "4.2 s", "8.5 s", "2.00"] in page.rows
 
 
-def test_the_page_stands_alone_and_escapes(tmp_path):
+def test_the_page_stands_alone_and_escapes():
     rows = [a_step(step) for step in range(1, 3001)]
     rows[5] = replace(rows[5], loss=None, skipped=True)
     evaluations = [EvalRecord(step=s, validation_loss=3.0, perplexity=20.1, bits_per_byte=1.1) for s in (10, 3000)]
     text = report(
-        tmp_path,
         title="<b>$x & co",
         rows=rows,
         evaluations=evaluations,
@@ -616,11 +614,10 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
     assert first[1] < last[1]
 
 
-def test_rows_without_values_are_left_out_of_the_report(tmp_path):
+def test_rows_without_values_are_left_out_of_the_report():
     """A tier without memory has no row, and a phase without a prediction is not shown as predicted to take 0 s."""
     plan = {"tiers": {"gpu": {"need": 0, "have": 0}}, "seconds": {"forward": 1.0, "save": 0.0}}
     text = report(
-        tmp_path,
         rows=[a_step(1)],
         plan=plan,
         measured={"tiers": {"gpu": 0}, "seconds": {"forward": 1.5, "save": 2.0}},
@@ -632,11 +629,11 @@ def test_rows_without_values_are_left_out_of_the_report(tmp_path):
     assert "0 B" not in text
 
 
-def test_sections_without_values_are_left_out(tmp_path):
+def test_sections_without_values_are_left_out():
     """Charts without points, columns without numbers and headings without lines are left out."""
     evaluations = [EvalRecord(step=1, validation_loss=3.0, perplexity=20.1, bits_per_byte=None)]
     nothing = {"tiers": {}, "seconds": {}}
-    page = report(tmp_path, rows=[a_step(1)], evaluations=evaluations, plan=nothing, measured=nothing)
+    page = report(rows=[a_step(1)], evaluations=evaluations, plan=nothing, measured=nothing)
     assert ["after step", "loss", "perplexity"] in Page(page).rows
     headings = re.findall("<h2>(.*?)</h2>", page)
     assert headings == ["Loss", "Where a step&#x27;s time goes", "Validation"]
@@ -645,7 +642,7 @@ def test_sections_without_values_are_left_out(tmp_path):
 
 def test_memory_is_drawn_by_tier(tmp_path):
     rows = [a_step(step, memory={"ram": 10**8 * step, "drives": 5 * 10**9}, host_rss_bytes=10**9) for step in (1, 2, 3)]
-    page = report(tmp_path, rows=rows)
+    page = report(rows=rows)
     assert re.findall('aria-label="(.*? over steps)"', page) == [
         "loss over steps",
         "RAM over steps",
@@ -670,7 +667,7 @@ def test_memory_of_this_process(tmp_path, monkeypatch):
 
 
 def test_the_bars_share_a_scale(tmp_path):
-    page = Page(report(tmp_path))
+    page = Page(report())
     tags = iter(page.attributes)
     wide = [float(value) for name, value in tags if name == "width" and value.replace(".", "").isdigit()]
     forward, backward, *measured = wide
@@ -681,6 +678,6 @@ def test_the_bars_share_a_scale(tmp_path):
 @pytest.mark.parametrize("rows", [[], [a_step(1)], [a_step(1, loss=None, grad_norm=None)]])
 def test_a_run_that_hardly_began_has_a_page_too(tmp_path, rows):
     nothing = {"tiers": {}, "seconds": {}}
-    page = report(tmp_path, rows=rows, plan=nothing, measured=nothing)
+    page = report(rows=rows, plan=nothing, measured=nothing)
     assert Page(page).attributes
     assert "NaN" not in page

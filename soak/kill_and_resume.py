@@ -1,229 +1,291 @@
-"""Kill (SIGKILL) a small run at random moments, and compare its result with that of an undisturbed run.
+"""Kill (SIGKILL) small runs at random moments: each must resume, and end with the bits of an undisturbed run.
 
-    python soak/kill_and_resume.py --kills 200 --seed 0
+    python soak/kill_and_resume.py --kills 200 --seed 0 [--ranks 2] [--pages]
 
-A run is killed while it starts, trains, saves, prunes or exports, and restarted by the same command, sometimes with
-another placement of its state. After every kill, each checkpoint with a manifest must be complete. When a run
-finishes, its losses, gradient norms, rates, masters, moments and export must match the undisturbed run bit for bit.
-`soak.py` does the same with everything else that can end or disturb a run.
+A run is killed while it starts, resumes, trains, saves, prunes or exports, and started again by the same command. With
+checkpoints, each start has another placement of the state, sometimes another number of ranks, and sometimes the run is
+told to end (SIGTERM) instead. With `--pages` no checkpoint is ever saved: all state is in page files of two copies, and
+a start resumes from those. With several ranks, one of them or their launcher is killed. Some starts meet a file of the
+newest state that was damaged after the kill: they must refuse it by name and change nothing, or end with the right
+bits.
 
-With `--warnings` a training is stopped by SIGTERM instead, with a random `train.stop_within` of `--limits`, and must
-end within it: saved, or immediately where saving does not fit. `--slow` is the share of these trainings whose steps
-take 6 s more, so that a limit of 5 s is too short for some.
+After each kill, what is left must be complete and of no earlier step than before, all processes must end within 300 s,
+and the next start must resume from that step. The last line counts kills, finished runs and the moments that were hit.
+On a failure the script exits with 1 and prints what differs, the command and its output; `--seed` repeats the choices,
+but not the exact moments.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import re
 import signal
+import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from trials import (
-    Command,
-    Difference,
-    checkpoints_in,
-    compare_export,
-    compare_state,
-    finish,
-    moment,
-    rows,
-    soak_of_kills,
-    verify_checkpoint,
-    what_was_hit,
-)
+from runs import Difference, Run, checkpoints_in, compare, count_lines, finish, load_libraries, verify_checkpoint
 
-from offload_trainer.storage.owned_dirs import ScratchDirectory
+STEPS = 14
+WITHIN = 300.0  # seconds in which all processes must have ended
+ENDED = {0, *(code for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number))}
+DAMAGED = 0.1  # share of the starts that meet a damaged file
+SMALL = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
+SMALL += ["--steps", STEPS, "train.eval_every=5", "train.deterministic=true", "placement.threads=1"]
+SMALL += ["--engine", "tiered"]
+SAVED = ["--save-every", "2", "save.keep=2", "tiered.page_size=65536"]
+PAGES = ["--save-every", "0", "--optimizer", "nvme", "tiered.state_copies=2", "tiered.page_size=16384"]
+ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"]
 
-STEPS, EVERY, KEEP = 12, 2, 2
+
+@dataclass(frozen=True)
+class Kind:
+    """The words of a run, and those of which each start gets one, since they change no bit."""
+
+    words: Sequence[object]
+    placements: Sequence[Sequence[object]] = ((),)
+    drives: int = 1
+
+
 PLACEMENTS = (
     ["--ram-fraction", "1"],
-    ["--gpu-fraction", "1"],
     ["--gpu-fraction", "0.4", "--ram-fraction", "0.3"],
     ["--optimizer", "nvme", "--ram-fraction", "0.5"],
-    ["--optimizer", "nvme"],
-    ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
-    ["--params", "cpu", "--ram-fraction", "0.25"],
+    ["--optimizer", "nvme", "--params", "cpu"],
+    ON_DRIVE,
 )
-LIMITS = (1.05, 1.5, 5, 15, 60)  # seconds, of which one is kept for the end
-SLOW = 6.0  # seconds that a slow step takes longer
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--warnings", action="store_true")
-    parser.add_argument("--limits", type=float, nargs="+", default=LIMITS)
-    parser.add_argument("--slow", type=float, default=0.0)
-
-    def carry_out(folder: Path, dice: random.Random, wishes: argparse.Namespace) -> None:
-        limits = wishes.limits if wishes.warnings else ()
-        Trial(folder, dice, limits=limits, slow=wishes.slow).carry_out(wishes.kills)
-
-    soak_of_kills(parser, carry_out, kills=200)
+FP16 = ["--dtype", "fp16", "optim.initial_loss_scale=1099511627776", "optim.loss_scale_window=3"]
+CHECKPOINTS = (
+    Kind(SAVED, PLACEMENTS),
+    Kind([*SAVED, "optim.name=muon"], PLACEMENTS),
+    Kind([*SAVED, *FP16], PLACEMENTS),
+)
+PAGE_FILES = (
+    Kind([*PAGES, "tiered.overlap=off"]),
+    Kind([*PAGES, "tiered.overlap=forward", "optim.moment_dtype=8bit"], drives=2),
+    Kind([*PAGES, "tiered.overlap=backward"]),
+    Kind([*PAGES, "tiered.overlap=forward", *ON_DRIVE]),
+    Kind([*PAGES, "tiered.overlap=backward", "optim.name=muon"]),
+    Kind([*PAGES, "tiered.overlap=forward", "optim.name=muon", *ON_DRIVE], drives=2),
+    Kind([*PAGES, "tiered.overlap=off", *FP16]),
+)
 
 
 class Trial:
     """Runs, kills and comparisons in one directory."""
 
-    def __init__(self, folder: Path, dice: random.Random, *, limits: Sequence[float], slow: float) -> None:
-        """`limits`: train.stop_within of warnings; empty: kill instead. `slow`: share of warnings in slow steps."""
-        self.folder, self.dice, self.limits, self.slow = folder, dice, limits, slow
-        self.drive = folder / "drive"
-        self.drive.mkdir()
+    def __init__(self, folder: Path, dice: random.Random, *, kills: int, ranks: int, pages: bool) -> None:
+        self.folder, self.dice, self.kills, self.ranks, self.pages = folder, dice, kills, ranks, pages
         self.log = folder / "log.txt"
-        self.found: Counter[str] = Counter()  # phases that kills hit
-        self.took: defaultdict[float, list[float]] = defaultdict(list)  # seconds from a warning to the end, by limit
-        self.finished = self.made = self.exports = 0
-        self.reference = folder / "uninterrupted"
+        self.drives = [folder / "drive-0", folder / "drive-1"]
+        self.hits: Counter[str] = Counter()  # moments at which a command was ended
+        self.damages: Counter[str] = Counter()  # outcomes of starts that met a damaged file
+        for drive in self.drives:
+            drive.mkdir()
 
-    def carry_out(self, kills: int) -> None:
-        start = time.monotonic()
-        self.finish(self.words(self.reference, PLACEMENTS[0]))
-        self.finish(["export", self.reference, self.reference / "hf", "--dtype", "fp32"])
-        output = None
-        while sum(self.found.values()) < kills:
-            if output is None:
-                self.made += 1
-                place = ScratchDirectory(self.folder / f"trial-{self.made}", what="the run in")
-                output = place.path / "run"
-            if self.dice.random() < 0.65:
-                self.kill_training(output)
-                continue
-            self.finish(self.words(output, self.dice.choice(PLACEMENTS)))
-            for _ in range(0 if self.limits else self.dice.randrange(3)):
-                self.kill_export(output)
-            self.compare(output)
-            place.close()
-            output = None
-        if output is not None:
-            self.finish(self.words(output, self.dice.choice(PLACEMENTS)))
-            self.compare(output)
-        print(
-            f"{sum(self.found.values())} kills, {self.finished} runs, {time.monotonic() - start:.0f} s; hit: ", end=""
+    def carry_out(self, kinds: Sequence[Kind]) -> None:
+        begun, runs = time.monotonic(), 0
+        while self.hits.total() < self.kills:
+            kind, output = kinds[runs % len(kinds)], self.folder / f"run-{runs}"
+            alone = self.folder / f"undisturbed-{runs % len(kinds)}"
+            if not alone.exists():
+                finish([*self.words(kind, alone, ranks=1), *kind.placements[0]], log=self.log)
+                self.finish_export(alone)
+            self.carry_out_one(kind, output)
+            self.finish_export(output)
+            compare(output, alone)
+            self.refuse_leftovers(output)
+            runs += 1
+            print(f"run {runs}: the bits of an undisturbed run; {self.hits.total()} kills so far", flush=True)
+        hits, damages = (
+            ", ".join(f"{count} {what}" for what, count in each.most_common()) for each in (self.hits, self.damages)
         )
-        print(", ".join(f"{count} {what}" for what, count in self.found.most_common()))
-        for limit, took in sorted(self.took.items()):
-            print(f"  limit {limit:g} s: {len(took)} warnings, the slowest end after {max(took):.2f} s")
+        print(f"{self.hits.total()} kills ({hits}), {runs} runs, {time.monotonic() - begun:.0f} s; ", end="")
+        print(f"starts with a damaged file: {damages or 'none'}")
 
-    def words(self, output: Path, placement: list[str]) -> list[object]:
-        small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
-        often = ["--steps", STEPS, "--save-every", EVERY, f"save.keep={KEEP}", "train.eval_every=0"]
-        names = ["--nvme", self.drive, "--output", output, f"data.cache={self.folder / 'cache'}"]
-        more = ["placement.threads=1", "tiered.page_size=65536", "train.deterministic=true"]
-        return [*small, *often, *names, *placement, *more]
+    def words(self, kind: Kind, output: Path, *, ranks: int) -> list[object]:
+        named = [word for drive in self.drives[: kind.drives] for word in ("--nvme", drive)]
+        where = ["--output", output, f"data.cache={self.folder / 'cache'}"]
+        count = ["--accumulate", self.ranks // ranks, *(["--gpus", ranks] if ranks > 1 else [])]
+        return [*SMALL, *kind.words, *named, *where, *count]
 
-    def finish(self, words: list[object]) -> None:
-        finish(words, log=self.log)
+    def start(self, kind: Kind, output: Path) -> Run:
+        ranks = self.ranks if self.pages or self.dice.random() < 0.8 else 1
+        return Run([*self.words(kind, output, ranks=ranks), *self.dice.choice(kind.placements)], log=self.log)
 
-    def warn(self, words: list[object], when: Callable[[], bool]) -> bool:
-        """Run a training and send it SIGTERM once `when` is true; return True if it was still running.
+    def carry_out_one(self, kind: Kind, output: Path) -> None:
+        """Kill and start a run until it finishes."""
+        step = 0
+        while True:
+            if step and self.dice.random() < DAMAGED and self.start_damaged(kind, output):
+                return
+            run = self.start(kind, output)
+            name, when = self.moment(output)
+            hit = self.hits.total() < self.kills and run.wait_for(when) and self.end(run)
+            code = run.wait(WITHIN) if hit else run.wait()
+            if "Traceback" in run.text or code not in (ENDED if hit else (0,)):
+                raise Difference(f"exit {code}: {run}")
+            self.check_resumed(run, step, finished=code == 0)
+            if code == 0:
+                return
+            self.hits[name] += 1
+            step = self.left(output, step)
 
-        Steps may be slow, and `when` is then replaced. Raises Difference if the training does not end within its
-        `train.stop_within`.
-        """
-        within, first = self.dice.choice(self.limits), None
-        if self.dice.random() < self.slow:
-            first, when = self.slow_steps()
-        command = Command([*words, f"train.stop_within={within}"], log=self.log, first=first)
-        if command.wait_for(when):
-            command.send(signal.SIGTERM)
-        start = time.monotonic()
-        # Before the command handles signals, and after it has put their handlers back, SIGTERM has its default action.
-        if command.wait() not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
-            raise Difference(f"exit {command.code}: {command}")
-        seconds = time.monotonic() - start
-        if command.code and seconds > within:
-            raise Difference(f"{seconds:.2f} s after SIGTERM, not {within}: {command}")
-        if command.code:
-            self.took[within].append(seconds)
-        return command.code != 0
-
-    def slow_steps(self) -> tuple[Callable[[], None], Callable[[], bool]]:
-        """Return what makes the steps of a command slow, and a random moment after its first step, as a condition.
-
-        A warning in the first step would come before the run can know how long its steps take.
-        """
-        one_done, delay, due = self.folder / "one-done", self.dice.uniform(0, SLOW), list[float]()
-        one_done.unlink(missing_ok=True)
-
-        def first() -> None:
-            from offload_trainer.engine.tiered import TieredEngine
-
-            step = TieredEngine.train_step
-
-            def slow(*given: Any, **words: Any) -> Any:
-                time.sleep(SLOW)
-                done = step(*given, **words)
-                one_done.touch()
-                return done
-
-            TieredEngine.train_step = slow
+    def moment(self, output: Path) -> tuple[str, Callable[[], bool]]:
+        """Return a random moment of a run: its name, and a condition that is true from then on."""
+        checkpoints, metrics = output / "checkpoints", output / "metrics.jsonl"
+        before, after = set(checkpoints_in(output)), count_lines(metrics) + self.dice.randrange(1, 6)
+        seconds, seen = {
+            "at the start": (3.0 * self.ranks, lambda: True),
+            "in a step": (0.1, lambda: count_lines(metrics) >= after),
+            "in a save": (0.06, lambda: any(checkpoints.glob(".step-*.tmp"))),
+            "in a prune": (0.02, lambda: before - set(checkpoints_in(output))),
+            "in an export": (0.05, (output / ".export.tmp").exists),
+        }[name := self.dice.choice(MOMENTS[self.pages])]
+        delay, due = self.dice.uniform(0, seconds), list[float]()
 
         def when() -> bool:
-            if not due and one_done.exists():
+            if not due and seen():
                 due.append(time.monotonic() + delay)
             return bool(due) and time.monotonic() >= due[0]
 
-        return first, when
+        return name, when
 
-    def kill(self, words: list[object], when: Callable[[], bool]) -> bool:
-        """Run a command and kill it once `when` is true; return True if it was still running."""
-        command = Command(words, log=self.log)
-        if command.wait_for(when):
-            command.send(signal.SIGKILL)
-        if command.wait() not in (0, -signal.SIGKILL):
-            raise Difference(f"exit {command.code}: {command}")
-        return command.code != 0
+    def end(self, run: Run) -> bool:
+        """Kill one process of the command, or tell it to end, which saves a checkpoint; return False if it has ended.
 
-    def kill_training(self, output: Path) -> None:
-        _, when = moment(self.dice, output, steps=STEPS)
-        end = self.warn if self.limits else self.kill
-        if not end(self.words(output, self.dice.choice(PLACEMENTS)), when):
-            return
-        said = self.log.read_text()
-        if self.limits:
-            words = ("everything saved", "nothing to save", "stopped at once", "complete and saved")
-            self.found[next((each for each in words if each in said), "default action")] += 1
-        else:
-            self.found[what_was_hit(output, said)] += 1
-        for checkpoint in checkpoints_in(output / "checkpoints").values():
+        A launcher that is killed makes its ranks save too. With `--pages` no start may find a checkpoint.
+        """
+        told = not self.pages and self.dice.random() < 0.2
+
+        def choose(pids: list[int]) -> int:
+            return self.dice.choice(pids[1:] if self.pages and len(pids) > 1 else pids)
+
+        return run.send(signal.SIGTERM if told else signal.SIGKILL, choose=choose)
+
+    def check_resumed(self, run: Run, step: int, *, finished: bool) -> None:
+        """Raise Difference if a start resumed from another step than `step`, or a finished one from none."""
+        said = re.findall(r"(?:resumed from|resuming from the page files in) .*?step (\d+)", run.text)
+        if said and int(said[0]) != step:
+            raise Difference(f"step {step} was left, and the next start resumed from another: {run}")
+        if finished and step and not said and "done before" not in run.text:
+            raise Difference(f"step {step} was left, and the next start did not resume from it: {run}")
+
+    def left(self, output: Path, before: int) -> int:
+        """Return the step that a start can resume from, 0 for none; raise Difference if it is earlier than `before`."""
+        checkpoints = checkpoints_in(output)
+        for checkpoint in checkpoints.values():
             verify_checkpoint(checkpoint)
+        step = max(checkpoints, default=0)
+        if self.pages:
+            if checkpoints:
+                raise Difference(f"{output}: no checkpoint should have been saved: {checkpoints}")
+            step = step_of_pages(folders_of_pages(output))
+        if step < before and not (output / "export").exists():
+            raise Difference(f"{output}: step {before} was left by a kill, and step {step} by the next one")
+        return step
 
-    def kill_export(self, output: Path) -> None:
-        destination = output / f"hf-{self.exports}"
-        words = ["export", output, destination, "--dtype", "fp32"]
-        delay, due = self.dice.uniform(0, 0.05), []
+    # -- damage --------------------------------------------------------------------------------------------------------
 
-        def when() -> bool:
-            if not due and destination.with_name(f".{destination.name}.tmp").exists():
-                due.append(time.monotonic() + delay)
-            return bool(due) and time.monotonic() >= due[0]
+    def start_damaged(self, kind: Kind, output: Path) -> bool:
+        """Damage a file of the newest state and start the run; return True if it finished, and restore the file if not.
 
-        if self.kill(words, when):
-            self.found["in an export"] += 1
-        if destination.exists():
-            compare_export(destination, self.reference / "hf")
-            self.exports += 1  # the next export uses another directory
+        Raises Difference unless the start refuses the file by name and changes nothing, or finishes.
+        """
+        folders = folders_of_pages(output) if self.pages else [checkpoints_in(output)[max(checkpoints_in(output))]]
+        before = contents(folders)
+        path = self.dice.choice(sorted(path for path, data in before.items() if data))
+        how = self.dice.choice(("flipped", "cut", "emptied"))
+        damaged = bytearray(before[path])
+        if how == "flipped":
+            damaged[self.dice.randrange(len(damaged))] ^= 1 << self.dice.randrange(8)
+        else:
+            del damaged[self.dice.randrange(len(damaged)) if how == "cut" else 0 :]
+        path.write_bytes(damaged)
+        run = self.start(kind, output)
+        code, text = run.wait(), run.text
+        if "Traceback" in text or code not in (0, 2):
+            raise Difference(f"{path} was {how}, exit {code}: {run}")
+        self.damages["harmless" if code == 0 else "refused"] += 1
+        if code == 0:
+            return True
+        if contents(folders) != before | {path: bytes(damaged)}:
+            raise Difference(f"{path} was {how}; it was refused, and files were changed: {run}")
+        if not any(name in text.rpartition("offload-train: ")[2] for name in (path.name, str(path.parent))):
+            raise Difference(f"{path} was {how}, and the error names neither it nor its directory: {run}")
+        path.write_bytes(before[path])
+        return False
 
-    def compare(self, output: Path) -> None:
-        """Raise Difference unless the run's metrics, state and export match the undisturbed run's."""
-        ours, theirs = (rows(directory / "metrics.jsonl") for directory in (output, self.reference))
-        if ours != theirs:
-            raise Difference(f"{output}: {ours}\nuninterrupted: {theirs}")
-        last = f"checkpoints/step-{STEPS:08d}"
-        compare_state(output / last, self.reference / last)
-        left = [path.name for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def finish_export(self, output: Path) -> None:
+        """Export the last checkpoint; a run without checkpoints has exported its weights itself."""
+        if not self.pages:
+            finish(["export", output, output / "exported", "--dtype", "fp32"], log=self.log)
+
+    def refuse_leftovers(self, output: Path) -> None:
+        left = [*output.glob("checkpoints/.*"), *output.glob(".*.tmp")]
+        left += [path for drive in self.drives for path in drive.glob("offload-trainer/run-*")]
         if left:
-            raise Difference(f"{output}: left over: {left}")
-        destination = output / f"hf-{self.exports}"
-        self.finish(["export", output, destination, "--dtype", "fp32"])
-        compare_export(destination, self.reference / "hf")
-        self.finished += 1
-        print(f"run {self.made}: the same; {sum(self.found.values())} kills so far", flush=True)
+            raise Difference(f"left over: {', '.join(map(str, left))}")
+
+
+MOMENTS = {  # by `pages`: runs without checkpoints export at their end
+    False: ("at the start", "in a step", "in a save", "in a save", "in a prune"),
+    True: ("at the start", "in a step", "in a step", "in a step", "in an export"),
+}
+
+
+def folders_of_pages(output: Path) -> list[Path]:
+    listed = output / "pages"
+    return [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
+
+
+def contents(folders: Sequence[Path]) -> Mapping[Path, bytes]:
+    """Return what a start reads of the newest state, by path; not locks, nor files that it makes anew."""
+    made = ("weights", "gradients")
+    return {
+        path: path.read_bytes()
+        for folder in folders
+        for path in folder.iterdir()
+        if path.is_file() and not path.name.startswith(".") and path.name not in made
+    }
+
+
+def step_of_pages(folders: Sequence[Path]) -> int:
+    """Return the step of page files, 0 if there is none; raise Difference if they hold no whole step."""
+    from offload_trainer.errors import UserError
+    from offload_trainer.offloading.pages.manifest import read_description, read_newest
+
+    if not folders or not all(folder.is_dir() for folder in folders):
+        return 0
+    try:
+        newest = read_newest(read_description(folders[0]))
+    except UserError as error:
+        raise Difference(str(error)) from error
+    return newest.train["step"] if newest and newest.train else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--pages", action="store_true")
+    wish = parser.parse_args()
+    load_libraries()
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        os.environ["OFFLOAD_TRAINER_CACHE"] = f"{folder}/machine"
+        trial = Trial(Path(folder), random.Random(wish.seed), kills=wish.kills, ranks=wish.ranks, pages=wish.pages)
+        try:
+            trial.carry_out(PAGE_FILES if wish.pages else CHECKPOINTS)
+        except Difference as found:
+            raise SystemExit(str(found)) from None
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -286,22 +284,6 @@ def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
     assert_told(refused[0], "another run is using this directory; name another --output", code=2)
     assert first.code == 130
     assert len(first.steps) > 6
-
-
-@pytest.mark.slow
-def test_random_kills_change_nothing(tmp_path: Path) -> None:
-    """A dozen random kills (docs/faults.md: two hundred) change nothing; a failure prints the random seed."""
-    seed = secrets.randbelow(10**6)
-    script = Path(__file__).resolve().parents[2] / "soak/kill_and_resume.py"
-    done = subprocess.run(
-        [sys.executable, script, "--kills", "12", "--seed", str(seed)],
-        capture_output=True,
-        text=True,
-        env=environment(KILL_DIRECTORY=str(tmp_path)),
-        timeout=1500,
-    )
-    assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
-    assert re.search(r"^1[2-4] kills", done.stdout, re.MULTILINE), done.stdout
 
 
 # -- data and clocks -------------------------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def test_checksums_of_other_files_do_not_prevent_resuming(place: Path, tmp_path:
     assert left(run.output) == alone
 
 
-# -- damage; soak/damaged_pages.py has hundreds more -------------------------------------------------------------------
+# -- damage; soak/damage.py and soak/kill_and_resume.py have hundreds more --------------------------------------------
 
 
 def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:

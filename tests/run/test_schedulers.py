@@ -111,7 +111,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run a Slurm of one node; skip the test if that is impossible here."""
     if os.getuid() or not shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin"):
         pytest.skip("Slurm is started by root, from Debian's packages: apt-get install slurm-wlm")
-    script, folder = ROOT / "soak/slurm_one_node.sh", tmp_path / "slurm"
+    script, folder = HELPERS / "slurm_one_node.sh", tmp_path / "slurm"
     subprocess.run([script, "start", folder], check=True, env=os.environ | {"PORT": str(free_ports())})
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     try:

@@ -64,10 +64,9 @@ SINGLE_FILES = {
 # These remove directories made with mkdtemp or TemporaryDirectory; tests use tmp_path.
 ELSEWHERE = {
     "build_release.py",
-    "damaged_pages.py",
+    "damage.py",
+    "kill_and_resume.py",
     "parameter_operations.py",
-    "soak.py",
-    "soak_world.py",
     "write_parallel_docs.py",
 }
 

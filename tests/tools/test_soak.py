@@ -1,154 +1,171 @@
-"""Tests of the soak: a short one, and a failure of each of its checks."""
+"""Tests of the scripts in soak/: short runs of them, and a planted fault for each that they must find."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import random
+import re
+import signal
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from commands import environment
+from safetensors.torch import save_file
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "soak"
-sys.path.insert(0, str(SCRIPTS))
+SOAK = Path(__file__).resolve().parents[2] / "soak"
+sys.path.insert(0, str(SOAK))
 
-from soak_world import KINDS, STEPS, Sentinels, Trial, World  # noqa: E402
-from trials import Difference, compare_file, verify_checkpoint  # noqa: E402
+import damage  # noqa: E402
+import two_nodes  # noqa: E402
+from damage import KINDS, Files, Violation, made, search  # noqa: E402
+from kill_and_resume import Trial  # noqa: E402
+from runs import Difference, compare, verify_checkpoint  # noqa: E402
+
+from offload_trainer.errors import UserError  # noqa: E402
+from offload_trainer.offloading.pages.page_copies import PageCopies  # noqa: E402
+
+# -- kill and resume, and two nodes, which compare runs in the same way ------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_short_soak(tmp_path: Path) -> None:
-    """A round without `bench` and `tune`, which take too long, passes."""
-    words = ["--seed", "3", "--rounds", "1", "--kinds", "gpt2-fp16-accumulate"]
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "soak.py", *words, "--without", "bench,tune", "--directory", tmp_path],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=1500,
-        check=False,
+def run_of_two_steps(path: Path) -> Path:
+    """Write the metrics and the last checkpoint of a run."""
+    checkpoint = path / "checkpoints/step-00000002"
+    checkpoint.mkdir(parents=True)
+    keys = {"tokens": 64, "grad_norm": 1.0, "lr": 1e-3, "loss_scale": 1.0, "skipped": False}
+    (path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps({'step': n, 'loss': 7.0 / n, **keys})}\n" for n in (1, 2))
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "| rounds | 1 |" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("harm", ["changed", "gone", "of another mode", "moved away", "a link elsewhere"])
-def test_a_changed_file_of_the_user_is_found(harm: str, tmp_path: Path) -> None:
-    sentinels = Sentinels()
-    sentinels.plant(tmp_path, "mine")
-    assert sentinels.check() == 8
-    file = tmp_path / "mine/nested/.hidden"
-    if harm == "changed":
-        file.write_text("other")
-    elif harm == "gone":
-        file.unlink()
-    elif harm == "of another mode":
-        file.chmod(0o600)
-    elif harm == "moved away":
-        (tmp_path / "mine").rename(tmp_path / "yours")
-    else:
-        (tmp_path / "mine/link").unlink()
-        (tmp_path / "mine/link").symlink_to("..")
-    with pytest.raises(Difference, match="the user's"):
-        sentinels.check()
-
-
-def test_files_renamed_by_the_user_are_followed(tmp_path: Path) -> None:
-    sentinels = Sentinels()
-    sentinels.plant(tmp_path, "mine")
-    sentinels.move(tmp_path / "mine", tmp_path / "yours")
-    sentinels.check()
-    (tmp_path / "yours/weights.safetensors").unlink()
-    with pytest.raises(Difference, match="yours"):
-        sentinels.check()
-
-
-def checkpoint(path: Path, step: int) -> Path:
-    """Make a minimal checkpoint."""
-    path.mkdir(parents=True)
-    texts = {"state.json": json.dumps({"step": step, "tokens": step, "data_position": step}), "engine.json": "{}"}
-    for name, text in texts.items():
-        (path / name).write_text(text)
-    sums = {name: {"bytes": len(text), "crc32": zlib.crc32(text.encode())} for name, text in texts.items()}
-    (path / "MANIFEST.json").write_text(json.dumps({"files": sums}))
+    (path / "evaluations.jsonl").write_text('{"step": 2, "validation_loss": 3.5}\n')
+    save_file({"a": torch.arange(3.0), "b": torch.ones(2)}, checkpoint / "master.safetensors")
+    (checkpoint / "state.json").write_text('{"step": 2, "tokens": 128, "data_position": 4}')
+    files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    sums = {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in files.items()}
+    (checkpoint / "MANIFEST.json").write_text(json.dumps({"files": sums}))
     return path
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "metrics.jsonl": lambda run: (run / "metrics.jsonl").write_text(
+        (run / "metrics.jsonl").read_text().replace("3.5", "3.5000000000000004")
+    ),
+    "evaluations.jsonl": lambda run: (run / "evaluations.jsonl").unlink(),
+    "in 1 of 2: a": lambda run: save_file(
+        {"b": torch.ones(2), "a": torch.tensor([0.0, 1.0, 2.0000002])},
+        run / "checkpoints/step-00000002/master.safetensors",
+    ),
+    "holds": lambda run: (run / "checkpoints/step-00000002/master.safetensors").unlink(),
+    "data_position": lambda run: (run / "checkpoints/step-00000002/state.json").write_text(
+        '{"step": 2, "tokens": 128, "data_position": 6}'
+    ),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_run_with_other_bits_is_found(where: str, tmp_path: Path) -> None:
+    alone, run = run_of_two_steps(tmp_path / "alone"), run_of_two_steps(tmp_path / "run")
+    compare(run, alone)
+    assert two_nodes.compare is compare
+    FAULTS[where](run)
+    with pytest.raises(Difference, match=where):
+        compare(run, alone)
 
 
 @pytest.mark.parametrize("harm", ["a flipped bit", "cut short", "one more file"])
 def test_an_incomplete_checkpoint_is_found(harm: str, tmp_path: Path) -> None:
-    made = checkpoint(tmp_path / "step-00000001", 1)
-    assert verify_checkpoint(made) == 2
-    if harm == "a flipped bit":
-        (made / "engine.json").write_text("{]")
-    elif harm == "cut short":
-        (made / "engine.json").write_text("{")
+    checkpoint = run_of_two_steps(tmp_path) / "checkpoints/step-00000002"
+    verify_checkpoint(checkpoint)
+    state = checkpoint / "state.json"
+    if harm == "one more file":
+        (checkpoint / "exp_avg.safetensors").write_text("")
     else:
-        (made / "exp_avg.safetensors").write_text("")
-    with pytest.raises(Difference):
-        verify_checkpoint(made)
+        state.write_text(state.read_text().replace("4", "5") if harm == "a flipped bit" else "{")
+    with pytest.raises(Difference, match="holds" if harm == "one more file" else "not what the manifest says"):
+        verify_checkpoint(checkpoint)
 
 
-def test_a_wrongly_pruned_checkpoint_is_found(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    trial = Trial(KINDS[0], world.runs / "run", every=1, keep=2, on_disk=False)
-    for step in range(1, STEPS + 1):
-        checkpoint(world.folder / "alone" / trial.kind.name / f"checkpoints/step-{step:08d}", step)
-    for step in (3, 4, 5):
-        checkpoint(trial.checkpoints / f"step-{step:08d}", step)
-    world.check([trial])
-    shutil.rmtree(trial.checkpoints / "step-00000003")  # two newer ones exist
-    world.check([trial])
-    (trial.checkpoints / "step-00000004/state.json").rename(tmp_path / "state.json")
-    with pytest.raises(Difference, match="holds"):
-        world.check([trial])
-    shutil.rmtree(trial.checkpoints / "step-00000004")
-    with pytest.raises(Difference, match=r"\[4, 5\] are the newest 2, and \[5\] are there"):
-        world.check([trial])
+def test_a_kill_that_loses_a_checkpoint_is_found(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, random.Random(0), kills=1, ranks=1, pages=False)
+    run = run_of_two_steps(tmp_path / "run")
+    assert trial.left(run, 2) == 2
+    with pytest.raises(Difference, match="step 4 was left by a kill, and step 2 by the next one"):
+        trial.left(run, 4)
 
 
-@pytest.mark.parametrize("other", ["another loss", "a step twice"])
-def test_wrong_metrics_are_found(other: str, tmp_path: Path) -> None:
-    world = World(tmp_path)
-    trial = Trial(KINDS[0], world.runs / "run", every=1, keep=2, on_disk=False)
-    keys = {"tokens": 64, "grad_norm": 1.0, "lr": 1e-3, "loss_scale": 1.0, "skipped": False}
-    rows = [json.dumps({"step": step, "loss": 7.0 / step, **keys}) + "\n" for step in range(1, STEPS + 1)]
-    alone = world.folder / "alone" / trial.kind.name
-    checkpoint(alone / f"checkpoints/step-{STEPS:08d}", STEPS)
-    (alone / "metrics.jsonl").write_text("".join(rows))
-    trial.output.mkdir()
-    (trial.output / "metrics.jsonl").write_text("".join(rows[:3]) + rows[3][:20])  # a torn line does not count
-    world.check([trial])
-    wrong = rows[0] + rows[1].replace("3.5", "3.5000000000000004") if other == "another loss" else rows[0] * 2
-    (trial.output / "metrics.jsonl").write_text(wrong)
-    with pytest.raises(Difference, match="and alone"):
-        world.check([trial])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--pages"], ["--ranks", "2"], ["--ranks", "2", "--pages"]], ids=" ".join)
+def test_random_kills_change_nothing(words: list[str], seed: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SOAK / "kill_and_resume.py", "--kills", "6", "--seed", str(seed), *words],
+        capture_output=True,
+        text=True,
+        env=environment(TMPDIR=str(tmp_path)),
+        timeout=1500,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert re.search(r"^6 kills \(", done.stdout, re.MULTILINE), done.stdout
+    assert not list(tmp_path.glob("kills-*"))
 
 
-def test_a_dead_run_s_directory_on_a_drive(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.check_drives(world.drives, [])
-    (world.drives[1] / "offload-trainer/run-77777777").mkdir()
-    with pytest.raises(Difference, match="run-77777777"):
-        world.check_drives(world.drives, [])
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_tensors_does_not_matter(tmp_path: Path) -> None:
-    def write(name: str, first: bytes, *order: str) -> Path:
-        held = {"a": first, "b": b"45"}
-        entries, place = {}, 0
-        for key in order:
-            entries[key] = {"dtype": "U8", "shape": [len(held[key])], "data_offsets": [place, place + len(held[key])]}
-            place += len(held[key])
-        header = json.dumps(entries).encode()
-        data = b"".join(held[key] for key in order)
-        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header + data)
-        return tmp_path / name
+@pytest.fixture
+def cacheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the variable that a kind of files sets."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "")
 
-    one = write("one.safetensors", b"123", "a", "b")
-    compare_file(write("two.safetensors", b"123", "b", "a"), one)
-    with pytest.raises(Difference, match="in 1 of 2: a"):
-        compare_file(write("three.safetensors", b"124", "b", "a"), one)
+
+@pytest.mark.usefixtures("cacheless")
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_are_refused(kind: str, seed: int, tmp_path: Path) -> None:
+    """soak/damage.py tries thousands."""
+    found = search(made(kind, tmp_path), examples=30, number=seed)
+    assert found["refused"] > 10
+
+
+@pytest.mark.usefixtures("cacheless")
+def test_page_files_that_nobody_sums_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a start compared no checksums, damaged pages would be resumed from."""
+    files = made("pages", tmp_path)
+    monkeypatch.setattr(PageCopies, "differing", lambda *_, **__: None)
+    half = len(files.whole["state"]) // 2  # the two copies
+
+    def flip() -> None:
+        for at in range(5000, 128 << 10, 16 << 10):
+            damage.read_damaged(files, "state", ("flip bits", [(at, 3), (half + at, 3)]), sum_again=False)
+
+    with pytest.raises(Violation, match="what was read is not what was written"):
+        flip()
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("wrong", ["KeyError", "not one clean message", "secret", "took more", "os.system", "differs"])
+def test_effects_that_no_content_may_have_are_found(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("")
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (folder / "a.json").write_text('{"a": [1]}')
+    use = {
+        "KeyError": lambda: raising(KeyError("a")),
+        "not one clean message": lambda: raising(UserError("\x1b[2J")),
+        "secret": lambda: (tmp_path / "secret").read_text(),
+        "took more": signal.pause,
+        "os.system": lambda: os.system("true"),
+        "differs": lambda: None,
+    }[wrong]
+    monkeypatch.setattr(damage, "SECONDS", 0.05)
+    files = Files(folder, ["a.json"], use, summed=["a.json"])
+    with pytest.raises(KeyError if wrong == "KeyError" else Violation, match="a" if wrong == "KeyError" else wrong):
+        damage.read_damaged(files, "a.json", ("cut at", 3), sum_again=False)
+    assert (folder / "a.json").read_text() == '{"a": [1]}'

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # slurm_one_node.sh start|stop FOLDER: run a private Slurm of this machine alone, to try batch files.
 #
-#     soak/slurm_one_node.sh start /tmp/slurm && export SLURM_CONF=/tmp/slurm/slurm.conf
+#     tests/helpers/slurm_one_node.sh start /tmp/slurm && export SLURM_CONF=/tmp/slurm/slurm.conf
 #     sbatch slurm.sbatch --model gpt2-mini --output runs/first   # in the partition `spare`
 #     sbatch --partition urgent --exclusive --wrap 'sleep 60'     # preempts it with a warning
-#     soak/slurm_one_node.sh stop /tmp/slurm
+#     tests/helpers/slurm_one_node.sh stop /tmp/slurm
 #
 # Needs root and Debian's packages: apt-get install slurm-wlm. FOLDER must not exist; it gets the configuration, a munge
 # key, sockets, state and logs, and remains after `stop`. The daemons listen at PORT and PORT + 1 (16817). A Slurm in

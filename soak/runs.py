@@ -1,0 +1,200 @@
+"""Start commands, and compare what they leave with what an undisturbed run left.
+
+`kill_and_resume.py` and `two_nodes.py` use it. A command runs in a fork of a process that has imported torch, which
+saves its startup time; ranks are started by the command's own launcher, as for a user. Results are read here without
+the package, as an independent check.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+PATIENCE = 900  # seconds for a command
+# fields of a step that must be equal, however it was computed
+SAME = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+VALIDATED = ("step", "validation_loss")
+
+
+class Difference(Exception):
+    """A broken promise. The text says what differs, and where."""
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def load_libraries() -> None:
+    """Import what each command needs, once. Nothing is computed here, since a fork would lose the threads."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Checking for a GPU then does not initialise CUDA, which would not work in forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    from offload_trainer.run.process_setup import quieten
+
+    quieten()
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    import offload_trainer.export.export_command
+    import offload_trainer.run.train  # noqa: F401
+
+
+class Run:
+    """A running `offload-train WORDS` and its ranks. `log` receives their output."""
+
+    def __init__(self, words: Sequence[object], *, log: Path) -> None:
+        self.words, self.log = [*map(str, words)], log
+        self._process = multiprocessing.get_context("fork").Process(target=_carry_out, args=(self.words, log))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self._family: list[psutil.Process] = []
+
+    def send(self, number: int, *, choose: Callable[[list[int]], int]) -> bool:
+        """Send a signal to one process; return False if the command has ended.
+
+        `choose` gets the pids of the launcher and of its ranks. The launcher is suspended meanwhile, so that no rank
+        starts that nobody waits for.
+        """
+        launcher = psutil.Process(self.pid)
+        try:
+            launcher.suspend()
+            self._family = launcher.children(recursive=True)
+            os.kill(choose([self.pid, *(process.pid for process in self._family)]), number)
+            launcher.resume()
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+        return True
+
+    def wait_for(self, when: Callable[[], bool]) -> bool:
+        """Wait until `when` is true or the command has ended; return True if it is still running."""
+        self._until(lambda: self._process.exitcode is not None or when(), PATIENCE)
+        return self._process.exitcode is None
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        """Wait until the command and its ranks have ended; return the exit code, negative for a signal."""
+        self._until(lambda: self._process.exitcode is not None and not any(map(_lives, self._family)), seconds)
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def _until(self, met: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not met():
+            if time.monotonic() > deadline:
+                self._process.kill()
+                for process in filter(_lives, self._family):
+                    process.kill()
+                raise Difference(f"did not end within {seconds} s: {self}")
+            time.sleep(0.0005)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def __str__(self) -> str:
+        return f"offload-train {' '.join(self.words)}\n{self.text[-4000:]}"
+
+
+def _carry_out(words: list[str], log: Path) -> None:
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    from offload_trainer.cli import main
+
+    sys.exit(main(words))
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def finish(words: Sequence[object], *, log: Path) -> str:
+    """Run a command to its end and return its output; raise Difference unless it succeeds."""
+    run = Run(words, log=log)
+    if (code := run.wait()) != 0:
+        raise Difference(f"exit {code}: {run}")
+    return run.text
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def rows(path: Path, keys: Sequence[str] = SAME) -> list[dict[str, Any]]:
+    """Return these fields of each complete line; an incomplete last line is ignored."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [{key: row[key] for key in keys} for row in (json.loads(line) for line in lines if line.endswith(b"\n"))]
+
+
+def checkpoints_in(run: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by step: directories of that name with a manifest."""
+    found = (path.parent for path in run.glob("checkpoints/step-*/MANIFEST.json"))
+    return {int(path.name[5:]): path for path in sorted(found)}
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Raise Difference unless a checkpoint holds the files that its manifest names, with their checksums."""
+    files = json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
+    held = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    if held != {*files, "MANIFEST.json"}:
+        raise Difference(f"{checkpoint} holds {sorted(held)}, and its manifest names {sorted(files)}")
+    for name, about in files.items():
+        data = (checkpoint / name).read_bytes()
+        if (len(data), zlib.crc32(data)) != (about["bytes"], about["crc32"]):
+            raise Difference(f"{checkpoint}/{name} is not what the manifest says")
+
+
+def compare(run: Path, alone: Path) -> None:
+    """Raise Difference unless two finished runs are equal bit for bit.
+
+    Compared are each step's losses, norms and rates, the validations, and the tensors of the last checkpoint and of
+    all exports of the undisturbed run `alone`.
+    """
+    for name, keys in (("metrics.jsonl", SAME), ("evaluations.jsonl", VALIDATED)):
+        ours, theirs = rows(run / name, keys), rows(alone / name, keys)
+        if ours != theirs or not theirs:
+            raise Difference(f"{run / name}: {ours}\nundisturbed: {theirs}")
+    last = [*checkpoints_in(alone).values()][-1:]
+    folders = [path.relative_to(alone) for path in (*last, alone / "export", alone / "exported") if path.is_dir()]
+    if not folders:
+        raise Difference(f"{alone} has neither a checkpoint nor an export to compare with")
+    for folder in folders:
+        _compare_folder(run / folder, alone / folder)
+
+
+def _compare_folder(folder: Path, alone: Path) -> None:
+    """Compare the tensors by name, since engines may list them in different order, and what counts steps."""
+    names = [sorted(path.name for path in place.glob("*.safetensors")) for place in (folder, alone)]
+    if names[0] != names[1] or not names[0]:
+        raise Difference(f"{folder} holds {names[0]}, and {alone} {names[1]}")
+    for name in names[0]:
+        ours, theirs = ({key: _bits(held) for key, held in load_file(at / name).items()} for at in (folder, alone))
+        if differs := sorted(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)):
+            few = ", ".join(differs[:5])
+            raise Difference(f"{folder / name} differs from {alone} in {len(differs)} of {len(theirs)}: {few}")
+    for name, keys in (("engine.json", None), ("state.json", ("step", "tokens", "data_position"))):
+        if (alone / name).exists():
+            told = [json.loads((place / name).read_text()) for place in (folder, alone)]
+            ours, theirs = ({key: held[key] for key in keys or held} for held in told)
+            if ours != theirs:
+                raise Difference(f"{folder / name}: {ours}\nundisturbed: {theirs}")
+
+
+def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

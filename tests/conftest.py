@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
-_SAMPLED = ("engine", "library", "model", "offload", "optim", "plan", "run")  # directories of tests that train
+_SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
 _CASES = {"offload": 2, "optim": 2}  # cases of one test there; 1 elsewhere
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 

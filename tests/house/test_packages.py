@@ -91,6 +91,7 @@ def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> N
     assert said["packages"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "package"),
     [
@@ -140,6 +141,7 @@ def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyP
         launcher.start_ranks([], count=2, engine="deepspeed")
 
 
+@pytest.mark.slow
 def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
     monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
@@ -148,6 +150,7 @@ def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("CUDA_HOME does not exist")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["pydantic", "PyYAML", "torch", "transformers", "safetensors", "psutil"])
 def test_a_missing_required_library_is_named(package: str, tmp_path: Path) -> None:
     module = {"PyYAML": "yaml"}.get(package, package)
@@ -159,6 +162,7 @@ def test_a_missing_required_library_is_named(package: str, tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outdated package is reported, such as transformers 4, which lacks `core_model_loading`."""
     monkeypatch.setattr(packages, "version", lambda name: {"transformers": "4.57.6", "torch": "2.9.0+cu128"}[name])
@@ -171,6 +175,7 @@ def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert (check.state, check.fix) == ("failure", "pip install 'transformers>=5.8'")
 
 
+@pytest.mark.slow
 def test_a_bug_keeps_its_traceback() -> None:
     assert explain_import(ModuleNotFoundError("no", name="offload_trainer.nowhere")) is None
     assert explain_import(ImportError("cannot import name", name="json")) is None

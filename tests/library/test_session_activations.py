@@ -13,7 +13,7 @@ from hf_trainers import model_folder, rows
 import offload_trainer as ot
 from offload_trainer.offloading.activation_offload import Activations
 
-pytestmark = pytest.mark.usefixtures("nothing_is_small")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_small")]
 
 BLOCKS = 7
 HOMES: dict[str, dict[str, Any]] = {

@@ -17,6 +17,8 @@ from sample_chats import labelled, preferences
 from trainer_rank import ACCUMULATE, LIMIT, STEPS, batch_of
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
+
 Told = list[dict[str, Any]]
 
 
@@ -69,14 +71,12 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     compared("dpo", home, folder=folder, drive=drive, tmp_path=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unclipped", "adapters", "kto", "grpo", "reward"])
 def test_others(kind: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """Unclipped steps, adapters over a frozen base, KTO, GRPO, whose ranks generate, and rewards have the same bits."""
     compared(kind, "resident", folder=folder, drive=drive, tmp_path=tmp_path)
 
 
-@pytest.mark.slow
 def test_accumulated(folder: Path, drive: Path, tmp_path: Path) -> None:
     """Losses agree within 1e-6 with accumulation: DistributedDataParallel adds each rank's micro-batches first."""
     stock = trained("accumulated", "stock", "resident", folder, tmp_path / "stock", drive, output=tmp_path / "stock")

@@ -123,6 +123,7 @@ def test_checkpoints_with_generator_state_are_still_read(tmp_path: Path) -> None
     assert (state.step, state.tokens, state.data_position) == (3, 96, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
 def test_runs_with_dropout_are_the_same_run(drive: Path, tmp_path: Path) -> None:
     """A tiered run that evaluates and samples matches a plain run that is killed and resumed, bit for bit."""

@@ -228,6 +228,7 @@ HOMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_no_placement_changes_a_bit_and_losses_are_those_of_whole_rows(name: str, tmp_path: Path) -> None:
     """Two micro-batches a step, with and without checkpointing, and late transfers out of order."""
@@ -293,6 +294,7 @@ def test_a_piece_fetches_no_weights_again(tmp_path: Path) -> None:
     assert counts["off"] == counts["5"] > 3 * 5
 
 
+@pytest.mark.slow
 def test_a_source_names_its_tiles_and_counts_their_memory(tmp_path: Path) -> None:
     given = {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}
     given |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}

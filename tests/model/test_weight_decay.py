@@ -26,6 +26,7 @@ def test_biases_and_norms_of_two_dimensions_do_not_decay(config: object, spared:
     assert all(name.endswith(tuple(spared)) for name in found)
 
 
+@pytest.mark.slow
 def test_every_architecture_decays_what_transformers_decays() -> None:
     """The exceptions are vectors, which never decay here (sinks, residual scales, Mamba's D), and A_log."""
     differences, built = [], 0

@@ -183,6 +183,7 @@ def _named(folder: Path, count: int) -> list[str]:
 INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(count: int, folder: Path) -> None:
     """On the CPU too, at most two of nine inputs stay in memory as they are, in addition to four buffers."""

@@ -70,6 +70,7 @@ def test_bits_are_those_of_one_micro_batch_after_the_other(kind: str, home: str,
         assert_same(masters(ours), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", ["the generators", "the micro-batch of a tied gradient", "the order"])
 def test_a_forgotten_step_changes_bits(
     forgotten: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +91,7 @@ def test_a_forgotten_step_changes_bits(
         assert train(ours, batches(5 * MICRO), accumulate=MICRO) != expected
 
 
+@pytest.mark.slow
 def test_weights_and_inputs_move_once_a_pass_as_planned(folder: Path, drive: Path) -> None:
     """The kernel's count of a step equals the plan, and blocks are read as often as for a single micro-batch."""
     model = model_directory(folder / "qwen3", "qwen3", tied=False)

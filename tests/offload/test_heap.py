@@ -51,6 +51,7 @@ assert current_rss_bytes() - before < 8 << 20
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_of_a_long_row_is_returned_immediately() -> None:
     """Freed allocations of 4 MiB below live ones are returned; shorter rows' would remain as holes. A new process has
     no holes yet.

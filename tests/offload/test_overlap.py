@@ -110,6 +110,7 @@ def test_forty_steps_match_plain_torch(home: str, folder: Path, drive: Path, tmp
         assert saved(ours, tmp_path / "behind") == state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("home", HOMES)
 def test_accumulation_and_frozen_weights(home: str, tied: bool, folder: Path, drive: Path) -> None:
@@ -157,6 +158,7 @@ def test_an_overflow_and_a_nan_are_decided_before_the_update(
 # -- every wait is needed --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_late_copies_and_reads_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     model = gpt2(folder)

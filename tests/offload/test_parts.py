@@ -64,6 +64,7 @@ def test_parts_of_blocks_have_plain_torchs_bits(architecture: str, way: str, fol
         assert_same(masters(ours), expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_the_placement_of_parts_does_not_change_stored_moments(states: str, folder: Path) -> None:
     """The placement does not change stochastic rounding, which draws separate noise for each unit."""
@@ -87,6 +88,7 @@ def test_a_snapshot_resumes_with_divided_or_whole_blocks(before: tuple[str, ...]
         assert first + train(other, data[3:]) == plain(model, steps=6)[0]
 
 
+@pytest.mark.slow
 def test_pieces_of_a_row_are_computed_with_a_part_that_stays(folder: Path) -> None:
     model, found = model_of(folder, "qwen3"), []
     for more in ((PARTS,), ()):
@@ -106,6 +108,7 @@ def test_parts_with_gradient_accumulation(folder: Path) -> None:
     assert_same(found[0][1], found[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["kept", "computed again", "one buffer", "on the drive", "inputs away"])
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
 def test_late_copies_and_reads_change_nothing(
@@ -169,6 +172,7 @@ def test_reading_a_weight_of_another_part_gives_nan(folder: Path) -> None:
         assert norm is None
 
 
+@pytest.mark.slow
 def test_ranks_with_divided_blocks_have_the_bits_of_one(tmp_path: Path) -> None:
     """Two ranks share reads from the drive, or all-gather parts from RAM, and match one rank."""
     model = model_of(tmp_path, "qwen3")

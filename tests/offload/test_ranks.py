@@ -78,6 +78,7 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     assert back.left == several[-1].left
 
 
+@pytest.mark.slow
 def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
     """Each of two nodes of two ranks has its own memory and files, with its own ranks' state."""
     model = model_directory(tmp_path / "model", "gpt2", **DROPOUT)

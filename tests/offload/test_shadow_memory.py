@@ -97,6 +97,7 @@ def test_pages_in_ram_are_updated_before_the_backward_has_ended(home: str, folde
             assert torch.equal(new, store.in_memory(number))  # it is not updated again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_only_pages_with_shadow_memory_are_updated_early(share: float, folder: Path, drive: Path) -> None:
     seen: list[int] = []
@@ -113,6 +114,7 @@ def test_only_pages_with_shadow_memory_are_updated_early(share: float, folder: P
         assert elements <= share * sum(page.elements for page in store.pages)
 
 
+@pytest.mark.slow
 def test_state_on_drives_is_read_once_a_step_while_pages_in_ram_pass_through_the_same_slots(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ def test_every_step_is_clipped(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(undone) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("states", ["8bit", "bf16"])
 def test_moments_that_are_rounded_stochastically(states: str, folder: Path, tmp_path: Path) -> None:
@@ -191,6 +194,7 @@ def test_moments_that_are_rounded_stochastically(states: str, folder: Path, tmp_
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ["all in RAM", "weights and gradients on the drive"])
 def test_accumulation_and_frozen_weights(home: str, folder: Path, drive: Path) -> None:
@@ -203,6 +207,7 @@ def test_accumulation_and_frozen_weights(home: str, folder: Path, drive: Path) -
         assert_same(masters(ours), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("home", ["all in RAM", "weights and gradients on the drive", "a part on the device"])
@@ -241,6 +246,7 @@ def test_a_skipped_step_is_undone(
 # -- late and out of order ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("home", IN_RAM)
@@ -255,6 +261,7 @@ def test_late_copies_and_reads_change_nothing(
         assert_same(masters(ours), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
 @pytest.mark.parametrize("home", IN_RAM)
@@ -317,6 +324,7 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("limit", [UNCLIPPED, CLIP])
 @pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])

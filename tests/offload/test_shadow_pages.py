@@ -66,6 +66,7 @@ def lease(drive: Path) -> Path:
     return next((drive / "offload-trainer").glob("run-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
 def test_two_copies_have_the_bits_of_plain_torch(
@@ -258,6 +259,7 @@ def test_the_order_that_a_power_cut_needs(
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_a_snapshot_is_consistent_while_two_steps_run(
     home: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

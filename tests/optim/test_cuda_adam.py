@@ -270,6 +270,7 @@ def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> Non
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", STATES)
 def test_one_launch_updates_several_pages(gpu: Gpu, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts begin and end inside pages and reach over their ends; the CPU's kernel updates page by page."""

@@ -289,6 +289,7 @@ def test_all_state_of_an_8b_model_is_on_an_h200(tmp_path: Path, capsys: pytest.C
     assert not [moved for moved in plan["traffic"] if moved["phase"] == "update" and moved["read"] + moved["written"]]
 
 
+@pytest.mark.slow
 def test_planning_for_another_machine_imports_no_torch() -> None:
     script = (
         "import sys; from offload_trainer.cli import main; "
@@ -319,6 +320,7 @@ def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
             described(other, words)
 
 
+@pytest.mark.slow
 def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", "v100-32gb"]
     assert main(words) == 0

@@ -125,6 +125,7 @@ def way(plan: Plan) -> tuple[str, int]:
     return "module" if parts else "block", plan.sizes.unit_buffers
 
 
+@pytest.mark.slow
 def test_each_fallback_is_used_if_the_one_before_does_not_fit() -> None:
     """Fewer buffers are tried before division, since they move nothing twice."""
     needs = []
@@ -144,6 +145,7 @@ def test_each_fallback_is_used_if_the_one_before_does_not_fit() -> None:
     assert way(refused) == ("block", 3)  # the configured way
 
 
+@pytest.mark.slow
 def test_nodes_and_modes_use_the_same_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     compared = list[Plan]()
@@ -183,6 +185,7 @@ def test_a_preset_uses_fewer_buffers_too() -> None:
     assert way(planned(fewer.tiers["gpu"]["need"])) == ("block", 1)
 
 
+@pytest.mark.slow
 def test_configured_values_are_not_changed() -> None:
     least = planned(ROOMY, "tiered.fetch_granularity=module", "tiered.weight_buffers=1").tiers["gpu"]["need"]
     assert not planned(least, "tiered.fetch_granularity=block").fits

@@ -28,6 +28,7 @@ CASES = [(2, "numbered", "-"), (2, "flat", "-"), (1, "numbered", "-")]
 CASES += [(2, "trainer", "-"), (2, "trainer", "embed_tokens"), (1, "trainer", "layers.1.")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "kind", "frozen"), CASES)
 def test_state_and_next_losses_are_fsdps(ranks: int, kind: str, frozen: str, tmp_path: Path) -> None:
     """Sizes of the model do not divide by two, so ranks hold unequal chunks."""
@@ -128,6 +129,7 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_models_are_refused(source: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     model, state = source
     weights, optimizer = distributed(state)

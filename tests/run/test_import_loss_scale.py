@@ -81,6 +81,7 @@ def test_scales_are_torchs(moment: int, source: tuple[Path, State], tmp_path: Pa
     assert any(f"the loss scale goes on at {expected[0]:g}" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_what_differs_is_said_and_what_is_impossible_refused(source: tuple[Path, State], tmp_path: Path) -> None:
     model, state = source
     checkpoint = tmp_path / "checkpoint-2"

@@ -139,6 +139,7 @@ def test_the_next_losses_are_the_trainers(
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.slow
 def test_the_command_resumes_from_an_import(tmp_path: Path) -> None:
     """`import` and then the training command: its losses are those of torch's AdamW going on from the same files."""
     tokenizer = load_tokenizer("builtin")
@@ -184,6 +185,7 @@ def test_the_command_resumes_from_an_import(tmp_path: Path) -> None:
     assert done.losses == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
 def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
     """With the words that the command prints, steps 3 to 6 have the rates that the Trainer has logged for them."""
@@ -279,6 +281,7 @@ class Other:
     """A class that no checkpoint needs."""
 
 
+@pytest.mark.slow
 def test_unreadable_checkpoints_are_refused(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
     _, output, frozen = source
     folder = copy_of(output / f"checkpoint-{STEPS}", tmp_path / "changed")

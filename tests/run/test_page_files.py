@@ -312,6 +312,7 @@ def test_checksums_of_other_files_do_not_prevent_resuming(place: Path, tmp_path:
 # -- damage; soak/damage.py and soak/kill_and_resume.py have hundreds more --------------------------------------------
 
 
+@pytest.mark.slow
 def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words, output = ["--nvme", place, *ALL], tmp_path / "run"
     killed("record", 3, *words, output=output)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from commands import HELPERS, TINY, call
 from forked_ranks import call_ranks
 
 from offload_trainer.checkpoint import complete_checkpoints, read_manifest
+
+pytestmark = pytest.mark.slow
 
 FAULTY = HELPERS / "run_with_fault.py"
 FOUR = [*TINY, "--engine", "tiered", "--steps", 6, "--save-every", 2, "train.eval_every=0", "--micro-batch", "1"]

@@ -277,6 +277,7 @@ def words_of(line: str) -> str:
     return re.findall(r"\(([^()]*)\): ", line)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "given"),
     [
@@ -317,6 +318,7 @@ def _is_told(line: str, other: Plan, now: Plan) -> None:
             assert shown.groups() == (format_bytes(room["need"]), format_bytes(now.tiers[tier]["need"]))
 
 
+@pytest.mark.slow
 def test_more_state_in_ram_is_advised_with_its_gain() -> None:
     told = dict(advice(planned(machine(gpu=8, ram=24), "--ram-fraction", "0.25")))[FASTER]
     (line,) = [line for line in told if "--ram-fraction" in line]
@@ -329,6 +331,7 @@ def test_more_state_in_ram_is_advised_with_its_gain() -> None:
     assert any(line.startswith(f"{said} (--micro-batch") for line in told)
 
 
+@pytest.mark.slow
 def test_a_share_that_does_not_fit_says_how_much_is_missing() -> None:
     lines = dict(advice(planned(machine(gpu=8, ram=12), "--ram-fraction", "0.25")))[FASTER]
     (line,) = [one for one in lines if "it does not fit" in one]

@@ -92,6 +92,7 @@ def test_a_models_own_code_needs_permission(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
     """A run without a hub id connects only to this machine; every connection from Python code is checked."""
     code = (

@@ -41,6 +41,7 @@ def planned(drive: Path, output: Path, *words: str) -> Planned:
     return plan_run(load_config([*TINY, *state, *words]))
 
 
+@pytest.mark.slow
 def test_a_long_run_on_a_drive_measures_what_its_plan_lacks(cache: Path, drive: Path, tmp_path: Path) -> None:
     before = planned(drive, tmp_path / "run", *MANY)
     assert before.plan.forecast.step is None

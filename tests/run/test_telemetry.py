@@ -201,6 +201,7 @@ def test_memory_without_proc(monkeypatch, tmp_path):
     assert meters.peak_rss_bytes() >= 0.8 * here[0]
 
 
+@pytest.mark.slow
 def test_asking_for_device_memory_imports_no_torch():
     code = (
         "import sys; from offload_trainer.telemetry.meters import device_peak_bytes; "

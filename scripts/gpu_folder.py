@@ -13,7 +13,6 @@ script, and the package ignores them with other sources.
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +38,6 @@ def main() -> int:
     parser.add_argument("more", nargs="*", metavar="NAME==VERSION")
     options = parser.parse_args()
     site = options.folder / "site"
-    shutil.rmtree(site, ignore_errors=True)
     done = subprocess.run(command(site, python=options.python, more=options.more), check=False)
     if done.returncode:
         return done.returncode
@@ -71,7 +69,18 @@ def command(site: Path, *, python: str, more: list[str]) -> list[str]:
     there += ["--python-version", python, "--implementation", "cp"]
     there += ["--abi", f"cp{python.replace('.', '')}", "--abi", "abi3", "--abi", "none"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    return [*pip, "--no-compile", "--only-binary=:all:", *there, "--target", str(site), *pinned(), *RIVALS, *more]
+    return [
+        *pip,
+        "--upgrade",
+        "--no-compile",
+        "--only-binary=:all:",
+        *there,
+        "--target",
+        str(site),
+        *pinned(),
+        *RIVALS,
+        *more,
+    ]
 
 
 def pinned() -> list[str]:

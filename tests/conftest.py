@@ -28,7 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _NOT_QUICK = ("slow", "ops", "box", "network")  # markers of tests that only --all runs
 _SAMPLED = ("engine", "export", "library", "model", "offload", "optim", "plan", "run")  # directories that train
-_CASES = {"offload": 2, "optim": 2}  # cases of one test there; 1 elsewhere
 _ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -47,8 +46,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start the slowest tests first: one that starts last leaves all but one worker idle at the end.
 
-    In a quick run, leave out tests with a marker of `_NOT_QUICK`, and all but one or two cases of each test that
-    trains; --seed chooses them. `offload/test_pairs.py` has every pair of what those matrices combine.
+    In a quick run, leave out tests with a marker of `_NOT_QUICK`, and all but one case of each test that trains;
+    --seed chooses it. `offload/test_pairs.py` has every pair of what those matrices combine.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not _is_quick(config):
@@ -58,9 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item not in left_out and item.path.parent.name in _SAMPLED and item.path.name != "test_pairs.py":
             by_test.setdefault((item.path, getattr(item, "originalname", None) or item.name), []).append(item)
-    for (path, _), cases in by_test.items():
+    for cases in by_test.values():
         drawn = sorted(cases, key=lambda item: zlib.crc32(f"{config.getoption('--seed')} {item.nodeid}".encode()))
-        left_out.update(drawn[_CASES.get(path.parent.name, 1) :])
+        left_out.update(drawn[1:])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

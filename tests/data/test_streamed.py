@@ -243,6 +243,7 @@ def test_documents_that_cannot_be_used(lines: list[dict[str, object]], message: 
         tokens(tmp_path / "a.jsonl").read(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected_text"),
     [

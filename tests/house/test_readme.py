@@ -70,6 +70,7 @@ def is_run(command: str) -> bool:
     return verb(command) in RUN and "configs/" not in command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(filter(is_run, COMMANDS)))
 def test_commands_without_training_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

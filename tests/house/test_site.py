@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.slow
-
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -99,6 +99,7 @@ def test_muon(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "whole"), [("step:12", 10), ("saving:10", 5)])
 def test_killed_and_resumed(
     when: str,

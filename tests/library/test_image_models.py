@@ -374,7 +374,7 @@ def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: P
         for number, home in enumerate((["--engine", "plain"], away))
     )
     assert ours.losses == plain.losses
-    export(ours.output, tmp_path / "out", dtype="fp32")
+    export(ours.output, tmp_path / "out", dtype="fp32", check=False)
     before, after = opened(folder), opened(tmp_path / "out")
     assert type(after) is type(before)
     for (name, one), two in zip(before.named_parameters(), after.parameters(), strict=True):

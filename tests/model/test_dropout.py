@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -25,7 +24,6 @@ from engine_bench import (
 )
 
 import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.checkpoint import read_state
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile
 
@@ -114,13 +112,6 @@ def test_ranks_draw_what_one_rank_draws(tmp_path: Path) -> None:
             assert batch.seed == same.seed
             assert torch.equal(batch.inputs, same.inputs)
     assert [batch.seed for batch in taken(8, alone[3].state.position)] == [batch.seed for batch in alone[4:]]
-
-
-def test_checkpoints_with_generator_state_are_still_read(tmp_path: Path) -> None:
-    held = {"step": 3, "tokens": 96, "data_position": 6, "random": ["AAAA", "AAAA"]}
-    (tmp_path / "state.json").write_text(json.dumps(held))
-    state = read_state(tmp_path)
-    assert (state.step, state.tokens, state.data_position) == (3, 96, 6)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ BEHIND = ("tiered.overlap=forward",)
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 
 
+@pytest.mark.slow
 def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     """Losses, norms, masters and moments match one rank's. All but the first case overlap the update with the forward.
 

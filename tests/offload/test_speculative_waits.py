@@ -389,6 +389,7 @@ def test_steps_that_are_not_announced_offer_nothing(folder: Path, drive: Path, m
 # -- units out of order ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swapped", [1, 3])
 def test_a_unit_out_of_order_gets_slots(
     swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch

@@ -419,6 +419,7 @@ def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Pat
     assert not any(torch.equal(one, other) for one, other in zip(stored[1], stored[2], strict=True) if one.numel() > 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_stored_precision_trains_like_fp32(states: str, folder: Path) -> None:
     """Forty steps on the same two rows end near the loss of fp32 moments."""

@@ -213,6 +213,7 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_used(states: str, monkeypatch: p
     assert "last bits" in words
 
 
+@pytest.mark.slow
 def test_two_processes_may_build_concurrently(tmp_path: Path) -> None:
     code = "from offload_trainer.optim.native_adam import NativeLibrary; NativeLibrary()"
     both = [

@@ -145,6 +145,7 @@ def test_matrices_without_a_gradient_are_unchanged(home: str, models: dict[str, 
         assert_same(masters(ours), right)
 
 
+@pytest.mark.slow
 def test_other_settings_match_torch_too(models: dict[str, Path]) -> None:
     """The bits match in bf16, with Jordan's rule for rates. Another rate and another momentum give other losses."""
     words = ["--dtype", "bf16", "--lr", str(RATE)]
@@ -444,6 +445,7 @@ def test_the_plan_counts_eight_bytes_for_matrices() -> None:
     assert muon["orthogonalisation"] > 1e8
 
 
+@pytest.mark.slow
 def test_the_plan_counts_products_and_the_transfers_beside_them() -> None:
     """Embeddings come first and have no products, so their transfers take their own time."""
     shape = resolve_model(load_config(["--model", "gpt2"]).model, seed=0).shape

@@ -32,6 +32,7 @@ def step(plan: Plan) -> float:
     return plan.forecast.step
 
 
+@pytest.mark.slow
 def test_auto_chooses_the_number_with_the_shortest_step() -> None:
     """On 40 GB, fewer recomputed blocks gain until their activations leave too little room for the weights."""
     here = read_machine("a100-40gb")

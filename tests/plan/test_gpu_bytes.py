@@ -89,6 +89,7 @@ def test_planned_bytes_of_large_models_are_those_that_torch_tracks(name: str, ke
     assert_planned(config, resolve_model(config.model, seed=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept", "chunk"),
     [
@@ -116,6 +117,7 @@ def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
     assert tracked(pieces, source) < planned(whole, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("name", "kept"),
@@ -198,6 +200,7 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
         assert not any("a rough estimate" in item.why for item in plans[1].items)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Bamba", "BertGeneration", "FalconH1", "Gemma3", "Gemma4Text"])
 def test_models_that_once_could_not_be_counted_are(kind: str) -> None:
     """These have recurrent state, unnamed blocks, a head that reads the body, a vision tower's blocks, or

@@ -97,6 +97,7 @@ def test_the_named_machine_refuses_too(capsys: pytest.CaptureFixture[str]) -> No
     assert "(sm_70) has no bf16 units" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_auto_dtype_depends_on_the_card(capsys: pytest.CaptureFixture[str]) -> None:
     shape = preset_shape("gpt2", item_bytes=2)
     for words, capability, dtype in (

@@ -15,6 +15,8 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import Latency, Links, Rate, describe_rates, profile_from_json, read_machine
 from offload_trainer.run.machine_rates import _ranks_to_time
 
+pytestmark = pytest.mark.slow
+
 
 def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""

@@ -36,6 +36,7 @@ def wide() -> ModelShape:
     return with_tiles(resolve_model(ModelSection(overrides=WIDE), seed=0)).shape
 
 
+@pytest.mark.slow
 def test_a_plan_that_tries_pieces_has_no_warnings_of_transformers() -> None:
     """GPT-2's class has no entry among transformers' losses, of which its tiny model would warn."""
     words = [f"model.overrides.{key}={value}" for key, value in WIDE.items()]

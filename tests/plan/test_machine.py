@@ -221,6 +221,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
             read_machine(str(tmp_path / "m.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_the_flagship_has_a_place_on_every_named_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", name])

@@ -32,6 +32,7 @@ def position(run: Run) -> int:
     return json.loads((newest / "state.json").read_text())["data_position"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", ["1", "0.5", "1.5"])
 def test_epochs_make_the_steps_that_visit_the_rows(epochs: str, text: Path, tmp_path: Path) -> None:
     """A run by epochs equals the run with as many steps, schedule included, and no fewer steps visit all rows."""

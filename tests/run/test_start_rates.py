@@ -74,6 +74,7 @@ def test_a_run_that_rates_do_not_change_starts_at_once(cache: Path, drive: Path,
     assert machine_rates.is_due(moves)
 
 
+@pytest.mark.slow
 def test_settings_are_tried_on_the_first_drive_only(cache: Path, drive: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -84,6 +85,7 @@ def test_settings_are_tried_on_the_first_drive_only(cache: Path, drive: Path, tm
     assert (len(rates[0].tried), list(rates[1].tried)) == (4, [rates[0].words])
 
 
+@pytest.mark.slow
 def test_the_products_of_muon_are_measured_for_muon_alone(cache: Path, drive: Path, tmp_path: Path) -> None:
     for rule in ("adamw", "muon"):
         before = planned(drive, tmp_path / "run", *MANY, f"optim.name={rule}")
@@ -115,6 +117,7 @@ def session(drive: Path, told: list[str], **keys: object) -> Plan:
         return opened.plan
 
 
+@pytest.mark.slow
 def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = list[str](), list[str]()
     plan = session(drive, few)
@@ -134,6 +137,7 @@ def test_a_session_measures_if_ten_steps_move_enough(cache: Path, drive: Path, m
     assert not [line for line in again if line.startswith("measured")]
 
 
+@pytest.mark.slow
 def test_a_session_does_not_measure_where_torch_computes_otherwise_than_a_run(
     cache: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +151,7 @@ def test_a_session_does_not_measure_where_torch_computes_otherwise_than_a_run(
     assert [line for line in told if line.startswith("measured")]
 
 
+@pytest.mark.slow
 def test_a_drive_that_fails_leaves_the_defaults(
     cache: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def checkpoints(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").iterdir() if path.name.startswith("step-"))
 
 
+@pytest.mark.slow
 def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> None:
     """A deadline that is too short for a save leaves the last checkpoint; a long one is kept to. Both resume."""
     whole = call(*WORDS, output=tmp_path / "whole")

@@ -79,6 +79,7 @@ def test_only_what_matters_to_the_placement_is_tried(words: list[str], keys: set
             wish(*words, *added.split())  # each trial is a valid configuration
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """A plan with nothing to vary makes one real trial, and the file is a valid configuration."""
     best = tmp_path / "best.yaml"

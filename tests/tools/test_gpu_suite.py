@@ -175,6 +175,7 @@ def test_the_command_line_accepts_every_case(tmp_path: Path) -> None:
     assert not refused
 
 
+@pytest.mark.slow
 def test_files_with_tests_for_a_gpu_are_named_and_need_no_other_packages() -> None:
     marked = {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/test_*.py") if path != Path(__file__)

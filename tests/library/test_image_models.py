@@ -361,6 +361,7 @@ def test_what_the_command_does_not_train_is_refused(tmp_path: Path) -> None:
         model_of(load_config(["--model", str(tmp_path), "--scratch"]))
 
 
+@pytest.mark.slow
 def test_the_command_trains_on_text_alone(models: Callable[[str], Any], drive: Path, tmp_path: Path) -> None:
     """The tower gets no gradient and does not change; the export has the class. Images in the data are refused."""
     folder, _ = models("Llava")

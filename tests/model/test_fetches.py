@@ -91,6 +91,7 @@ def test_blocks_that_were_not_run_are_inserted_in_order() -> None:
     assert order.backward == ("lm_head", "model.norm", *blocks[::-1])
 
 
+@pytest.mark.slow
 def test_frozen_first_units_are_not_fetched_in_the_backward() -> None:
     first = ("model.embed_tokens.", *(f"model.layers.{number}." for number in range(5)))
     order = shown("llama, untied", layers=7, frozen=first)

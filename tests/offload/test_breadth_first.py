@@ -57,6 +57,7 @@ def plain(model: Path, *words: str) -> tuple[list[Step], dict[str, torch.Tensor]
         return train(reference, batches(5 * MICRO), accumulate=MICRO), masters(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_bits_are_those_of_one_micro_batch_after_the_other(kind: str, home: str, folder: Path, drive: Path) -> None:

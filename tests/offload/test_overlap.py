@@ -243,6 +243,7 @@ def test_evaluation_samples_masters_and_weights_wait_for_the_update(home: str, f
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
 def test_a_snapshot_has_the_whole_step_and_resumes_in_another_placement(
     home: str, folder: Path, drive: Path, tmp_path: Path

@@ -176,6 +176,7 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
     assert all(counted == done > 0 for counted, done in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive", "a part on the device"])
@@ -368,6 +369,7 @@ def test_without_a_limit_every_step_is_as_expected(folder: Path, drive: Path, ke
 # -- between steps -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive"])
 def test_a_snapshot_has_its_step_while_later_ones_speculate(

@@ -323,6 +323,7 @@ def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch
 # -- state -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("place", ["share 1", "share 0.5", "all on the drive", "partly frozen, checked"])
 def test_a_snapshot_is_consistent_while_training_continues(

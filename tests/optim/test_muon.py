@@ -112,6 +112,7 @@ def test_twenty_clipped_steps_have_torchs_bits_in_every_placement(
     assert steps[-1][0] < steps[0][0]
 
 
+@pytest.mark.slow
 def test_each_expert_is_a_matrix(models: dict[str, Path], drives: list[Path]) -> None:
     """Two experts of 6,144 elements end together at a multiple of 4,096, so their pages may end there."""
     words = ["--dtype", "fp32", "--lr", str(RATE)]
@@ -187,6 +188,7 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     assert steps == by_torch(Path(model), 20, *plain, accumulate=6, lr=1e-2)[0]  # the rate of `Case`
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_placement(
     models: dict[str, Path], drives: list[Path], tmp_path: Path
 ) -> None:
@@ -426,6 +428,7 @@ def test_a_session_supports_the_rule(home: dict[str, str], tmp_path: Path) -> No
         ot.offload(torch.nn.Linear(32, 32), rule="muon", **keys)
 
 
+@pytest.mark.slow
 def test_the_plan_counts_eight_bytes_for_matrices() -> None:
     def planned(*words: str) -> dict[str, int]:
         shared = ["--model", "gpt2-10b", "--dtype", "fp16", "--nvme", "/ssd", "--gpu-fraction", "0"]
@@ -490,6 +493,7 @@ def test_incompatible_settings_are_refused(words: list[str], message: str) -> No
         load_config(words)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_update_uses_all_cores() -> None:
     """Behind the model it would have one core, and its products take longer than all else of a step."""
     words = ["--model", "gpt2-xl", "--nvme", "/ssd", "--optimizer", "nvme", "optim.name=muon"]

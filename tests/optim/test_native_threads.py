@@ -71,6 +71,7 @@ def test_a_forked_child_starts_its_own_threads() -> None:
     assert pages[2].update(kernel) == wanted
 
 
+@pytest.mark.slow
 def test_a_fork_while_another_thread_updates() -> None:
     wanted, kernel, end = expected(), NativeKernel(), threading.Event()
     busy, mine = Page(), Page()
@@ -165,6 +166,7 @@ print("done")
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.slow
 def test_threads_are_bound_to_their_node() -> None:
     done = in_python("""
 cpu = min(os.sched_getaffinity(0))

@@ -54,6 +54,7 @@ def largest_of_bitsandbytes(model: Path) -> float:
         return largest_update(reference, rare_ids())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_rare_ids_make_no_large_update(states: str, kernel: str, model: Path) -> None:

@@ -132,6 +132,7 @@ def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
     assert_planned(config, resolve_model(config.model, seed=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNUSUAL)
 @pytest.mark.parametrize("chunk", [128, 4096])
 def test_planned_bytes_follow_eager_attention_and_whole_logits(name: str, chunk: int, tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
     assert block.kept.at(2, 1000) > 900 * block.kept.at(2, 1) > 0
 
 
+@pytest.mark.slow
 def test_dropout_and_eager_attention_need_more(tmp_path: Path) -> None:
     """On a CPU, dropout disables fused attention, so its matrices grow with pairs of tokens; on a GPU it does not."""
     plain, dropping = (

@@ -77,6 +77,7 @@ def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "run")
     (tmp_path / "a.json").write_text("[]")
@@ -92,6 +93,7 @@ def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.Captu
     assert main(["--dry-run", *TINY, "--output", output, "--data", "nosuch.txt"]) == 2
 
 
+@pytest.mark.slow
 def test_a_plan_refuses_another_runs_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the manifest exists, since `plan` reads nothing else of a checkpoint."""
     output = tmp_path / "run"

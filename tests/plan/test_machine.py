@@ -235,6 +235,7 @@ def test_the_flagship_has_a_place_on_every_named_machine(name: str, capsys: pyte
         assert "gpu needs" in plan["rejected"][0]["reason"]
 
 
+@pytest.mark.slow
 def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for words in ([], ["--gpu-fraction", "0"]):

@@ -41,6 +41,7 @@ def test_lines_match_those_of_a_run_without_overlap(drive: Path, tmp_path: Path)
         assert all(line[2] + line[3]["wait"] > 0 for line in on[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_a_killed_overlapped_run_resumes_bit_for_bit(how: str, drive: Path, tmp_path: Path) -> None:
     words = ["--nvme", drive, *TINY, *ALL, "--steps", 6, "--save-every", 2, f"tiered.overlap={how}"]

@@ -228,6 +228,7 @@ def test_directories_that_no_lease_created_stay(case: str, tmp_path: Path) -> No
     assert messages == []
 
 
+@pytest.mark.slow
 def test_a_bench_reports_what_it_removes(tmp_path: Path) -> None:
     from offload_trainer.machine.bench import Budget, bench_machine
     from offload_trainer.machine.probe import probe_machine

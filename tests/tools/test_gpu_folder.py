@@ -54,6 +54,7 @@ def test_versions_are_pinned_and_for_one_machine(tmp_path: Path) -> None:
     assert not any(word.startswith(("torch==", "nvidia")) for word in words)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are built ahead for x86-64")
 def test_a_prebuilt_kernel_is_used_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = kernel_cache._line_of_features()

@@ -14,6 +14,8 @@ from fresh_environment import installed_environment
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 TEXT = "It was the best of times, it was the worst of times."
 # The converter knows byte-level BPE tokenizers by a hash, and the one that ships here is not among them.
@@ -42,8 +44,6 @@ def llama(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.network
-@pytest.mark.slow
 def test_a_converted_export_has_transformers_log_probabilities(tmp_path: Path) -> None:
     """The log-probabilities of all next tokens after several prefixes of a text are equal but for rounding.
 

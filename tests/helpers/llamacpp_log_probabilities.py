@@ -22,9 +22,12 @@ def main(file: str, vocabulary: int, prompts: list[list[int]]) -> None:
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(settings)
+    # The answer has no probabilities if its token ends the text or is part of a character. The bias chooses the token,
+    # and the probabilities are those without it.
+    bias = {"temperature": 0, "logit_bias": [[prompts[-1][-1], 1000]]}
     found = []
     for ids in prompts:
-        body = {"prompt": ids, "n_predict": 1, "n_probs": vocabulary, "temperature": 0, "cache_prompt": False}
+        body = {"prompt": ids, "n_predict": 1, "n_probs": vocabulary, "cache_prompt": False, **bias}
         request = urllib.request.Request(
             f"{server.listening_address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

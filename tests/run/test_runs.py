@@ -28,6 +28,9 @@ from commands import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offload_trainer.settings import load_config
+from offload_trainer.trainer import learning_rate
+
 STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
 SAVED = ["--save-every", 6, "save.keep=9"]
 
@@ -496,6 +499,10 @@ def test_run_directory_is_what_is_documented(finished) -> None:
     assert set(run.steps[0]) == set(keys.split())
     plan = json.loads((run.output / "plan.json").read_text())
     assert {"fits", "chosen", "tiers", "items", "seconds", "rejected"} <= set(plan)
+    optim = load_config([str(run.output / "config.yaml")]).optim
+    rates = [learning_rate(number, optim, steps=len(run.steps)) for number in range(len(run.steps))]
+    assert [step["lr"] for step in run.steps] == rates
+    assert len(set(rates)) > 1
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offload_trainer.offloading.gradients.norms import clip_factor
+
 LR, DECAY = 1e-2, 0.1
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop is the CPU's, and so are its bits")
 
@@ -78,3 +80,11 @@ def test_masters_begin_with_the_values_of_the_directory(words: list[str], pretra
         for name, tensor in stored.items():
             assert torch.equal(begun[name], tensor), name
         assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in stored.values())
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.0, 2.5])
+def test_gradients_below_the_limit_keep_their_scale(norm: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.tensor([norm])
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    assert weight.grad.item() == torch.tensor(norm).mul(clip_factor(norm, limit=1.0)).item()

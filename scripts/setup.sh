@@ -15,6 +15,6 @@ pip() { "$venv/bin/pip" install --quiet --disable-pip-version-check "$@"; }
 # Install torch first and pinned: as a dependency, it would come with several GB of CUDA libraries on a CPU machine.
 # Python compiles the modules that are used; compiling all of torch's takes 20 seconds.
 pip --no-compile "$(grep '^torch==' requirements.lock)"
-pip uv  # installs the other hundred packages in a tenth of pip's time
+pip uv  # installs the other packages in an eighth of pip's time
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -r requirements.lock
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps -e .

@@ -142,7 +142,12 @@ def outcome_of(about: dict[str, Any], early: dict[str, int], *, steps: int) -> s
     # The CPU updates state in RAM and on drives. Without a compiler torch's kernel does so, several times as slowly.
     if sizes["gpu_fraction"] < 1 and "native kernel," not in about["kernel"]:
         return f"not comparable: {about['kernel']}"
-    if sizes["ahead"] and (early["steps"] < steps or early["valid"] < early["pages"]):
+    if not sizes["ahead"]:
+        return "ok"
+    on_drives = sizes["gpu_fraction"] + sizes["ram_fraction"] < 0.999
+    if (sizes["shadow_fraction"] or on_drives) and not early["pages"]:
+        return "not comparable: no page was updated before its step was decided"
+    if early["steps"] < steps or early["valid"] < early["pages"]:
         return (
             f"not comparable: {early['steps']} of {steps} steps were updated early, and {early['valid']} of their "
             f"{early['pages']} pages were valid, since the others were clipped or skipped"

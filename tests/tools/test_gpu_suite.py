@@ -279,6 +279,20 @@ def test_rows_whose_update_is_the_fallback_are_marked() -> None:
 
 
 @pytest.mark.slow
+def test_an_overlap_that_updates_no_page_early_is_marked() -> None:
+    def outcome(pages: int, *, shadows: float = 0.0, ram: float = 1.0) -> str:
+        sizes = {"gpu_fraction": 0.0, "ram_fraction": ram, "ahead": True, "shadow_fraction": shadows}
+        about = {"plan": {"chosen": {"engine": "tiered", "sizes": sizes}}, "kernel": "the native kernel, built"}
+        return speed.outcome_of(about, {"steps": 7, "pages": pages, "valid": pages}, steps=7)
+
+    assert outcome(5, shadows=1.0) == outcome(5, ram=0.5) == outcome(0) == "ok"  # a CPU has no shadow memory
+    assert (
+        outcome(0, shadows=1.0)
+        == outcome(0, ram=0.5)
+        == "not comparable: no page was updated before its step was decided"
+    )
+
+
 def test_selected_cases_are_run(tmp_path: Path) -> None:
     """--only continues a stage that had no time for all; a comparison whose first run is not selected is left out."""
     words = f"{tmp_path} --rehearse --drive {tmp_path} --only '1: weights gpu, state 0.3 GPU'"

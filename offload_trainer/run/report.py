@@ -43,10 +43,10 @@ _LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page 
 _TELLING = 3  # least number of steps after the warm-up steps for usable timings
 
 
-def report(setup: Setup, job: Job, *, ended: bool = True) -> None:
+def report(setup: Setup, job: Job) -> None:
     """Write the last report.html of this process, and keep the timing ratios. Does nothing if no step was finished.
 
-    Does nothing on ranks without telemetry. `ended`: False leaves out the advice and the ratios, after an error.
+    Does nothing on ranks without telemetry.
     """
     if not job.telemetry or not job.telemetry.report:
         return
@@ -56,12 +56,11 @@ def report(setup: Setup, job: Job, *, ended: bool = True) -> None:
         return
 
     def page() -> str:
-        more = [*advice(setup.planned), *wear(rows), ("Notes", setup.plan.notes)] if ended else []
+        more = [*advice(setup.planned), *wear(rows), ("Notes", setup.plan.notes)]
         return run_page(setup, rows, evaluations, swaps=job.swaps, more=more)
 
     job.telemetry.report.write(page)
-    if ended:
-        _keep_ratios(setup, rows)
+    _keep_ratios(setup, rows)
 
 
 def run_page(

@@ -238,7 +238,8 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
         try:
             state = trainer.train(job, asked, resume=resume_from)
         except Exception:
-            report(setup, job, ended=False)
+            if job.telemetry and job.telemetry.report:
+                job.telemetry.report.end_early()
             raise
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):

@@ -141,13 +141,13 @@ class LiveReport:
     synced, so a busy disk does not delay the step. Where pages take longer, fewer are written: one hundredth of the
     time goes into them. A page that cannot be written is reported once and does not end the run.
 
-    `page` returns the HTML for steps, validations and the seconds left.
+    `page` returns the HTML for steps, validations and the seconds left (None: the run has ended).
     """
 
     def __init__(
         self,
         directory: Path,
-        page: Callable[[Sequence[StepRecord], Sequence[EvalRecord], float], str],
+        page: Callable[[Sequence[StepRecord], Sequence[EvalRecord], float | None], str],
         *,
         say: Callable[[str], None],
     ) -> None:
@@ -155,10 +155,12 @@ class LiveReport:
         self._rows = read_metrics(directory / "metrics.jsonl", most=_MOST_ROWS)  # of earlier starts of the run
         self.evaluations = read_evaluations(directory / "evaluations.jsonl")
         self._stride = math.ceil(self._rows[-1].step / _MOST_ROWS) if self._rows else 1
+        self._newest: StepRecord | None = None  # of this process
         self._due, self._failed = -math.inf, False
 
     def step(self, record: StepRecord, *, left: float) -> None:
         """Add a finished step, and write the page if it is due. `left`: the seconds to the end of the run."""
+        self._newest = record
         kept, due = record.step % self._stride == 0, time.monotonic() >= self._due
         if not kept and not due:
             return
@@ -173,6 +175,13 @@ class LiveReport:
         if len(self._rows) > _MOST_ROWS:
             self._stride *= 2
             del self._rows[::2]  # keeps the multiples of the new stride
+
+    def end_early(self) -> None:
+        """Write the page of a run that an error has ended, which no longer reloads itself."""
+        if self._newest is not None:
+            newest = StepRecord.from_json(self._newest.to_json())
+            rows = [*(row for row in self._rows if row.step < newest.step), newest]
+            self.write(lambda: self._page(rows, self.evaluations, None))
 
     def write(self, page: Callable[[], str], *, sync: bool = True) -> None:
         """Replace report.html with what `page` returns."""

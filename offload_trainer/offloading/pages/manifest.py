@@ -272,7 +272,7 @@ def read_newest(manifest: StoreManifest, *, fix: str = FIX) -> Newest | None:
     """Read the record of pages with two copies; return None before the first update.
 
     Raises:
-        UserError: the record is missing, damaged, or or of another run.
+        UserError: the record is missing, damaged, or of another run.
     """
     path, most = manifest.record
     try:

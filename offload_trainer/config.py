@@ -300,9 +300,6 @@ class TrainSection(_Section):
         "are expected to take longer, the run stops at once instead, and resumes from its newest checkpoint or page "
         "files; auto: no limit",
     )
-    sample_every: Count = Field(0, description="steps between samples of generated text; 0: never")
-    sample_prompt: str = Field("The ", description="prompt of the samples")
-    sample_tokens: PositiveInt = Field(48, description="length of a sample in tokens")
 
 
 class PlacementSection(_Section):

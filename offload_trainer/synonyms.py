@@ -148,7 +148,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("train.eval_every", "eval_steps eval_interval eval.interval evaluation_steps val_check_interval eval_freq", ""),
     ("train.eval_every", "eval_strategy evals_per_epoch evaluation_strategy run_val_every_n_steps", "in steps"),
     ("train.eval_rows", "eval_iters max_eval_samples eval.max_iters eval_batches limit_val_batches", "in rows"),
-    ("train.sample_tokens", "max_new_tokens eval.max_new_tokens eval_max_new_tokens", ""),
+    ("", "max_new_tokens eval.max_new_tokens eval_max_new_tokens", "`offload-train sample RUN --tokens N`"),
     ("train.seed", "data_seed random_seed", ""),
     ("placement.engine=deepspeed", "deepspeed zero_optimization", "its sizes are deepspeed.*"),
     ("placement.engine=deepspeed", "ds_config deepspeed_config", "its sizes are deepspeed.*"),

@@ -62,7 +62,6 @@ class Job:
     text_bytes: Callable[[torch.Tensor], int | None]  # bytes of text of some token ids; None: not known
     clock: PhaseClock
     telemetry: Telemetry | None  # rank 0 only
-    sample: Callable[[Engine], str] | None
     say: Callable[[str], None]
     checkpoints: Checkpoints
     to_save: TimeToSave
@@ -109,8 +108,6 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
                 job.to_save.begin_validation()
                 _evaluate(job, state.step)
             job.to_save.begin_save()
-            if job.sample and _due(state.step, job.train.sample_every):
-                job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
             stop, wished, ended = _agree(job, asked)
             _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:

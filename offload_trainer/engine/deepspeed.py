@@ -189,11 +189,6 @@ class DeepSpeedEngine:
         self._engine.eval()
         return float(self._engine(*batch.arguments(_device(), training=False)))
 
-    @torch.no_grad()
-    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._engine.eval()
-        return self._module.next_logits(tokens.to(_device())).float().cpu()
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -139,11 +139,6 @@ class PlainEngine:
         self._module.eval()
         return float(self._module(*batch.arguments(self._device, training=False)))
 
-    @torch.no_grad()
-    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._module.eval()
-        return self._module.next_logits(tokens.to(self._device)).float().cpu()
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

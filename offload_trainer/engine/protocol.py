@@ -65,9 +65,6 @@ class Engine(Protocol):
     def eval_loss(self, batch: Batch) -> float:
         """Return the mean loss over this rank's targets, without dropout or gradients."""
 
-    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next token: int64 [rows, length] -> fp32 [rows, vocabulary] on the CPU."""
-
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole fp32 master on the CPU) one at a time, tied weights once. All ranks iterate together."""
 

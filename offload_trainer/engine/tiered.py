@@ -6,7 +6,7 @@ The offloading itself is in `offloading/`; `plan/` decides the placement and the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -255,13 +255,6 @@ class TieredEngine:
         first = self.rank * self._together
         losses = self._of_all([loss * piece.counted])[first : first + self._together]
         return sum(losses) / max(1, batch.counted)
-
-    @torch.no_grad()
-    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._module.eval()
-        whole_rows = self._attention.whole_rows() if self._attention else nullcontext()
-        with whole_rows, self.offloaded.forward(then=False):
-            return self._module.next_logits(tokens.to(self._place)).float().cpu()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -221,7 +221,7 @@ _SECTIONS = ("model", "data", "optim", "train")  # sections of the configuration
 _ASIDE = {
     *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
-    *("train.sample_every", "train.sample_prompt", "train.sample_tokens", "train.stop_within"),
+    "train.stop_within",
     "model.base",  # set in sessions only
 }
 

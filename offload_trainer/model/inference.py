@@ -1,9 +1,7 @@
-"""Text generation, with the weights of a run on the CPU or during training.
+"""Text generation with saved weights on the CPU.
 
 empty_model ── set_weight for each ─┐
             └─ read_as_called ──────┴─ InferenceModel.generate ──> ids, one by one, with transformers' KV cache
-
-next_logits of an engine ─────────────── sample_text ──> text; simple and slow, to follow a training
 """
 
 from __future__ import annotations
@@ -127,33 +125,3 @@ def _watch(module: nn.Module, wanted: dict[str, str], read: Callable[[str], torc
 
     module.register_forward_pre_hook(fetch)
     module.register_forward_hook(let_go, always_call=True)
-
-
-def sample_text(
-    next_logits: Callable[[torch.Tensor], torch.Tensor],
-    tokenizer: Any,
-    *,
-    prompt: str,
-    tokens: int,
-    context: int,
-    seed: int,
-    temperature: float = 0.8,
-    top: int = 50,
-) -> str:
-    """Return `prompt` and up to `tokens` sampled tokens; the same seed gives the same text.
-
-    `next_logits` maps int64 [1, length] to fp32 [1, vocabulary]. Tokens are drawn from the `top` most likely ones, and
-    only from ids that the tokenizer knows.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    if ids.numel() == 0:
-        ids = torch.zeros((1, 1), dtype=torch.int64)
-    for _ in range(tokens):
-        logits = next_logits(ids[:, -context:])[0, : len(tokenizer)] / temperature
-        values, places = logits.topk(min(top, logits.numel()))
-        drawn = places[torch.multinomial(values.softmax(-1), 1, generator=generator)]
-        if int(drawn) == tokenizer.eos_token_id:
-            break
-        ids = torch.cat([ids, drawn[None]], dim=1)
-    return tokenizer.decode(ids[0])

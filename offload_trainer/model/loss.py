@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -23,7 +22,6 @@ from offload_trainer.errors import UserError
 from offload_trainer.optim.cross_entropy import cross_entropy
 
 _IGNORED = -100  # torch's and transformers' label for targets that do not count
-_LENGTHS = 64  # `next_logits` pads to multiples of this many tokens
 
 
 class _Given(nn.Module):
@@ -196,17 +194,3 @@ class CausalLoss(nn.Module):
             yield
         finally:
             self.model._modules[self._body] = body
-
-    def next_logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the token after the last one: int64 [rows, length] -> [rows, vocabulary].
-
-        Inputs are padded at the end, which does not affect the last token, so that a growing text has few lengths. On a
-        CPU every new length leaves compiled kernels and buffers behind: 2 MB for a model of 5 M parameters with AMX.
-        """
-        last = inputs.shape[1] - 1
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or _LENGTHS
-        length = max(last + 1, min(-(-(last + 1) // _LENGTHS) * _LENGTHS, context))
-        output = self.run(functional.pad(inputs, (0, length - last - 1)))
-        if self.whole:
-            return output.logits[:, last]
-        return self._logits(type(output), output.last_hidden_state[:, last])

@@ -30,7 +30,6 @@ from offload_trainer.data.tokenizer import TokenBytes
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.errors import UserError
-from offload_trainer.model.inference import sample_text
 from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
 from offload_trainer.plan.engines import mistakes_of_length
 from offload_trainer.plan.memory import checkpoint_bytes, heap_limit
@@ -274,14 +273,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     timer: Timer = HostTimer()
     if torch.cuda.is_available():  # the other engines use streams that do not wait for each other at a phase's end
         timer = StreamTimer() if plan.engine == "tiered" else HostTimer(torch.cuda.synchronize)
-    sample = partial(
-        sample_text,
-        tokenizer=data.tokenizer,
-        prompt=train.sample_prompt,
-        tokens=train.sample_tokens,
-        context=shape.context,
-        seed=train.seed,
-    )
     return Job(
         train=train,
         optim=setup.optim,
@@ -292,7 +283,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         text_bytes=TokenBytes(data.tokenizer).of,
         clock=PhaseClock(timer),
         telemetry=telemetry,
-        sample=(lambda engine: sample(engine.next_logits)) if train.sample_every else None,
         say=say,
         checkpoints=Checkpoints(
             output / "checkpoints",

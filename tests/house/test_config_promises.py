@@ -87,9 +87,6 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "train.seed": ([], ["--seed", "1"], "losses"),
     "train.eval_every": ([], ["train.eval_every=2"], "evaluated"),
     "train.eval_rows": ([], ["train.eval_rows=5"], "validation loss"),
-    "train.sample_every": ([], ["train.sample_every=2"], "samples"),
-    "train.sample_prompt": (["train.sample_every=2"], ["train.sample_prompt=King"], "samples"),
-    "train.sample_tokens": (["train.sample_every=2"], ["train.sample_tokens=3"], "samples"),
     "placement.engine": ([], ["--engine", "plain"], "engine"),
     "placement.params": (["--nvme", "ONE", "tiered.weight_buffers=1"], ["--params", "nvme"], "files"),
     "placement.optimizer": (["--nvme", "ONE"], ["--optimizer", "nvme"], "files"),
@@ -252,9 +249,6 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
         return preadv(descriptor, parts, at)
 
     patch.setattr(transfer.os, "preadv", counted)
-    samples: list[str] = []
-    say = job.say
-    job.say = lambda line: (samples.append(line) if " sample: " in line else None, say(line))
     state = train(*given, **more)
     patch.undo()
     for hook in hooks:
@@ -270,7 +264,6 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
         "forwards of an MLP": calls["mlp"],
         "rows": (len(job.train_rows._rows), len(job.validation_rows._rows)),
         "tokens of the text": len(job.train_rows._tokens),
-        "samples": samples,
         "largest request": max(requests, default=0),
         "files": {
             str(path.relative_to(folder).parts[0]) + "/" + path.name: path.stat().st_blocks

@@ -17,7 +17,6 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "engine.tiered.TieredEngine.__init__": "a run's facts, and what is built for it or, in tests, stands in for it",
-    "model.inference.sample_text": "the keys of a sample",
     "offloading.gradients.collector.Gradients.__init__": "homes, and the sizes of all buffers on the way there",
     "offloading.update.updater.Updater.__init__": "the stores of three things, two kernels and their device",
     "plan.memory.peak_of": "counts, and all that changes which moment is the largest",

@@ -77,9 +77,9 @@ def test_off_is_text_not_a_boolean(tmp_path: Path) -> None:
 
 
 def test_text_keys_take_text_unchanged() -> None:
-    config = load_config(["--model", "123", "train.sample_prompt=null: [x", "data.text_field=1e3"])
+    config = load_config(["--model", "123", "data.chat_template=null: [x", "data.text_field=1e3"])
     assert config.model.name == "123"
-    assert config.train.sample_prompt == "null: [x"
+    assert config.data.chat_template == "null: [x"
     assert config.data.text_field == "1e3"
 
 

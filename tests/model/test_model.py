@@ -74,7 +74,6 @@ def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: 
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
     for key, parameter in ours.model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-6, msg=key)
-    torch.testing.assert_close(ours.next_logits(inputs), model(inputs).logits[:, -1])
     plain_buffers = dict(model.named_buffers())
     assert source.buffers().keys() == plain_buffers.keys()
     for key, value in source.buffers().items():

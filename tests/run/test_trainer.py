@@ -30,14 +30,13 @@ def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
     monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
     return SimpleNamespace(
-        train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0, sample_every=0),
+        train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0),
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),
         to_save=TimeToSave(step=None, save=0.0),
         commit=None,
         telemetry=None,
-        sample=None,
     )
 
 

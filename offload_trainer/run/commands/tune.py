@@ -28,17 +28,7 @@ from offload_trainer.storage.owned_dirs import scratch
 
 _WARM = 2
 _GAIN = 0.98
-_ALWAYS = (
-    "--steps",
-    "1000",
-    "train.epochs=auto",
-    "train.eval_every=0",
-    "train.sample_every=0",
-    "--save-every",
-    "0",
-    "--resume",
-    "never",
-)
+_ALWAYS = ("--steps", "1000", "train.epochs=auto", "train.eval_every=0", "--save-every", "0", "--resume", "never")
 
 
 @dataclass

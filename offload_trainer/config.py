@@ -359,19 +359,12 @@ class SaveSection(_Section):
         description="auto: resume from the newest checkpoint in the run directory, if there is one; never: start "
         "from step 0; or the directory of a checkpoint",
     )
-    tensorboard: bool = Field(False, description="same as save.trackers=tensorboard")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
         description="experiment trackers that also receive the metrics of each step (extras of the same names). "
         "tensorboard, and wandb with WANDB_MODE=offline, write to the run directory, trackio to TRACKIO_DIR. "
         "Empty: nothing is sent anywhere",
     )
-    project: str = Field("offload-trainer", description="project name that trackers group runs under")
-
-    @property
-    def all_trackers(self) -> tuple[str, ...]:
-        """All selected trackers without duplicates; `tensorboard=True` counts as one of them."""
-        return tuple(dict.fromkeys((*(["tensorboard"] if self.tensorboard else []), *self.trackers)))
 
 
 class ParallelSection(_Section):

@@ -30,6 +30,7 @@ _LOGGED = "every step is written to metrics.jsonl in --output, and the terminal 
 _UPLOADS = "`offload-train export RUN DIR --push-to-hub USER/NAME` uploads an export"
 _SHARDING = "--gpus N trains on several ranks: docs/parallel.md, docs/scaling.md; `offload-train plan --parallel`"
 _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
+_TRACKERS = "trackers read their own environment variables, such as WANDB_PROJECT"
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
 _OWN_LOSS = "without its loss: model.loss_chunk limits the logits in memory"
 _BLOCKS_ONLY = "the inside of blocks is compiled, by torch's default settings"
@@ -169,8 +170,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("save.resume", "resume_from_checkpoint auto_resume_from_checkpoints resume_from", ""),
     ("save.trackers", "report_to logger_name metric_logger logger wandb_log use_wandb tensorboard_log log_with", ""),
     ("save.trackers=wandb", "wandb", ""),
-    ("save.tensorboard=true", "use_tensorboard", ""),
-    ("save.project", "wandb_project project_name trackio_project", ""),
+    ("save.trackers=tensorboard", "use_tensorboard", ""),
     ("tiered.io=async_io", "aio libaio", ""),
     ("parallel.tensor", "tensor_parallel_size tp_size tensor_model_parallel_size tp tensor_parallel autotp_size", ""),
     ("parallel.sequence", "sequence_parallel_degree context_parallel_size cp_size sp_size ulysses_degree", ""),
@@ -229,7 +229,7 @@ _FAMILIES = {
     **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
     **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
     **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw or muon")),
-    **dict.fromkeys(("wandb_", "trackio_"), Term("save.trackers", "trackers read their own environment variables")),
+    **dict.fromkeys(("wandb_", "trackio_"), Term("save.trackers", _TRACKERS)),
     "hub_": Term("", _UPLOADS),
     "bnb_": Term("", _FEWER_BITS),
     "logging_": Term("", _LOGGED),

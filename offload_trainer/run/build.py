@@ -321,8 +321,8 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
     trackers = None
-    if names := save.all_trackers:
+    if names := save.trackers:
         sections = setup.record.run["config"].items()
         settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-        trackers = Trackers(names, Tracked(setup.output, save.project, config=settings, done=done), say=screen.say)
+        trackers = Trackers(names, Tracked(setup.output, settings, done=done), say=screen.say)
     return Telemetry(setup.output, done=done, screen=screen, trackers=trackers)

@@ -62,7 +62,7 @@ def refuse(planned: Planned) -> None:
 
 def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
     """Raise UserError for missing trackers and for data that is missing or not text, before tokenizing anything."""
-    refuse_missing(planned.config.save.all_trackers)
+    refuse_missing(planned.config.save.trackers)
     check_data(planned.config.data, planned.source, say=say)
 
 

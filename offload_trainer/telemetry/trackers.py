@@ -18,7 +18,8 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 Numbers = dict[str, float]
-Say = Callable[[str], None]
 
+_PROJECT = "offload-trainer"
 _WAITING = 10_000  # steps that a tracker may lag behind; further steps are dropped until it has caught up
 _LAST = 60.0  # seconds to wait at the end of a run for queued records
 
@@ -39,7 +40,6 @@ class Tracked:
     """The facts about a run that trackers need."""
 
     directory: Path  # the run directory
-    project: str  # the trackers' project name
     config: Mapping[str, Any]  # section.key: value
     done: int  # steps done before this start, if the run is resumed
 
@@ -53,7 +53,7 @@ class _Tracker:
     """A tracker that has started. `identity` is its id of the run, used to resume it."""
 
     identity: str
-    log: Callable[[Numbers, int], None]
+    log: Callable[[Numbers, int], object]
     close: Callable[[], object]
 
 
@@ -63,7 +63,7 @@ class Trackers:
     Raises UserError if one of them is not installed or cannot start.
     """
 
-    def __init__(self, names: Sequence[str], run: Tracked, *, say: Say) -> None:
+    def __init__(self, names: Sequence[str], run: Tracked, *, say: Callable[[str], None]) -> None:
         refuse_missing(names)
         self._say, self._late = say, False
         known: dict[str, str] = {}
@@ -71,8 +71,8 @@ class Trackers:
         if run.done and memory.exists():
             fix = "Remove it: trackers then begin another run for the rest of this one"
             known = read_back(memory, dict[str, str], fix=fix)
-        self._begun = {name: _begin(name, run, known.get(name)) for name in dict.fromkeys(names)}
-        identities = {name: one.identity for name, one in self._begun.items()}
+        self._trackers = {name: _begin(name, run, known.get(name)) for name in dict.fromkeys(names)}
+        identities = {name: tracker.identity for name, tracker in self._trackers.items()}
         write_text(memory, json.dumps(known | identities, indent=1))
         self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._send, name="trackers", daemon=True)
@@ -80,11 +80,11 @@ class Trackers:
 
     def step(self, record: StepRecord) -> None:
         """Queue a finished step."""
-        self._put(numbers_of_step(record), record.step)
+        self._put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Queue a finished validation."""
-        self._put(numbers_of_evaluation(record), record.step)
+        self._put("validation", record)
 
     def close(self) -> None:
         """Wait, with a time limit, until all trackers have received all records."""
@@ -92,67 +92,52 @@ class Trackers:
             self._queue.put(None, timeout=_LAST)
         self._thread.join(_LAST)
         if self._thread.is_alive():
-            self._say(f"note: {', '.join(self._begun)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it")
+            self._say(
+                f"note: {', '.join(self._trackers)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it"
+            )
 
-    def _put(self, numbers: Numbers, step: int) -> None:
+    def _put(self, group: str, record: StepRecord | EvalRecord) -> None:
         try:
-            self._queue.put_nowait((numbers, step))
+            self._queue.put_nowait((numbers_of(group, record), record.step))
         except queue.Full:
             if not self._late:
-                self._say(f"note: {', '.join(self._begun)}: {_WAITING} steps behind, so some are left out there")
+                self._say(f"note: {', '.join(self._trackers)}: {_WAITING} steps behind, so some are left out there")
             self._late = True
 
     def _send(self) -> None:
         while (given := self._queue.get()) is not None:
-            numbers, step = given
-            self._each(lambda one, numbers=numbers, step=step: one.log(numbers, step))  # type: ignore[misc]
-        self._each(lambda one: one.close())
+            for name, tracker in list(self._trackers.items()):
+                self._try(name, lambda tracker=tracker, given=given: tracker.log(*given))  # type: ignore[misc]
+        for name, tracker in list(self._trackers.items()):
+            self._try(name, tracker.close)
 
-    def _each(self, act: Callable[[_Tracker], object]) -> None:
-        """Call `act` on each remaining tracker; drop a tracker that raises."""
-        for name, one in list(self._begun.items()):
-            try:
-                act(one)
-            except Exception as error:  # no tracker error may stop the run
-                del self._begun[name]
-                self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {_line(error)}")
-
-
-def numbers_of_step(record: StepRecord) -> Numbers:
-    """Return every number of the record that is not None."""
-    numbers = {
-        "train/loss": record.loss,
-        "train/grad_norm": record.grad_norm,
-        "train/lr": record.lr,
-        "train/loss_scale": record.loss_scale,
-        "train/tokens": record.tokens,
-        "speed/seconds": record.seconds,
-        "speed/tokens_per_second": record.tokens_per_second,
-        "speed/mfu": record.mfu,
-        "nvme/read_bytes": record.nvme_read_bytes,
-        "nvme/written_bytes": record.nvme_written_bytes,
-        "memory/host_rss_bytes": record.host_rss_bytes,
-        "memory/device_peak_bytes": record.device_peak_bytes,
-    }
-    numbers |= {f"phases/{name}": seconds for name, seconds in record.phases.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
+    def _try(self, name: str, act: Callable[[], object]) -> None:
+        """Call `act`; if it raises, drop the tracker `name`."""
+        try:
+            act()
+        except Exception as error:  # no tracker error may stop the run
+            del self._trackers[name]
+            self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {_line(error)}")
 
 
-def numbers_of_evaluation(record: EvalRecord) -> Numbers:
-    """Return loss, perplexity and bits per byte where present."""
-    numbers = {
-        "validation/loss": record.validation_loss,
-        "validation/perplexity": record.perplexity,
-        "validation/bits_per_byte": record.bits_per_byte,
-    }
-    return {name: number for name, number in numbers.items() if number is not None}
+def numbers_of(group: str, record: StepRecord | EvalRecord) -> Numbers:
+    """Return the record's numbers by name, such as train/loss, phases/forward, memory/ram or validation/loss."""
+    values = {}
+    for name, value in asdict(record).items():
+        if isinstance(value, dict):
+            values |= {f"{name}/{key}": number for key, number in value.items()}
+        elif name != "step" and value is not None:
+            values[f"{group}/{name.removeprefix('validation_')}"] = value
+    return values
 
 
 def refuse_missing(names: Sequence[str]) -> None:
     """Raise UserError if one of these trackers cannot be imported. No other tracker is imported."""
     for name in names:
         try:
-            _KINDS[name].imported()
+            module, attribute = _KINDS[name].imported
+            if not hasattr(import_module(module), attribute):  # a directory of that name, such as wandb/ of runs
+                raise ImportError(f"{module} is not installed; a directory of that name is found instead")
         except ImportError as error:
             raise UserError(
                 f"save.trackers={name}: {_line(error)}. Install it: pip install 'offload-trainer[{name}]'"
@@ -173,15 +158,11 @@ def _line(error: Exception) -> str:
 # -- the trackers ----------------------------------------------------------------------------------------------------
 
 
-def _import_tensorboard() -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter
-
-
 def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
     """Start TensorBoard. Events of an earlier run for steps that are repeated are hidden (`purge_step`)."""
-    writer = _import_tensorboard()(str(run.directory / "tensorboard"), purge_step=run.done + 1)
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.done + 1)
 
     def log(numbers: Numbers, step: int) -> None:
         for name, number in numbers.items():
@@ -190,21 +171,15 @@ def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
     return _Tracker("tensorboard", log, writer.close)
 
 
-def _import_wandb() -> Any:
-    import wandb
-    from wandb import Settings, init  # noqa: F401 - a local directory wandb/ could be imported, but lacks both
-
-    return wandb
-
-
 def _wandb(run: Tracked, identity: str | None) -> _Tracker:
     """Start wandb. A missing API key is an error, since wandb would prompt for one on the terminal and block."""
-    wandb, offline = _import_wandb(), os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-    if not offline and not wandb.api.api_key:
+    import wandb
+
+    if os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun") and not wandb.api.api_key:
         raise UserError("there is no API key for it here")
     identity = identity or secrets.token_hex(4)
     began = wandb.init(
-        project=run.project,
+        project=os.environ.get("WANDB_PROJECT", _PROJECT),
         name=run.name,
         id=identity,
         resume="allow",
@@ -218,34 +193,30 @@ def _wandb(run: Tracked, identity: str | None) -> _Tracker:
     return _Tracker(identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish)
 
 
-def _import_trackio() -> Any:
-    import trackio
-    from trackio import init  # noqa: F401 - as above
-
-    return trackio
-
-
 def _trackio(run: Tracked, identity: str | None) -> _Tracker:
     """Start trackio. A new run gets a unique name, since trackio would mix it with an earlier run of the same name."""
+    import trackio
+
     identity = identity or f"{run.name}-{secrets.token_hex(2)}"
-    began = _import_trackio().init(project=run.project, name=identity, config=dict(run.config), resume="allow")
+    began = trackio.init(project=_PROJECT, name=identity, config=dict(run.config), resume="allow")
     return _Tracker(identity, lambda numbers, step: began.log(numbers, step=step), began.finish)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    imported: Callable[[], object]
-    # second argument: the tracker's id of this run from before, or None
-    begin: Callable[[Tracked, str | None], _Tracker]
+    imported: tuple[str, str]  # a module, and a name in it
+    begin: Callable[[Tracked, str | None], _Tracker]  # second argument: the tracker's id of this run, if it has one
     fix: str  # advice for the user if it cannot start
 
 
 _KINDS = {
-    "tensorboard": _Kind(_import_tensorboard, _tensorboard, "Look at the run directory, or leave it out"),
+    "tensorboard": _Kind(
+        ("torch.utils.tensorboard", "SummaryWriter"), _tensorboard, "Look at the run directory, or leave it out"
+    ),
     "wandb": _Kind(
-        _import_wandb,
+        ("wandb", "init"),
         _wandb,
         "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)",
     ),
-    "trackio": _Kind(_import_trackio, _trackio, "Name another TRACKIO_DIR, or leave it out"),
+    "trackio": _Kind(("trackio", "init"), _trackio, "Name another TRACKIO_DIR, or leave it out"),
 }

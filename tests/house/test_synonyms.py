@@ -92,7 +92,7 @@ LEADS: dict[str, dict[str, str]] = {
         "flash_attention=true": "model.attention=sdpa",
         "warmup_ratio=0.03": "optim.warmup_steps=N|auto",
         "cosine_min_lr_ratio=0.1": "optim.final_lr_ratio=",
-        "wandb_project=mine": "save.project=mine",
+        "wandb_project=mine": "WANDB_PROJECT",
         "dataset_prepared_path=x": "data.cache=x",
         "adapter=lora": ADAPTERS,
     },

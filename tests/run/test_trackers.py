@@ -27,7 +27,7 @@ EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_b
 
 
 def tracked(directory: Path, *, done: int = 0) -> Tracked:
-    return Tracked(directory, "a project", {"train.steps": 4, "data.path": ["a", "b"]}, done)
+    return Tracked(directory, {"train.steps": 4, "data.path": ["a", "b"]}, done)
 
 
 def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int = 0) -> list[str]:
@@ -55,6 +55,7 @@ def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
         (step, pytest.approx(4.0 - 0.01 * step)) for step in (1, 2, 3, 4)
     ]
     assert [e.step for e in found.Scalars("train/grad_norm")] == [1, 3, 4]
+    assert [e.value for e in found.Scalars("train/tokens")] == [512, 1024, 1536, 2048]
     assert found.Scalars("phases/backward")[0].value == pytest.approx(0.2)
     assert found.Scalars("validation/loss")[0].value == 2.5
 
@@ -94,6 +95,7 @@ def wandb_losses(directory: Path) -> tuple[list[tuple[int, float]], set[tuple[st
 def test_wandb_offline_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "a project")
     assert run(tmp_path, "wandb", steps=(1, 2, 3)) == []
     time.sleep(1.1)  # wandb's file names have a resolution of a second
     assert run(tmp_path, "wandb", steps=(3, 4), done=2) == []
@@ -126,7 +128,7 @@ def test_trackio_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest
     assert run(tmp_path, "trackio", steps=(1, 2, 3)) == []
     assert run(tmp_path, "trackio", steps=(3, 4), done=2) == []
     name = json.loads((tmp_path / "trackers.json").read_text())["trackio"]
-    logs = SQLiteStorage.get_logs("a project", name)
+    logs = SQLiteStorage.get_logs("offload-trainer", name)
     losses = [(log["step"], log["train/loss"]) for log in logs if "train/loss" in log]
     assert sorted(losses) == [(step, pytest.approx(4.0 - 0.01 * step)) for step in (1, 2, 3, 3, 4)]
 
@@ -150,7 +152,7 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None =
         (begun if begun is not None else []).append((run, identity))
         return _Tracker(identity or "a new one", log, lambda: ended.append(name))
 
-    monkeypatch.setitem(trackers._KINDS, name, _Kind(lambda: None, begin, "Mend it"))
+    monkeypatch.setitem(trackers._KINDS, name, _Kind(("json", "loads"), begin, "Mend it"))
     return ended
 
 
@@ -207,13 +209,13 @@ def test_a_tracker_that_cannot_start_refuses_the_run(tmp_path: Path, monkeypatch
     def begin(run: Tracked, identity: str | None) -> _Tracker:
         raise OSError("no route to host")
 
-    monkeypatch.setitem(trackers._KINDS, "far", _Kind(lambda: None, begin, "Go nearer"))
+    monkeypatch.setitem(trackers._KINDS, "far", _Kind(("json", "loads"), begin, "Go nearer"))
     with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
         Trackers(["far"], tracked(tmp_path), say=print)
 
 
 def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole run reports its project, its configuration, and the numbers of each step."""
+    """A whole run reports its configuration and the numbers of each step."""
     begun: list = []
     losses: dict[int, float] = {}
 
@@ -222,7 +224,7 @@ def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             losses[step] = numbers["train/loss"]
 
     put(monkeypatch, "trackio", log, begun=begun)
-    words = ["save.trackers=trackio", "save.project=of mine", "--steps", "3", "--output", str(tmp_path / "out")]
+    words = ["save.trackers=trackio", "--steps", "3", "--output", str(tmp_path / "out")]
     config = load_config([*TINY, *words])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # monkeypatch restores what it has set
@@ -235,7 +237,7 @@ def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     finally:
         torch.set_num_threads(threads)
     ((seen, _),) = begun
-    assert (seen.name, seen.project, seen.done) == ("out", "of mine", 0)
+    assert (seen.name, seen.done) == ("out", 0)
     assert (seen.config["train.steps"], seen.config["save.trackers"]) == (3, ["trackio"])
     lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     assert losses == {step["step"]: step["loss"] for step in map(json.loads, lines)}

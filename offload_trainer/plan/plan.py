@@ -107,6 +107,7 @@ class Plan:
             "fits": self.fits,
             "chosen": {
                 "engine": self.engine,
+                "homes": self.homes,
                 "params": self.placement.params,
                 "optimizer": self.placement.optimizer,
                 "zero_stage": self.placement.stage if isinstance(self.sizes, ZeroSizes) else None,

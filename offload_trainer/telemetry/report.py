@@ -1,18 +1,17 @@
 """HTML reports of one run, or of several runs side by side, on a single page without network access or scripts.
 
-    StepRecord, EvalRecord ─────────────────────────┐
-    the plan's tiers and seconds, and the measured ─┼─ report_page, write_comparison ── report.html (the template)
-    what other plans would gain ────────────────────┘  lines, bars: inline SVG in the page's colours
+    StepRecord, EvalRecord ────────────────────────────┐
+    what was predicted, and what other settings change ┴─ report_page, write_comparison ── report.html (the template)
 
-The units of charts are chosen for a page 400 to 800 pixels wide: the widest label fits next to the chart in both cases,
-in the page style's font sizes.
+Charts are inline SVG in the page's colours. Their units are chosen for a page 400 to 800 pixels wide: the widest label
+fits next to the chart in both cases, in the page style's font sizes.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -30,18 +29,19 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 Point = tuple[float, float]
 Rows = Sequence[Sequence[str]]
 
-_TIERS = {"ram": "RAM", "gpu": "GPU", "drives": "drives"}  # keys of StepRecord.memory and their labels
-_PEAKS: dict[str, Callable[[StepRecord], int]] = {
+_PEAKS: dict[str, Callable[[StepRecord], int] | None] = {  # tiers in StepRecord.memory; drives have no peak
     "ram": lambda row: row.host_rss_bytes,
     "gpu": lambda row: row.device_peak_bytes,
+    "drives": None,
 }
+_LOGS = 10**6  # bytes a step; a run that writes less writes logs only, no page files
 _HEAD = 4096  # bytes in which a page's generator tag is searched
 _MOST_POINTS = 800  # about one per pixel: even a run of a million steps makes a page of some kilobytes
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
-_LONGEST = 48  # maximum length of a bar's name; the end is kept, since it says most
 _BESIDE, _LONGEST_BESIDE, _GAP = 170, 12, 22  # room for the names beside lines, their length, and a name's height
 _COLOURS = 8  # number of colours in the page's style
 _DASHES = ("none", "7 4", "2 3")  # of the first eight lines, the next eight, ...
+_HEAD_OF_PREDICTED = ("", "available", "predicted", "measured", "measured / predicted")
 RELOAD = '<meta http-equiv="refresh" content="10">'  # in the page of a run that goes on
 
 
@@ -62,48 +62,45 @@ def report_page(
     title: str,
     rows: Sequence[StepRecord],
     evaluations: Sequence[EvalRecord],
-    plan: dict[str, Any],
-    measured: dict[str, Any],
-    advice: Sequence[tuple[str, Sequence[str]]],
     progress: tuple[int, float | None],
+    predicted: Rows,
+    changes: Rows = (),
+    notes: Sequence[str] = (),
 ) -> str:
     """Return the report of one run.
 
     `progress`: the steps of the whole run, and the seconds to its end while it goes on; its page reloads itself then.
-    `plan`: ``{"tiers": {name: {"need": bytes, "have": bytes}}, "seconds": {phase: seconds or None}}``. `measured`:
-    ``{"tiers": {name: bytes or None}, "seconds": {phase: median seconds}}``. `seconds` contains phases only; the page
-    computes the total. `advice`: headings with lines of text.
+    `predicted`: rows that `predicted_row` has made. `changes`: a table of other plans, whose first row is its head.
     """
-    predicted = {name: seconds for name, seconds in plan["seconds"].items() if seconds is not None}
     train = [(float(row.step), row.loss) for row in rows if row.loss is not None]
     validation = [(float(e.step), e.validation_loss) for e in evaluations if e.validation_loss is not None]
     losses = [Series("training", train), Series("validation", validation, dots=True)]
-    loss = lines(losses, label="loss over steps")
-    phases = bars({"predicted": predicted, "measured": measured["seconds"]}, label="seconds of a step by phase")
+    points = "".join(f"<li>{escape(note)}</li>" for note in notes)
     sections = [
-        ("Loss", loss or "<p>No finished step has a loss.</p>"),
-        ("Where a step's time goes", phases or "<p>No step was timed.</p>"),
-        ("Predicted and measured", _comparison(plan, measured)),
-        *(
-            (heading, "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in points) + "</ul>" if points else "")
-            for heading, points in advice
-        ),
+        ("Loss", lines(losses, label="loss over steps") or "<p>No finished step has a loss.</p>"),
+        ("Predicted and measured", _table([_HEAD_OF_PREDICTED, *predicted] if predicted else ())),
+        ("What other settings would change, by the plan", _table(changes)),
+        ("Notes", f"<ul>{points}</ul>" if notes else ""),
         ("Memory", _memory(rows)),
-        ("Validation" if len(evaluations) <= 20 else "Validation, the last 20", _evaluations(evaluations)),
     ]
-    return _page(
-        title=title, facts=_facts(rows, evaluations, progress), sections=sections, live=progress[1] is not None
-    )
+    facts = _facts(rows, evaluations, progress)
+    return _page(title=title, facts=facts, sections=sections, live=progress[1] is not None)
 
 
-def write_comparison(
-    path: Path, *, title: str, losses: Sequence[Series], phases: Mapping[str, Mapping[str, float]], table: Rows
-) -> None:
-    """Write a page that compares runs: their losses in one chart, their steps as bars, and a table of the rest."""
+def predicted_row(
+    name: str, predicted: float | None, measured: float | None, text: Callable[[float], str], available: Any = None
+) -> list[tuple[str, ...]]:
+    """Return a row of predicted and measured numbers, with a dash for None and 0; none if it would have dashes only."""
+    shown = [text(number) if number else "-" for number in (available, predicted, measured)]
+    ratio = f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
+    return [(name, *shown, ratio)] if {*shown[1:], ratio} != {"-"} else []
+
+
+def write_comparison(path: Path, *, title: str, losses: Sequence[Series], table: Rows) -> None:
+    """Write a page that compares runs: their losses in one chart, and a table of the rest."""
     sections = [
-        ("Loss", lines(losses, label="loss over steps", beside=True)),
-        ("Where a step's time goes", bars(phases, label="seconds of a step by phase")),
-        ("Side by side", f'<div class="names">{_table(table[0], table[1:])}</div>'),
+        ("Loss", lines(losses, label="loss over steps")),
+        ("Side by side", f'<div class="names">{_table(table)}</div>'),
     ]
     write_text(path, _page(title=title, facts={}, sections=sections))
 
@@ -145,79 +142,44 @@ def _facts(
         facts["time left"] = "-" if progress[1] is None else format_seconds(progress[1])
         facts["tokens"] = format_count(last.tokens)
         facts["training loss"] = _number(last.loss)
+        facts["validation loss"] = _number(evaluations[-1].validation_loss if evaluations else None)
         facts["time per step (median)"] = format_seconds(median(row.seconds for row in counted))
         facts["tokens/s (of that step)"] = format_count(median_speed(counted))
-        utilisation = [row.mfu for row in counted if row.mfu is not None]
-        if utilisation:
+        if utilisation := [row.mfu for row in counted if row.mfu is not None]:
             facts["MFU (median)"] = f"{100 * median(utilisation):.1f} %"
         facts["host memory, peak"] = format_bytes(last.host_rss_bytes)
         if last.device_peak_bytes:
             facts["GPU memory, peak"] = format_bytes(last.device_peak_bytes)
+        if (written := median(row.nvme_written_bytes or 0 for row in rows)) >= _LOGS:
+            facts["written to drives, a step (median)"] = format_bytes(written)
+            facts["steps that wear 1 TB of a drive's endurance (TBW)"] = format_count(1e12 / written)
         if any(row.hidden for row in counted):
             facts["update overlapped with computation (median)"] = format_seconds(median(row.hidden for row in counted))
         skipped = sum(row.skipped for row in rows)
         if skipped and progress[1] is None:  # while a run goes on, `rows` are only some of its steps
             facts["skipped steps"] = str(skipped)
-    if evaluations:
-        facts["validation loss"] = _number(evaluations[-1].validation_loss)
     return {name: text for name, text in facts.items() if text != "-"}
 
 
 def _memory(rows: Sequence[StepRecord]) -> str:
     """Return a chart per tier in use: bytes at the end of each step, and the peak so far where it is recorded."""
     charts = []
-    for tier, name in _TIERS.items():
+    for tier, peak in _PEAKS.items():
+        name = tier if tier == "drives" else tier.upper()
         ends = [(float(row.step), float(row.memory[tier])) for row in rows if row.memory.get(tier)]
-        if not ends:
-            continue
-        series = [Series(f"{name} at the end of a step", ends)]
-        if peak := _PEAKS.get(tier):
-            series.append(Series(f"{name}, peak so far", [(float(row.step), float(peak(row))) for row in rows]))
-        charts.append(lines(series, label=f"{name} over steps", text=format_bytes, from_zero=True))
+        if ends:
+            series = [Series(f"{name} now", ends)]
+            series += [Series(f"{name} peak", [(float(row.step), float(peak(row))) for row in rows])] if peak else []
+            charts.append(lines(series, label=f"{name} over steps", text=format_bytes, from_zero=True))
     return "\n".join(charts)
 
 
-def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    table: list[tuple[str, ...]] = []
-
-    def compare(
-        name: str, predicted: float | None, measured: float | None, text: Callable[[float], str], available: Any = None
-    ) -> None:
-        """Add a row, with a dash for None and for 0, unless nothing was predicted or measured."""
-        shown = [text(number) if number else "-" for number in (available, predicted, measured)]
-        ratio = f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
-        if any(cell != "-" for cell in (*shown[1:], ratio)):
-            table.append((name, *shown, ratio))
-
-    for tier in dict.fromkeys([*plan["tiers"], *measured["tiers"]]):
-        planned = plan["tiers"].get(tier, {})
-        compare(tier, planned.get("need"), measured["tiers"].get(tier), format_bytes, planned.get("have"))
-    guessed, taken = plan["seconds"], measured["seconds"]
-    phases = list(dict.fromkeys([*guessed, *taken]))
-    for phase in phases:
-        compare(phase, guessed.get(phase), taken.get(phase), format_seconds)
-    # only if complete, otherwise the ratio would mislead
-    if phases and all(guessed.get(phase) is not None and phase in taken for phase in phases):
-        compare("all phases", sum(guessed.values()), sum(taken.values()), format_seconds)
-    return _table(("", "available", "predicted", "measured", "measured / predicted"), table) if table else ""
-
-
-def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
-    if not evaluations:
+def _table(rows: Rows) -> str:
+    """Return a table whose first row is its head; "" without rows."""
+    if not rows:
         return ""
-    head = ("after step", "loss", "perplexity", "bits a byte")
-    cells = [
-        (str(e.step), _number(e.validation_loss), _number(e.perplexity), _number(e.bits_per_byte))
-        for e in evaluations[-20:]
-    ]
-    columns = [column for column in zip(head, *cells, strict=True) if any(cell != "-" for cell in column[1:])]
-    table = list(zip(*columns, strict=True))
-    return _table(table[0], table[1:])
-
-
-def _table(head: Sequence[str], rows: Rows) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>\n" for line in rows)
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows[1:])
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
@@ -259,17 +221,9 @@ def spread(heights: Sequence[float], *, gap: float, low: float, high: float) -> 
 
 
 def lines(
-    given: Sequence[Series],
-    *,
-    label: str,
-    text: Callable[[float], str] = "{:g}".format,
-    from_zero: bool = False,
-    beside: bool = False,
+    given: Sequence[Series], *, label: str, text: Callable[[float], str] = "{:g}".format, from_zero: bool = False
 ) -> str:
-    """Return a chart of the series over steps on one scale, with a legend; "" if no series has a point.
-
-    `beside`: write the name of each series at the end of its line too.
-    """
+    """Return a chart of the series over steps on one scale, with their names beside them; "" if none has a point."""
     series = [Series(one.name, thinned(one.points, most=_MOST_POINTS), one.dots) for one in given if one.points]
     if not series:
         return ""
@@ -277,9 +231,7 @@ def lines(
     (x_low, x_high), (y_low, y_high) = (min(xs), max(xs)), (0.0 if from_zero else min(ys), max(ys))
     air = 0.05 * (y_high - y_low) or 0.5  # gives a flat curve a scale too
     y_low, y_high = 0.0 if from_zero else y_low - air, y_high + air
-
-    right = _WIDTH - (_BESIDE if beside else 3 * _MARGIN)
-    height = max(_HEIGHT, _MARGIN + _GAP * len(series) + _BOTTOM) if beside else _HEIGHT
+    right, height = _WIDTH - _BESIDE, max(_HEIGHT, _MARGIN + _GAP * len(series) + _BOTTOM)
 
     def place(x: float, y: float) -> Point:
         across = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
@@ -289,7 +241,7 @@ def lines(
     parts = []
     for tick in ticks(y_low, y_high, about=5):
         y = place(x_low, tick)[1]
-        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _MARGIN}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text(tick)}</text>')
     for tick in ticks(x_low, x_high, about=5):
         if tick == int(tick):  # label whole steps only
@@ -297,56 +249,24 @@ def lines(
             parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{format_count(tick)}</text>')
     ends = [place(*one.points[-1]) for one in series]
     middles = spread([y for _, y in ends], gap=_GAP, low=_MARGIN, high=height - _BOTTOM)
-    for number, one in enumerate(series):
-        colour, placed = f"var(--c{number % _COLOURS})", [place(*point) for point in one.points]
-        dashes = _DASHES[number // _COLOURS % len(_DASHES)]
+    for number, (one, (x, y), middle) in enumerate(zip(series, ends, middles, strict=True)):
+        colour, dashes = f"var(--c{number % _COLOURS})", _DASHES[number // _COLOURS % len(_DASHES)]
+        placed = [place(*point) for point in one.points]
         corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        line = f'<polyline class="line" style="stroke: {colour}; stroke-dasharray: {dashes}" points="{corners}">'
-        parts.append(f"{line}<title>{escape(one.name)}</title></polyline>")
-        if beside:
-            name = one.name if len(one.name) <= _LONGEST_BESIDE else f"…{one.name[1 - _LONGEST_BESIDE :]}"
-            (x, y), middle = ends[number], middles[number]
-            to = f'x1="{x:.1f}" y1="{y:.1f}" x2="{right + 12}" y2="{middle:.1f}"'
-            parts.append(f'<line class="rule" {to} style="stroke: {colour}; stroke-dasharray: 1 3"/>')
-            at = f'x="{right + 16}" y="{middle + 5:.1f}" style="fill: {colour}"'
-            parts.append(f"<text {at}>{escape(name)}</text>")
+        style = f"stroke: {colour}; stroke-dasharray: {dashes}"
+        parts.append(f'<polyline class="line" style="{style}" points="{corners}"><title>{escape(one.name)}</title>')
+        parts.append("</polyline>")
+        to = f'x1="{x:.1f}" y1="{y:.1f}" x2="{right + 12}" y2="{middle:.1f}"'
+        parts.append(f'<line class="rule" {to} style="stroke: {colour}; stroke-dasharray: 1 3"/>')
+        name = one.name if len(one.name) <= _LONGEST_BESIDE else f"…{one.name[1 - _LONGEST_BESIDE :]}"
+        at = f'x="{right + 16}" y="{middle + 5:.1f}" style="fill: {colour}"'
+        parts.append(f"<text {at}>{escape(name)}</text>")
         if one.dots or len(placed) == 1:  # a single point draws no line
             for (step, value), (x, y) in zip(one.points, placed, strict=True):
                 title = escape(f"step {step:.0f}: {text(value)}")
-                at = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
-                parts.append(f"<circle {at}><title>{title}</title></circle>")
-    key = _key((one.name, f"--c{number % _COLOURS}") for number, one in enumerate(series))
-    return key + _svg(parts, height=height, label=label)
-
-
-def bars(rows: Mapping[str, Mapping[str, float]], *, label: str) -> str:
-    """Return a chart of seconds by phase, one stacked bar per row, on one scale; "" if all are 0."""
-    rows = {title: seconds for title, seconds in rows.items() if sum(seconds.values())}
-    if not rows:
-        return ""
-    longest = max(sum(seconds.values()) for seconds in rows.values())
-    names = list(dict.fromkeys(name for seconds in rows.values() for name, took in seconds.items() if took))
-    colours = {name: f"--c{index % _COLOURS}" for index, name in enumerate(names)}
-    right, thick, high, parts = 112, 24, 58, []
-    for row, (title, seconds) in enumerate(rows.items()):
-        top, x = row * high + 24, 0.0
-        parts.append(f'<text x="0" y="{top - 6}">{escape(title[-_LONGEST:])}</text>')
-        for name in (name for name in names if seconds.get(name)):
-            wide = (_WIDTH - right) * seconds[name] / longest
-            parts.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{thick}" '
-                f'style="fill: var({colours[name]})">'
-                f"<title>{escape(name)}: {escape(format_seconds(seconds[name]))}</title></rect>"
-            )
-            x += wide
-        total = format_seconds(sum(seconds.values()))
-        parts.append(f'<text x="{x + 8:.1f}" y="{top + 18}">{escape(total)}</text>')
-    return _key(colours.items()) + _svg(parts, height=len(rows) * high, label=label)
-
-
-def _key(entries: Iterable[tuple[str, str]]) -> str:
-    marks = (f'<span><i style="background: var({colour})"></i>{escape(name)}</span>' for name, colour in entries)
-    return f'<div class="key">{"".join(marks)}</div>'
+                circle = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
+                parts.append(f"<circle {circle}><title>{title}</title></circle>")
+    return _svg(parts, height=height, label=label)
 
 
 def _svg(parts: Sequence[str], *, height: int, label: str) -> str:

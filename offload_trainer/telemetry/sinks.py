@@ -240,9 +240,9 @@ class Screen:
         self._bar.update(record.step - self._bar.n)
 
     def seconds_left(self, step: int) -> float:
-        """Return the seconds from `step`, which `step()` has shown, to the end of the run."""
-        elapsed = time.monotonic() - (self._started or 0.0)
-        return remaining_seconds(elapsed, done=step - self._initial, left=self._total - step)
+        """Return the seconds from `step`, which `step()` has shown, to the end of the run at the pace so far."""
+        elapsed = time.monotonic() - (self._started or 0.0)  # includes validations and saves
+        return elapsed / (step - self._initial) * (self._total - step)
 
     def say(self, line: str) -> None:
         """Print a separate line, above the live one if there is one."""
@@ -260,10 +260,13 @@ class Screen:
     def _numbers(self, record: StepRecord, *, left: str) -> str:
         """Format a step's numbers, the most important first, since a narrow terminal cuts the end."""
         norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3g}"
-        speed = f"{format_count(tokens_speed(self._recent))} tokens/s"
-        fields = [f"loss {four_digits(record.loss)}", speed, longest_phase(self._recent, self._bounds)]
-        moved = drive_speed(self._recent) if self._drives else 0.0
-        fields += [f"drive {format_bytes(moved)}/s"] if moved >= _LEAST_MOVED else []
+        seconds = sum(row.seconds for row in self._recent)
+        speed = sum(row.tokens_per_second * row.seconds for row in self._recent) / seconds
+        phase = longest_phase(self._recent, self._bounds)
+        fields = [f"loss {four_digits(record.loss)}", f"{format_count(speed)} tokens/s", phase]
+        moved = sum((row.nvme_read_bytes or 0) + (row.nvme_written_bytes or 0) for row in self._recent) / seconds
+        if self._drives and moved >= _LEAST_MOVED:
+            fields.append(f"drive {format_bytes(moved)}/s")
         fields += [f"{left} left", f"norm {norm}", f"rate {record.lr:.3g}", "skipped" if record.skipped else ""]
         return "  ".join(filter(None, fields))
 
@@ -271,12 +274,6 @@ class Screen:
 def is_live() -> bool:
     """Return whether stderr is a terminal that can overwrite a line."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def tokens_speed(records: Sequence[StepRecord]) -> float:
-    """Return the tokens per second over these steps."""
-    tokens = sum(record.tokens_per_second * record.seconds for record in records)
-    return tokens / sum(record.seconds for record in records)
 
 
 def longest_phase(records: Sequence[StepRecord], bounds: Mapping[str, str]) -> str:
@@ -293,17 +290,6 @@ def longest_phase(records: Sequence[StepRecord], bounds: Mapping[str, str]) -> s
         return ""
     share = took[name] / sum(record.seconds for record in records)
     return f"{name} {share:.0%}" + (f" ({bounds[name]})" if name in bounds else "")
-
-
-def drive_speed(records: Sequence[StepRecord]) -> float:
-    """Return the bytes per second to and from drives over these steps; 0 if they are not counted."""
-    moved = sum((record.nvme_read_bytes or 0) + (record.nvme_written_bytes or 0) for record in records)
-    return moved / sum(record.seconds for record in records)
-
-
-def remaining_seconds(elapsed: float, *, done: int, left: int) -> float:
-    """Return the seconds that `left` steps take at the pace of the `done` steps, including validations and saves."""
-    return elapsed / done * left
 
 
 def four_digits(value: float | None) -> str:

@@ -80,7 +80,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for _ in range(2):
         refuse_foreign(page)
-        write_comparison(page, title="Runs", losses=[], phases={}, table=[("a",), ("b",)])
+        write_comparison(page, title="Runs", losses=[], table=[("a",), ("b",)])
     page.write_text("<!doctype html><title>mine</title>")
     with pytest.raises(UserError, match=r"page\.html: already exists, but is not a report of this program"):
         refuse_foreign(page)

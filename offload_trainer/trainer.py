@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -39,14 +40,64 @@ from offload_trainer.telemetry.metrics import (
     bits_per_byte,
     mfu,
     perplexity,
-    tokens_per_second,
 )
 from offload_trainer.telemetry.sinks import Telemetry
-from offload_trainer.telemetry.time_to_save import TimeToSave
 from offload_trainer.units import format_seconds
 
 _AUTO_WARMUP, _AUTO_DECAY = 0.02, 0.20  # shares of a run's steps
+_LATEST = 5  # steps, of which the longest counts
 _MARGIN, _SECONDS_TO_END = 1.1, 1.0  # factor on an estimate that must be kept; time to close everything
+
+
+class TimeToSave:
+    """Estimate of the seconds until the current step is complete and saved, which `train.stop_within` is compared with.
+
+    The training loop reports the beginning of each step, validation and save. Their durations are taken from earlier
+    ones, and at first from the plan. A signal handler may read the estimate at any moment.
+    """
+
+    def __init__(self, *, step: float | None, save: float) -> None:
+        """Start with the plan's seconds of a step (None: unknown) and of a checkpoint, until both were measured."""
+        self._planned_step = step
+        self.save = save
+        self._steps = deque[float](maxlen=_LATEST)
+        self._validation = 0.0
+        self._validates = False
+        self._now, self._since = "save", time.monotonic()
+
+    def begin_step(self, *, validates: bool) -> None:
+        """Begin a step; `validates`: a validation follows it."""
+        self._validates = validates
+        self._begin("step")
+
+    def begin_validation(self) -> None:
+        """Begin the validation after a step."""
+        self._steps.append(time.monotonic() - self._since)
+        self._begin("validation")
+
+    def begin_save(self) -> None:
+        """Begin the time in which this step may be saved."""
+        passed = time.monotonic() - self._since
+        if self._now == "validation":
+            self._validation = passed
+        else:
+            self._steps.append(passed)
+        self._begin("save")
+
+    def _begin(self, what: str) -> None:
+        self._now, self._since = what, time.monotonic()
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the estimate; None in a first step whose seconds the plan does not know."""
+        passed = time.monotonic() - self._since
+        if self._now == "save":
+            return max(self.save - passed, 0.0)
+        validation = self._validation if self._validates else 0.0
+        if self._now == "validation":
+            return max(validation - passed, 0.0) + self.save
+        step = max(self._steps, default=self._planned_step)
+        return None if step is None else max(step - passed, 0.0) + validation + self.save
 
 
 @dataclass
@@ -207,7 +258,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
             lr=lr,
             loss_scale=result.loss_scale,
             seconds=seconds,
-            tokens_per_second=tokens_per_second(tokens, seconds=seconds),
+            tokens_per_second=tokens / seconds,
             mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
             phases=phases,
             nvme_read_bytes=drive.read_bytes,

@@ -47,9 +47,8 @@ from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, h
 from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, Timer, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
-from offload_trainer.telemetry.time_to_save import TimeToSave
 from offload_trainer.telemetry.trackers import Tracked, Trackers
-from offload_trainer.trainer import Job
+from offload_trainer.trainer import Job, TimeToSave
 from offload_trainer.units import format_bytes, format_seconds
 
 

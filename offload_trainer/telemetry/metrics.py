@@ -157,11 +157,6 @@ def bits_per_byte(loss: float, *, tokens: int, text_bytes: int | None) -> float 
     return loss * tokens / math.log(2) / text_bytes if text_bytes else None
 
 
-def tokens_per_second(tokens: int, *, seconds: float) -> float:
-    """Return the speed of one step: `tokens` of all ranks, without padding, in `seconds` of wall-clock time."""
-    return tokens / seconds
-
-
 def mfu(flops: float, *, seconds: float, peak_flops: float | None) -> float | None:
     """Return the model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B): achieved over peak FLOP/s.
 

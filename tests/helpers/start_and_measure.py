@@ -3,7 +3,7 @@ first, however short the run is. With `session DRIVE` as WORDS, open and close a
 
 In FOLDER, `measured` gets a line of each rank that measures, with its number of threads, and plan-RANK.json the plan
 and the machine with which the rank goes on. FAULT happens to the rank that measures: the `drive` fails, the `kernel`
-cannot be built, the program has a `bug`, or the rank is killed (`kill`); `-`: none.
+cannot be built, or the rank is killed (`kill`); `-`: none.
 """
 
 import json
@@ -32,8 +32,6 @@ def measure(*given: Any, **more: Any) -> Any:
         print(rank, torch.get_num_threads(), file=file)
     if fault == "drive":
         raise ot.TrainerError("the drive has failed")
-    if fault == "bug":
-        raise RuntimeError("a bug")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     return bench_machine(*given, **more)

@@ -65,16 +65,6 @@ def test_differing_settings_and_their_results(tmp_path: Path) -> None:
     assert plan["hidden"] or told["a step, predicted"][0] == f"{sum(plan['seconds'].values()):.2g} s"
 
 
-def test_tokens_a_second_agree_with_seconds_a_step(tmp_path: Path) -> None:
-    """Tokens a second and seconds a step agree, unlike two medians: of four steps, each has a different middle."""
-    run = a_run(tmp_path / "one", steps=0)
-    took = [0.1, 0.1, 7.0, 7.0]
-    lines = [a_step(step, seconds=s, tokens_per_second=512 / s).to_json() for step, s in enumerate(took, 1)]
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (one,) = compared([run])
-    assert one.facts["a step"] * one.facts["tokens a second"] == pytest.approx(512)
-
-
 def test_rows_without_a_value_are_left_out(tmp_path: Path) -> None:
     told = rows(a_run(tmp_path / "one", steps=1, loss=None, nvme_written_bytes=0))
     for name in ("training loss", "validation loss", "GPU memory, peak", "on drives", "written to drives", "hidden"):

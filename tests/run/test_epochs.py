@@ -33,7 +33,7 @@ def position(run: Run) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", ["1", "0.5", "1.5"])
+@pytest.mark.parametrize("epochs", ["0.5", "1.5"])
 def test_epochs_make_the_steps_that_visit_the_rows(epochs: str, text: Path, tmp_path: Path) -> None:
     """A run by epochs equals the run with as many steps, schedule included, and no fewer steps visit all rows."""
     run = call(*WORDS, "--data", text, "--epochs", epochs, output=tmp_path / "epochs")
@@ -61,16 +61,13 @@ def test_a_killed_run_ends_where_it_would_have_ended(text: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_of_step", [3, 9])
-def test_rows_that_a_run_has_visited_count_whatever_its_steps_were(
-    rows_of_step: int, text: Path, tmp_path: Path
-) -> None:
+def test_rows_that_a_run_has_visited_count_whatever_its_steps_were(text: Path, tmp_path: Path) -> None:
     first = call(*WORDS, "--data", text, "--epochs", "0.5", output=tmp_path / "run")
     rows, before = rows_of(first), len(first.steps)
-    more = [*WORDS, "--accumulate", str(rows_of_step // 3), "--data", text, "--epochs", "2"]
+    more = [*WORDS, "--accumulate", "3", "--data", text, "--epochs", "2"]
     second = call(*more, output=tmp_path / "run")
-    assert len(second.steps) == before + math.ceil((2 * rows - 6 * before) / rows_of_step)
-    assert 2 * rows <= position(second) < 2 * rows + rows_of_step
+    assert len(second.steps) == before + math.ceil((2 * rows - 6 * before) / 9)
+    assert 2 * rows <= position(second) < 2 * rows + 9
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ import pytest
 
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
-from offload_trainer.machine import bench, probe, rate_cache
-from offload_trainer.run import machine_rates
+from offload_trainer.machine import probe
 from offload_trainer.run.directory import Log, _ends_told
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import replacing, workplace_of
@@ -30,7 +29,6 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
         (Stopped(3, unsaved="stopped at once"), 131, "SIGQUIT: stopped at once; the same command resumes"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
         (NO_SPACE, 1, "/disk/out/file: No space left on device. Free space or mend that disk"),
-        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/out/a"), 1, "/out/a: Read-only file system. Free space"),
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/out/a"), 1, "/out/a: Permission denied"),
     ],
 )
@@ -99,17 +97,3 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.M
         write_text(tmp_path / "config.yaml", "a")
     assert str(explain(caught.value)).startswith(f"{tmp_path / 'config.yaml'}: No space left on device")
     assert not list(tmp_path.iterdir())
-
-
-def test_measured_rates_are_shown_even_if_they_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates are shown even if the disk of the cache is full."""
-    monkeypatch.setattr(rate_cache, "refuse_unwritable", lambda: None)
-    monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
-    monkeypatch.setattr(bench, "bench_sums", lambda machine, *_, **__: f"{machine}, sums")
-    monkeypatch.setattr(bench, "bench_orthogonalisation", lambda machine, *_, **__: f"{machine}, products")
-    monkeypatch.setattr(rate_cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
-    messages: list[str] = []
-    facts = {"output": ".", "dtype": "bf16", "page": 4096, "ranks": 1, "drive_bytes": None}
-    found = machine_rates.bench_here(PlacementSection(), **facts, say=messages.append)  # type: ignore[arg-type]
-    assert found == "measured, sums, products"  # type: ignore[comparison-overlap]
-    assert messages[-1] == "note: these rates could not be saved for later plans: No space left on device"

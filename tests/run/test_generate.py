@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import TINY, call
 from sample_chats import CHATS
+from test_telemetry import a_step
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer import cli
@@ -23,7 +24,7 @@ from offload_trainer.model.inference import InferenceModel, empty_model, read_as
 from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 from offload_trainer.storage.locks import open_lock, try_lock
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
+from offload_trainer.telemetry.metrics import EvalRecord
 
 TOKENS = 12
 
@@ -194,6 +195,8 @@ def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         (["chat", "a", "--seed", "-3"], "--seed -3: it should be a whole number"),
         (["sample", "a", "--prompt"], "--prompt needs a value"),
         (["sample", "nowhere"], "nowhere: no such directory"),
+        (["export", "a", "b", "--max-shard-size", "much"], "such as 500MB"),
+        (["export", "a", "b", "--fast"], "unknown flag; known: --dtype"),
         (["runs", "a", "b"], "runs needs at most one DIR; got a, b"),
         (["runs", "nowhere"], "nowhere: no such directory"),
     ],
@@ -220,23 +223,7 @@ def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) ->
     made = folder / name
     made.mkdir(parents=True)
     (made / "config.yaml").write_text(f"train:\n  steps: {steps}\n")
-    record = StepRecord(
-        step=3,
-        tokens=9,
-        loss=2.5,
-        grad_norm=1.0,
-        lr=1e-3,
-        loss_scale=1.0,
-        seconds=1.0,
-        tokens_per_second=9.0,
-        mfu=None,
-        phases={},
-        nvme_read_bytes=None,
-        nvme_written_bytes=None,
-        host_rss_bytes=1,
-        device_peak_bytes=1,
-        skipped=False,
-    )
+    record = a_step(3, loss=2.5)
     (made / "metrics.jsonl").write_text(record.to_json() + "\n")
     for step in saved:
         place = made / "checkpoints" / f"step-{step:08d}"
@@ -265,17 +252,16 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
         found = runs_in(tmp_path)
     finally:
         os.close(lock)
-    assert [Path(one.directory).name for one in found] == ["done", "b", "c", "d", "e", "f", "g", "h"]
-    assert [one.state for one in found] == [
-        "done",
-        "resumes from step 2",
-        "no checkpoint: starts from step 0",
-        "exported, cannot resume",
-        "is running",
-        "resumes from step 2",
-        "resumes from its page files",
-        "no checkpoint: starts from step 0",
-    ]
+    assert {Path(run.directory).name: run.state for run in found} == {
+        "done": "done",
+        "b": "resumes from step 2",
+        "c": "no checkpoint: starts from step 0",
+        "d": "exported, cannot resume",
+        "e": "is running",
+        "f": "resumes from step 2",
+        "g": "resumes from its page files",
+        "h": "no checkpoint: starts from step 0",
+    }
     assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
     lines = aligned(run_table(found)).splitlines()
     assert lines[0].split() == ["run", "step", "loss", "validation"]

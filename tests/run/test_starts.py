@@ -56,3 +56,17 @@ def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path) -> None
     (tmp_path / "checkpoints/step-00000002/MANIFEST.json").touch()
     with pytest.raises(UserError, match=r"--resume never, but .* holds checkpoints"):
         hold()
+
+
+def test_the_checkpoint_is_chosen_again_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends there while the older checkpoint is checked leaves a newer one, which is checked too."""
+    older, newer = tmp_path / "step-00000002", tmp_path / "step-00000004"
+    checked: list[Path | None] = []
+    monkeypatch.setattr(resume, "refuse", lambda planned: None)
+    monkeypatch.setattr(resume, "refuse_output", lambda planned: newer)
+    monkeypatch.setattr(resume, "verify", lambda setup, checkpoint: checked.append(checkpoint))
+    setup: Any = SimpleNamespace(planned=None, output=tmp_path, log=Log(loud=False))
+    for chosen in (older, newer):
+        with ExitStack() as stack:
+            assert resume.hold(stack, setup, resume=chosen)[0] == newer
+    assert checked == [newer]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import TERMINATE, TINY, call, call_and_kill
 
-from offload_trainer.telemetry import time_to_save
-from offload_trainer.telemetry.time_to_save import TimeToSave
+from offload_trainer import trainer
+from offload_trainer.trainer import TimeToSave
 
 WORDS = [*TINY, "--steps", 6, "--save-every", 2, "train.eval_every=0"]
 
@@ -38,7 +38,7 @@ def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> No
 
 def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(time_to_save.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
     left = TimeToSave(step=None, save=4.0)
     left.begin_step(validates=True)
     assert left.seconds is None  # nobody knows the seconds of a first step

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from offload_trainer import trainer
+from offload_trainer.checkpoint import TrainState
 from offload_trainer.ranks import all_gather_json
 from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import IoCount
-from offload_trainer.telemetry.time_to_save import TimeToSave
 
 
 class Unsaved(nullcontext):
@@ -34,7 +34,7 @@ def job_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),
-        to_save=TimeToSave(step=None, save=0.0),
+        to_save=trainer.TimeToSave(step=None, save=0.0),
         commit=None,
         telemetry=None,
     )
@@ -73,3 +73,23 @@ def test_traffic_of_all_ranks_is_summed_and_rows_that_they_share_count_once(
         job: Any = SimpleNamespace(engine=SimpleNamespace(world=world))
         found = trainer._of_all_ranks(job, IoCount(4, 5), tokens=10)
         assert found == (IoCount(5, None if unknown else 7), tokens)
+
+
+def test_a_checkpoint_on_request_that_cannot_be_made_is_said() -> None:
+    messages: list[str] = []
+    job: Any = SimpleNamespace(
+        train=SimpleNamespace(steps=9), save_every=0, cannot_save="no moments", say=messages.append, checkpoints=None
+    )
+    state = TrainState(step=3, tokens=0, data_position=0)
+    trainer._save_if_due(job, state, stopping=False, wished=True, ended=False)
+    assert messages == ["no checkpoint was made: no moments"]
+
+
+def test_a_directory_in_the_place_of_the_request_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    notes: list[str] = []
+    checkpoints = SimpleNamespace(note=notes.append, ended=False)
+    job: Any = SimpleNamespace(telemetry=True, save_request_file=tmp_path / "save", checkpoints=checkpoints)
+    assert trainer._agree(job, StopRequest()) == (0, False, False)
+    (note,) = notes
+    assert "is ignored as a request for a checkpoint, because it cannot be removed: Is a directory" in note

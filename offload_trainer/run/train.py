@@ -234,12 +234,12 @@ def _train(setup: Setup, job: Job, *, resume_from: tuple[Path | None, TrainState
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
         if job.telemetry:
             page = partial(run_page, setup, swaps=job.swaps)
-            job.telemetry.report = LiveReport(output, page, say=job.say)
+            job.telemetry.report = LiveReport(output / "report.html", page, say=job.say)
         try:
             state = trainer.train(job, asked, resume=resume_from)
         except Exception:
             if job.telemetry and job.telemetry.report:
-                job.telemetry.report.end_early()
+                job.telemetry.report.end()
             raise
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):

@@ -155,9 +155,6 @@ def _facts(
             facts["steps that wear 1 TB of a drive's endurance (TBW)"] = format_count(1e12 / written)
         if any(row.hidden for row in counted):
             facts["update overlapped with computation (median)"] = format_seconds(median(row.hidden for row in counted))
-        skipped = sum(row.skipped for row in rows)
-        if skipped and progress[1] is None:  # while a run goes on, `rows` are only some of its steps
-            facts["skipped steps"] = str(skipped)
     return {name: text for name, text in facts.items() if text != "-"}
 
 

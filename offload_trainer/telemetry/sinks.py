@@ -28,13 +28,12 @@ from tqdm import tqdm
 from offload_trainer.errors import TrainerError, reason
 from offload_trainer.safe_files import LENIENT, Steps, open_given, parsed
 from offload_trainer.storage.atomic_io import open_to_append, write_bytes, write_text
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, read_evaluations, read_metrics
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.trackers import Trackers
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _REPORT_EVERY = 10.0  # least seconds between two writes of report.html
 _REPORT_SHARE = 0.01  # longest share of the time that writing it may take
-_MOST_ROWS = 1600  # steps of which a page of a running run is made
 _LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
 _WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
 _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
@@ -105,7 +104,7 @@ class Telemetry:
         self._metrics.write(record.to_json())
         self._screen.step(record)
         if self.report is not None:
-            self.report.step(record, left=self._screen.seconds_left(record.step))
+            self.report.step(left=self._screen.seconds_left(record.step))
         if self._trackers is not None:
             self._trackers.step(record)
 
@@ -117,8 +116,6 @@ class Telemetry:
             f"validation after step {record.step}: loss {four_digits(record.validation_loss)}"
             f"  perplexity {four_digits(record.perplexity)}{bits}"
         )
-        if self.report is not None:
-            self.report.evaluations.append(record)
         if self._trackers is not None:
             self._trackers.evaluation(record)
 
@@ -137,56 +134,30 @@ class Telemetry:
 class LiveReport:
     """report.html of a run that goes on: written after its first step, then at most once in ten seconds.
 
-    A page takes 23 ms on one core, also after 100,000 steps, since it is made of at most 1600 of them. It is not
-    synced, so a busy disk does not delay the step. Where pages take longer, fewer are written: one hundredth of the
-    time goes into them. A page that cannot be written is reported once and does not end the run.
-
-    `page` returns the HTML for steps, validations and the seconds left (None: the run has ended).
+    `page` returns the HTML; its argument is the seconds to the end of the run, or None once it has ended. Where pages
+    take longer, fewer are written: one hundredth of the time goes into them. A page is not synced while the run goes
+    on, so a busy disk does not delay the step. One that cannot be written is reported once and does not end the run.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        page: Callable[[Sequence[StepRecord], Sequence[EvalRecord], float | None], str],
-        *,
-        say: Callable[[str], None],
-    ) -> None:
-        self._path, self._page, self._say = directory / "report.html", page, say
-        self._rows = read_metrics(directory / "metrics.jsonl", most=_MOST_ROWS)  # of earlier starts of the run
-        self.evaluations = read_evaluations(directory / "evaluations.jsonl")
-        self._stride = math.ceil(self._rows[-1].step / _MOST_ROWS) if self._rows else 1
-        self._newest: StepRecord | None = None  # of this process
+    def __init__(self, path: Path, page: Callable[[float | None], str], *, say: Callable[[str], None]) -> None:
+        self._path, self._page, self._say = path, page, say
         self._due, self._failed = -math.inf, False
 
-    def step(self, record: StepRecord, *, left: float) -> None:
-        """Add a finished step, and write the page if it is due. `left`: the seconds to the end of the run."""
-        self._newest = record
-        kept, due = record.step % self._stride == 0, time.monotonic() >= self._due
-        if not kept and not due:
-            return
-        record = StepRecord.from_json(record.to_json())  # a loss of NaN becomes None, as in the file
-        if due:
-            start = time.monotonic()
-            self.write(lambda: self._page([*self._rows, record], self.evaluations, left), sync=False)
+    def step(self, *, left: float) -> None:
+        """Write the page after a step, if it is due. `left`: the seconds to the end of the run."""
+        start = time.monotonic()
+        if start >= self._due:
+            self._write(left)
             end = time.monotonic()
             self._due = end + max(_REPORT_EVERY, (end - start) / _REPORT_SHARE)
-        if kept:
-            self._rows.append(record)
-        if len(self._rows) > _MOST_ROWS:
-            self._stride *= 2
-            del self._rows[::2]  # keeps the multiples of the new stride
 
-    def end_early(self) -> None:
-        """Write the page of a run that an error has ended, which no longer reloads itself."""
-        if self._newest is not None:
-            newest = StepRecord.from_json(self._newest.to_json())
-            rows = [*(row for row in self._rows if row.step < newest.step), newest]
-            self.write(lambda: self._page(rows, self.evaluations, None))
+    def end(self) -> None:
+        """Write the page of a run that has ended, which no longer reloads itself."""
+        self._write(None)
 
-    def write(self, page: Callable[[], str], *, sync: bool = True) -> None:
-        """Replace report.html with what `page` returns."""
+    def _write(self, left: float | None) -> None:
         try:
-            write_text(self._path, page(), sync=sync)
+            write_text(self._path, self._page(left), sync=left is None)
         except Exception as error:  # the page is only for viewing
             if not self._failed:
                 why = reason(error, self._path.parent) if isinstance(error, OSError) else error

@@ -122,7 +122,7 @@ class Trackers:
 
 def numbers_of(group: str, record: StepRecord | EvalRecord) -> Numbers:
     """Return the record's numbers by name, such as train/loss, phases/forward, memory/ram or validation/loss."""
-    values = {}
+    values: Numbers = {}
     for name, value in asdict(record).items():
         if isinstance(value, dict):
             values |= {f"{name}/{key}": number for key, number in value.items()}

@@ -101,11 +101,14 @@ def test_the_layer_that_a_cpu_times_is_small_whatever_the_model() -> None:
 
 
 def session(drive: Path, told: list[str], **keys: object) -> Plan:
-    """Open and close a session whose state is on the drive; return its plan."""
+    """Open and close a session whose state is on the drive; return its plan. It leaves torch's generator alone."""
     block = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    before = torch.get_rng_state()
     facts = {"nvme": [str(drive)], "optimizer": "nvme", "ram_fraction": 0, "seq_len": 32, "kernel": "torch", **keys}
     with ot.offload(block, say=told.append, **facts) as opened:  # type: ignore[arg-type]
-        return opened.plan
+        plan: Plan = opened.plan
+    assert torch.equal(torch.get_rng_state(), before)
+    return plan
 
 
 @pytest.mark.slow
@@ -212,17 +215,6 @@ def test_a_rank_that_fails_while_it_measures_ends_the_other(
     assert runs[0].text.count(line) == 1 or not line
     assert not runs[1].text
     assert not (tmp_path / "two" / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_session_of_two_ranks_measures_once(cache: Path, drive: Path, tmp_path: Path) -> None:
-    runs, told = two_start(tmp_path / "first", "-", "session", drive)
-    assert [run.code for run in runs] == [0, 0], runs
-    assert (tmp_path / "first" / "measured").read_text() == "0 2\n"
-    assert told[0] == told[1]
-    assert None not in told[0]["plan"]["seconds"].values()
-    assert [line for line in runs[0].text.splitlines() if line.startswith("chose")]
-    assert not runs[1].text
 
 
 def test_measuring_takes_the_processors_and_threads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

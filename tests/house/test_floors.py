@@ -24,7 +24,7 @@ HOUSE = (
     ("run",),
     ("session",),
     ("hf",),
-    ("help_text",),
+    ("arguments",),
     ("cli",),
     ("__main__", ""),
 )

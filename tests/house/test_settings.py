@@ -5,19 +5,18 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from offload_trainer import settings
+from offload_trainer.arguments import COMMANDS
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.help_text import switches_of
-from offload_trainer.plan.engines import combination_mistakes
-from offload_trainer.settings import FLAGS, FLAGS_OF_COMMANDS, all_keys, dump_config, load_config
+from offload_trainer.settings import FLAGS, FLAGS_OF_COMMANDS, all_keys, dump_config, literals_of, load_config
 from offload_trainer.storage.cache_files import cache_directory
 
 
@@ -62,16 +61,11 @@ def test_order_file_flags_overrides(tmp_path: Path) -> None:
     assert config.data.path == ("a", "b")
 
 
-@pytest.mark.parametrize("text", ["1e-4", "1E-4", "0.0001", "1.0e-4", ".1e-3"])
-def test_every_spelling_of_a_rate(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["1e-4", ".1E-3"])
+def test_a_rate_is_a_number_and_off_is_text(text: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text(f"optim: {{lr: {text}}}\n")
+    file.write_text(f"optim: {{lr: {text}}}\nmodel:\n  activation_checkpointing: off\n")
     assert load_config([str(file)]).optim.lr == load_config([f"optim.lr={text}"]).optim.lr == pytest.approx(1e-4)
-
-
-def test_off_is_text_not_a_boolean(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("model:\n  activation_checkpointing: off\n")
     assert load_config([str(file)]).model.activation_checkpointing == "off"
     assert load_config(["model.activation_checkpointing=on"]).model.activation_checkpointing == "on"
 
@@ -119,13 +113,9 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (["--params", "nvme"], "add --nvme DIR"),
-        (["--optimizer", "nvme"], "add --nvme DIR"),
         (["--engine", "plain", "--params", "cpu"], "plain torch keeps everything on one device"),
         (["optim.moment_dtype=8bit", "--engine", "deepspeed", "--optimizer", "cpu"], "runs on the GPU"),
-        (["--ram-fraction", "0.5"], "add --nvme DIR"),
         (["--ram-fraction", "0.5", "--optimizer", "cpu", "--nvme", "/a"], "leave one out"),
-        (["--ram-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
-        (["placement.gradients=nvme"], "add --nvme DIR"),
         (["placement.gradients=nvme", "--engine", "plain"], "belongs to --engine tiered"),
         (["optim.moment_dtype=bf16", "--gpus", "2", "--engine", "deepspeed"], "belongs to --engine tiered"),
         (["--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state must be in RAM or on dr"),
@@ -138,8 +128,6 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         ),
         (["--gpu-fraction", "0.7", "--ram-fraction", "0.2"], "leaves 0.1 of the state for a drive: add --nvme DIR"),
         (["--ram-fraction", "0.2"], "add --nvme DIR, or --gpu-fraction 0.8"),
-        (["--gpu-fraction", "0.7", "--optimizer", "gpu"], "leave one out"),
-        (["--gpu-fraction", "0.7", "--optimizer", "cpu"], "leave one out"),
         (["tiered.drive_speeds=[1, 2]", "--nvme", "/a"], "2 numbers for 1"),
         (["deepspeed.sub_group_size=5000"], "add --engine deepspeed"),
         (["tiered.io=async_io", "--engine", "deepspeed"], "add --engine tiered"),
@@ -200,14 +188,6 @@ def test_a_file_that_would_take_all_memory_or_time_is_one_mistake(name: str, tmp
     assert len(told) < 500
 
 
-def test_a_key_given_twice_is_found_among_many(tmp_path: Path) -> None:
-    """Duplicate keys are found in linear time: quadratic time would take a minute."""
-    file = tmp_path / "a.yaml"
-    file.write_text("model:\n  overrides:\n" + "".join(f"    k{n}: 1\n" for n in [*range(30_000), 7]))
-    (told,) = mistakes(str(file))
-    assert "'k7' is given twice" in told
-
-
 @pytest.mark.parametrize("word", ["optim.lr=&a 1", "optim.lr=!!timestamp a", "train.steps=" + "9" * 5000])
 def test_a_word_is_read_within_the_same_limits(word: str) -> None:
     (told,) = mistakes(word)
@@ -241,60 +221,44 @@ TEXTS = [
     *("ü", "\u4e2d", "\x07", "\x85", "\u2028", "\ufeff", "\U0001f600", "\\", "a" * 300, "a b " * 60),
 ]
 NUMBERS = [0, 1, 2, 3, 4, 7, 4096, 8192, 10**15, 0.0, 0.25, 0.5, 1.0, 1e-8, 1e-05, 1e16, 1e-300, 123456.789]
-# Other arguments that a value may require to be valid.
-BESIDE = [
-    [],
-    ["--nvme", "/x"],
-    ["--nvme", "/x", "--nvme", "/y"],
-    ["--engine", "deepspeed"],
-    ["--engine", "deepspeed", "--nvme", "/x"],
-    ["--engine", "deepspeed", "parallel.tensor=2"],
-    ["optim.schedule=wsd"],
-    ["optim.name=muon"],
-]
 
 
-def literals(annotation: Any) -> Iterator[str]:
-    """Yield the literal words that a type allows."""
-    for part in get_args(annotation):
-        yield from [part] if isinstance(part, str) else literals(part)
+def read_back(values: dict[str, Any], file: Path) -> None:
+    """Assert that a configuration with these values loads as an equal one after it was dumped."""
+    config = TrainConfig.model_validate_json(json.dumps(values))
+    file.write_text(dump_config(config), encoding="utf-8")
+    assert load_config([str(file)]) == config
 
 
-def values_of(key: str) -> list[Any]:
-    """Return every value above that the key accepts: alone, in lists of one and two, or as a model's override."""
-    section, _, name = key.partition(".")
-    model = TrainConfig.model_fields[section].annotation
-    adapter = TypeAdapter(model)
-    plain = [True, False, *NUMBERS, *TEXTS, *literals(model.model_fields[name].annotation)]
-    tried = [*plain, *([each] for each in plain), *([each, each] for each in plain)]
-    tried += [{text: each, "n_layer": 2} for text in TEXTS[:8] for each in plain]
-    good = []
-    for value in tried:
-        try:
-            adapter.validate_json(json.dumps({name: value}))
-        except ValidationError:
-            continue
-        good.append(value)
-    return good
+def test_texts_and_numbers_read_back(tmp_path: Path) -> None:
+    """Texts keep their type as values, as keys and in lists; so do numbers where text is allowed too."""
+    overrides = {
+        f"{kind}{number}": value
+        for kind, some in (("t", TEXTS), ("n", [*NUMBERS, True, False]))
+        for number, value in enumerate(some)
+    }
+    overrides |= {text: 1 for text in TEXTS if text != "<<"}
+    read_back({"model": {"name": "123", "overrides": overrides}, "data": {"path": TEXTS}}, tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize("key", sorted(all_keys()))
-def test_every_value_of_a_key_reads_back(key: str, tmp_path: Path) -> None:
-    """A dumped configuration loads as an equal one, also for values that require other keys."""
-    section, _, name = key.partition(".")
-    file, held = tmp_path / "a.yaml", 0
-    for value in values_of(key):
-        for beside in BESIDE:
-            base = load_config(beside).model_dump(mode="json", exclude_unset=True)
-            base.setdefault(section, {})[name] = value
-            wish = TrainConfig.model_validate_json(json.dumps(base))
-            if combination_mistakes(wish):
+def test_every_kind_of_value_of_every_key_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each configuration below gives every key another of the values that its type allows, without regard to others."""
+    monkeypatch.setattr(settings, "combination_mistakes", lambda _: [])
+    tried = [True, False, *NUMBERS, "a", ["1e3"], [0.5, 0.25], {"n": 2}]
+    allowed: dict[tuple[str, str], list[Any]] = {}
+    for section, info in TrainConfig.model_fields.items():
+        for name, field in info.annotation.model_fields.items():
+            if name in ("tokens_per_step", "epochs"):  # a dump leaves out the keys that these determine
                 continue
-            file.write_text(dump_config(wish), encoding="utf-8")
-            assert load_config([str(file)]) == wish, (value, file.read_text())
-            held += 1
-            break
-    assert held > 1
+            for value in [*literals_of(field.annotation), *tried]:
+                with suppress(ValidationError):
+                    info.annotation.model_validate_json(json.dumps({name: value}))
+                    allowed.setdefault((section, name), []).append(value)
+    for number in range(max(map(len, allowed.values()))):
+        values: dict[str, Any] = {}
+        for (section, name), some in allowed.items():
+            values.setdefault(section, {})[name] = some[number % len(some)]
+        read_back(values, tmp_path / "a.yaml")
 
 
 _ROWS = "train: {micro_batch_size: 8, gradient_accumulation_steps: 2}"
@@ -305,11 +269,7 @@ _ROWS = "train: {micro_batch_size: 8, gradient_accumulation_steps: 2}"
     [
         ("", ["train.tokens_per_step=4096"], (4096, 4, 1)),
         (_ROWS, ["train.tokens_per_step=4096"], (4096, 4, 1)),
-        (
-            _ROWS,
-            ["train.tokens_per_step=auto"],
-            ("auto", 8, 2),
-        ),
+        (_ROWS, ["train.tokens_per_step=auto"], ("auto", 8, 2)),
         ("train: {tokens_per_step: 4096}", [], (4096, 4, 1)),
         ("train: {tokens_per_step: 4096}", ["--micro-batch", "2"], ("auto", 2, 1)),
         ("train: {tokens_per_step: 4096}", ["train.tokens_per_step=8192"], (8192, 4, 1)),
@@ -382,31 +342,28 @@ def test_every_shipped_config(config: Path) -> None:
     assert load_config([str(config)]) != TrainConfig()
 
 
-@pytest.mark.parametrize("words", [["--help"], ["optim.lrr=1"], ["plan", "--stepz", "3"], ["--print-config"]])
-def test_answers_without_torch(words: list[str], tmp_path: Path) -> None:
-    """Commands load nothing heavy and write nothing; a mistake exits with 2 and no traceback."""
+def test_answers_without_torch(tmp_path: Path) -> None:
+    """Help, mistakes and the configuration load nothing heavy and write nothing; a mistake exits with 2."""
     code = (
-        "import sys; from offload_trainer.cli import main; status = main(sys.argv[1:]); "
-        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules); "
-        "assert not heavy, heavy; sys.exit(status)"
+        "import sys; from offload_trainer.cli import main\n"
+        "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'])\n"
+        "codes = [main(each) for each in words]\n"
+        "assert codes == [0, 2, 2, 0], codes\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
     )
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
-    print(f"{time.perf_counter() - start:.2f} s")
-    wrong = any("lrr" in word or "stepz" in word for word in words)
-    assert done.returncode == (2 if wrong else 0), done.stderr
-    assert "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("did you mean") == 2
     assert not list(tmp_path.iterdir())
-    if wrong:
-        assert "did you mean" in done.stderr
 
 
-def test_documentation_of_keys_is_current() -> None:
+def test_documentation_of_keys_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/config.md is the output of scripts/write_config_docs.py."""
-    written = subprocess.run(
-        [sys.executable, "scripts/write_config_docs.py", "--print"], capture_output=True, text=True, check=True
-    )
-    assert Path("docs/config.md").read_text() == written.stdout
+    monkeypatch.syspath_prepend("scripts")
+    from write_config_docs import page
+
+    assert Path("docs/config.md").read_text() == page()
 
 
 def test_the_cache_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,5 +379,5 @@ def test_the_cache_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_flag_of_one_command_names_that_command() -> None:
     (told,) = mistakes("--machine", "v100-32gb")
     assert told == "--machine: only `offload-train plan` takes this flag"
-    flags = {command: set(switches_of(command)) - {"--json"} for command in ("plan", "bench", "tune")}
-    assert {(flag, command) for command, its in flags.items() for flag in its} == set(FLAGS_OF_COMMANDS.items())
+    flags = {command: set(COMMANDS[command].arguments) - {"--json"} for command in ("plan", "bench", "tune")}
+    assert {(flag, command) for command, own in flags.items() for flag in own} == set(FLAGS_OF_COMMANDS.items())

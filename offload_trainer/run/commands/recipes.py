@@ -69,23 +69,19 @@ def listing(found: list[Recipe]) -> str:
     return "\n".join([*lines, "", "`offload-train cp NAME` copies one here, to edit and train with."])
 
 
-def copy_recipe(words: list[str]) -> tuple[Path, str]:
-    """Copy the recipe NAME to DEST, a file or directory, by default the current one; return (path, command).
+def copy_recipe(name: str, destination: Path | None) -> tuple[Path, str]:
+    """Copy a recipe to `destination`, a file or directory, by default the current one; return (path, command).
 
-    The commands in the copy refer to its new path. Raises UserError for an unknown recipe, wrong arguments or an
-    existing file.
+    The commands in the copy refer to its new path. Raises UserError for an unknown recipe or an existing file.
     """
-    if not 1 <= len(words) <= 2 or any(word.startswith("-") for word in words):
-        given = ", ".join(map(shown, words)) or "nothing"
-        raise UserError(f"cp needs NAME, and optionally DEST; got {given}")
     known = {recipe.name: recipe for recipe in recipes()}
-    name = re.sub(r"\.(yaml|py|sbatch)$", "", words[0])
+    name = re.sub(r"\.(yaml|py|sbatch)$", "", name)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{shown(name)}: no such recipe ({', '.join(known)}){hint}")
     file = known[name].file
-    path = Path(words[1] if len(words) > 1 else file)
+    path = Path(file) if destination is None else destination
     if path.is_dir():
         path = path / file
     if path.suffix != Path(file).suffix:

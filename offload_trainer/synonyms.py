@@ -39,6 +39,7 @@ _PACKED = "see docs/packing.md"
 _WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several conversations in a row"
 _LAST = "the newest checkpoints are kept (save.every, save.keep), whatever their loss"
 _SPLIT = "for a dataset from the hub: --data hub:OWNER/NAME/CONFIGURATION:SPLIT"
+_CACHED = "text is tokenised once with all CPU threads, and rows are read from the cache: there is nothing to set"
 _MODEL_KEYS = "changing the model's configuration needs random weights: --scratch"
 
 
@@ -75,12 +76,8 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.attention=sdpa", "flash_attention sdp_attention use_flash_attention_2", ""),
     ("model.attention=sdpa", "xformers_attention flash_attention_2", ""),
     ("model.attention=eager", "eager_attention", ""),
-    (
-        "model.activation_checkpointing=on",
-        "gradient_checkpointing activation_checkpointing enable_activation_checkpointing",
-        "",
-    ),
-    ("model.activation_checkpointing=on", "use_gradient_checkpointing checkpoint_activations", ""),
+    ("model.activation_checkpointing=on", "gradient_checkpointing activation_checkpointing checkpoint_activations", ""),
+    ("model.activation_checkpointing=on", "use_gradient_checkpointing enable_activation_checkpointing", ""),
     ("model.activation_checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
     ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
     ("model.loss_chunk", "num_output_chunks", "tokens at a time"),
@@ -117,12 +114,8 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("optim.betas", "beta1 beta2 adam_beta1 adam_beta2", "both in a list: optim.betas=[0.9,0.95]"),
     ("optim.eps", "adam_epsilon epsilon adam_eps", ""),
     ("optim.weight_decay", "wd l2", ""),
-    (
-        "optim.max_grad_norm",
-        "max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm grad_norm_clip clip_grad",
-        "",
-    ),
-    ("optim.max_grad_norm", "gradient_clip_val max_gradient_norm", ""),
+    ("optim.max_grad_norm", "max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm", ""),
+    ("optim.max_grad_norm", "grad_norm_clip clip_grad gradient_clip_val max_gradient_norm", ""),
     ("optim.schedule", "lr_scheduler_type lr_scheduler scheduler lr_schedule", ""),
     ("optim.schedule", "decay_lr lr_decay_style scheduler.type", ""),
     ("optim.warmup_steps", "warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup lr_warmup_iters", ""),
@@ -136,11 +129,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("train.steps", "max_train_steps train_iters total_iters max_steps_per_epoch", ""),
     ("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs", ""),
     ("train.micro_batch_size", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
-    (
-        "train.micro_batch_size",
-        "batch_size",
-        "rows of one forward on each rank; a step has --micro-batch x --accumulate of them",
-    ),
+    ("train.micro_batch_size", "batch_size", "rows of one forward; a step has --micro-batch x --accumulate of them"),
     ("train.gradient_accumulation_steps", "gradient_accumulation_steps grad_accum", ""),
     ("train.gradient_accumulation_steps", "gradient_accumulation_iters accumulate_grad_batches", ""),
     ("train.gradient_accumulation_steps", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
@@ -200,17 +189,9 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "overwrite_output_dir", "to start over, name another directory with --output"),
     ("", "overwrite_cache", "to start over, name another directory with --output"),
     ("", "stage sft", "conversations in --data are enough (docs/finetune.md); ZeRO's stage is deepspeed.zero_stage"),
-    (
-        "",
-        "neftune_noise_alpha label_smoothing_factor",
-        "no such key; use the Python library with your own training loop",
-    ),
+    ("", "neftune_noise_alpha label_smoothing_factor", "no such key; use the Python library with your own loop"),
     ("", "max_samples max_train_samples streaming", "--data reads the whole file; --steps ends a run earlier"),
-    (
-        "",
-        "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers",
-        "text is tokenised once with all CPU threads, and rows are then read from the cache: there is nothing to set",
-    ),
+    ("", "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers", _CACHED),
     ("", "tf32 allow_tf32", "matrix products use --dtype; fp32 is not replaced by tf32"),
     ("", "auto_find_batch_size", "with train.tokens_per_step the plan chooses a micro-batch that fits"),
     ("", "export_dir export_size merge_lora", "export a run afterwards: `offload-train export RUN DIR`"),
@@ -233,7 +214,7 @@ _FAMILIES = {
     "hub_": Term("", _UPLOADS),
     "bnb_": Term("", _FEWER_BITS),
     "logging_": Term("", _LOGGED),
-    "dataloader_": Term("", "rows are read from the token cache: there is nothing to set"),
+    "dataloader_": Term("", _CACHED),
 }
 _BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
 

@@ -1,12 +1,11 @@
-"""Tests of every printed number against an independent count."""
+"""Tests of the numbers of a run's records against an independent count."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.plan.machine import Rate, Rates
-from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 pytestmark = pytest.mark.slow
 
@@ -60,16 +58,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 FROZEN = {
-    "gpt2, tied": [
-        r"wte|wpe",
-        r"wte|wpe|h\.0\.",
-        r"mlp",
-        r"h\.[12]\.|ln_f",
-        r"wpe|h\.|ln_f",
-        r"wte|wpe|h\.[01]\.|attn",
-    ],
-    "qwen3, untied, heads of 40 of 24": [r"embed", r"^model", r"lm_head", r"embed|layers\.[01]\.", r"proj"],
-    "mixtral, 2 of 8": [r"embed|gate", r"experts", r"embed|layers\.0\."],
+    "gpt2, tied": [r"wte|wpe|h\.0\.", r"mlp", r"wpe|h\.|ln_f", r"wte|wpe|h\.[01]\.|attn"],
+    "qwen3, untied, heads of 40 of 24": [r"^model", r"lm_head"],
+    "mixtral, 2 of 8": [r"embed|gate", r"experts"],
 }
 CASES = [(name, "") for name in MODELS] + [(name, pattern) for name, some in FROZEN.items() for pattern in some]
 ROWS, LENGTH = 2, 48
@@ -121,7 +112,7 @@ def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
 # -- parameters: transformers' own count -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2, tied", "qwen3-moe, 2 of 16"])
 def test_parameters_are_transformers(name: str, tmp_path: Path) -> None:
     shape = source_of(tmp_path, name, "").shape
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -195,175 +186,70 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     return Counted(run, wall, torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
 
 
-def is_the_step(c: Counted) -> None:
-    assert [step["step"] for step in c.run.steps] == list(range(1, STEPS + 1))
-
-
-def is_tokens(c: Counted) -> None:
-    assert [step["tokens"] for step in c.run.steps] == [number * MICRO * SEQ for number in range(1, STEPS + 1)]
-
-
-def is_transformers_loss(c: Counted) -> None:
-    assert c.run.losses[0] == pytest.approx(float(loss_of(c.model(), c.rows(0, MICRO)).detach()), abs=5e-3)
-
-
-def is_transformers_norm(c: Counted) -> None:
-    model = c.model()
-    loss_of(model, c.rows(0, MICRO)).backward()
-    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    assert c.run.steps[0]["grad_norm"] == pytest.approx(norm, rel=0.02)
-
-
-def is_the_cosine(c: Counted) -> None:
-    rates = [1e-4 + 9e-4 * (1 + math.cos(math.pi * done / (STEPS - 1))) / 2 for done in range(STEPS)]
-    assert [step["lr"] for step in c.run.steps] == pytest.approx(rates)
-
-
-def is_one(c: Counted) -> None:
-    assert {step["loss_scale"] for step in c.run.steps} == {1.0}
-
-
-def is_within_the_wall_clock(c: Counted) -> None:
-    assert 0 < sum(step["seconds"] for step in c.run.steps) < c.wall
-
-
-def is_tokens_over_seconds(c: Counted) -> None:
-    for step in c.run.steps:
-        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(MICRO * SEQ)
-
-
-def is_torchs_flops_over_the_peak(c: Counted) -> None:
-    model = c.model()
+def test_steps_have_transformers_loss_norm_and_operations(counted: Counted) -> None:
+    first, model = counted.run.steps[0], counted.model()
     with FlopCounterMode(display=False) as flops:
-        loss_of(model, c.rows(0, MICRO)).backward()
-    for step in c.run.steps:
+        loss = loss_of(model, counted.rows(0, MICRO))
+        loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    assert first["loss"] == pytest.approx(float(loss.detach()), abs=5e-3)
+    assert first["grad_norm"] == pytest.approx(norm, rel=0.02)
+    for step in counted.run.steps:
         assert step["mfu"] * step["seconds"] * PEAK == pytest.approx(flops.get_total_flops(), rel=1e-6)
 
 
-def is_within_the_step(c: Counted) -> None:
-    for step in c.run.steps:
+def test_steps_count_tokens_rates_and_seconds(counted: Counted) -> None:
+    steps = counted.run.steps
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["tokens"] for step in steps] == [number * MICRO * SEQ for number in range(1, STEPS + 1)]
+    rates = [1e-4 + 9e-4 * (1 + math.cos(math.pi * done / (STEPS - 1))) / 2 for done in range(STEPS)]
+    assert [step["lr"] for step in steps] == pytest.approx(rates)
+    assert 0 < sum(step["seconds"] for step in steps) < counted.wall
+    for step in steps:
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(MICRO * SEQ)
         assert set(step["phases"]) == {"data", "forward", "backward", "update"}
         assert 0 < sum(step["phases"].values()) <= step["seconds"]
+        assert (step["loss_scale"], step["skipped"]) == (1.0, False)
+        assert "hidden" not in step  # an update without overlap hides no time
 
 
-def is_half_of_the_state(c: Counted) -> None:
-    """Drive traffic is 12 bytes a parameter each way, plus padding of weights and pages; a save reads once more."""
-    state = 12 * c.model().num_parameters()
+def test_steps_count_the_bytes_of_memory_and_drives(counted: Counted) -> None:
+    """Drive traffic is 12 bytes a parameter each way, plus padding of weights and pages; a save reads once more.
+
+    Peak memory is within 15 % of the plan's: a small model's varies with processors, threads and the moment of a save.
+    """
+    half, steps = 6 * counted.model().num_parameters(), counted.run.steps
     for key in ("nvme_read_bytes", "nvme_written_bytes"):
-        counts = [step[key] for step in c.run.steps[2:]]
+        counts = [step[key] for step in steps[2:]]
         if None not in counts:
-            assert sorted(counts)[len(counts) // 2] == pytest.approx(state / 2, rel=0.02)
-
-
-def is_what_was_planned(c: Counted) -> None:
-    """Peak memory is within 15 % of the plan's.
-
-    A small model's varies that much with processors, threads and the moment of a save.
-    """
-    peaks = [step["host_rss_bytes"] for step in c.run.steps]
+            assert sorted(counts)[len(counts) // 2] == pytest.approx(half, rel=0.02)
+    peaks = [step["host_rss_bytes"] for step in steps]
     assert peaks == sorted(peaks)
-    assert peaks[-1] == pytest.approx(c.plan["tiers"]["ram"]["need"], rel=0.15)
-
-
-def is_what_is_held(c: Counted) -> None:
-    """Memory after each step includes page files with half of the state, as large as planned."""
-    half = 6 * c.model().num_parameters()
-    (drive,) = {moved["place"] for moved in c.plan["traffic"]} - {"device"}
-    for step in c.run.steps:
+    assert peaks[-1] == pytest.approx(counted.plan["tiers"]["ram"]["need"], rel=0.15)
+    (drive,) = {moved["place"] for moved in counted.plan["traffic"]} - {"device"}
+    for step in steps:
         assert 0.5 * step["host_rss_bytes"] < step["memory"]["ram"] <= 1.01 * step["host_rss_bytes"]
-        assert step["memory"]["drives"] == pytest.approx(c.plan["tiers"][drive]["need"], rel=0.02)
+        assert step["memory"]["drives"] == pytest.approx(counted.plan["tiers"][drive]["need"], rel=0.02)
         assert step["memory"]["drives"] > 0.98 * half
+        assert torch.cuda.is_available() or step["device_peak_bytes"] == 0
+        assert torch.cuda.is_available() or "allocation_retries" not in step
 
 
-def is_nothing_without_a_device(c: Counted) -> None:
-    assert torch.cuda.is_available() or {step["device_peak_bytes"] for step in c.run.steps} == {0}
-
-
-def is_false(c: Counted) -> None:
-    assert {step["skipped"] for step in c.run.steps} == {False}
-
-
-def is_not_told(c: Counted) -> None:
-    """An update without overlap hides no time.
-
-    offload/test_overlap.py covers the overlap with the forward.
-    """
-    assert all("hidden" not in step for step in c.run.steps)
-
-
-def is_not_told_without_a_device(c: Counted) -> None:
-    assert torch.cuda.is_available() or all("allocation_retries" not in step for step in c.run.steps)
-
-
-def is_every_third(c: Counted) -> None:
-    assert [record["step"] for record in c.evaluations] == [3, 6]
-
-
-def is_transformers_loss_of_the_masters(c: Counted) -> None:
-    model = c.model()
-    held = load_file(c.run.output / f"checkpoints/step-{STEPS:08d}/master.safetensors")
+def test_evaluations_have_transformers_loss_and_count_bytes(counted: Counted) -> None:
+    """Bytes are counted from the first predicted token to the last one."""
+    assert [record["step"] for record in counted.evaluations] == [3, 6]
+    model = counted.model()
+    held = load_file(counted.run.output / f"checkpoints/step-{STEPS:08d}/master.safetensors")
     model.load_state_dict({name: value.bfloat16() for name, value in held.items()}, strict=False)
     with torch.no_grad():
-        loss = float(loss_of(model, c.rows(c.held_out, EVAL_ROWS)))
-    assert c.evaluations[-1]["validation_loss"] == pytest.approx(loss, abs=5e-3)
-
-
-def is_e_to_the_loss(c: Counted) -> None:
-    for record in c.evaluations:
+        loss = float(loss_of(model, counted.rows(counted.held_out, EVAL_ROWS)))
+    assert counted.evaluations[-1]["validation_loss"] == pytest.approx(loss, abs=5e-3)
+    first, last = counted.held_out * SEQ + 1, (counted.held_out + EVAL_ROWS) * SEQ + 1
+    said = [len(load_tokenizer("builtin").decode(counted.ids[:end]).encode()) for end in (first, last)]
+    for record in counted.evaluations:
         assert record["perplexity"] == pytest.approx(math.e ** record["validation_loss"])
-
-
-def is_of_the_bytes_of_those_rows(c: Counted) -> None:
-    """Bytes are counted from the first predicted token to the last one."""
-    first, last = c.held_out * SEQ + 1, (c.held_out + EVAL_ROWS) * SEQ + 1
-    said = [len(load_tokenizer("builtin").decode(c.ids[:end]).encode()) for end in (first, last)]
-    for record in c.evaluations:
         bits = record["validation_loss"] * EVAL_ROWS * SEQ / math.log(2)
         assert record["bits_per_byte"] == pytest.approx(bits / (said[1] - said[0]), rel=1e-9)
-
-
-NUMBERS: dict[type, dict[str, Callable[[Counted], None]]] = {
-    StepRecord: {
-        "step": is_the_step,
-        "tokens": is_tokens,
-        "loss": is_transformers_loss,
-        "grad_norm": is_transformers_norm,
-        "lr": is_the_cosine,
-        "loss_scale": is_one,
-        "seconds": is_within_the_wall_clock,
-        "tokens_per_second": is_tokens_over_seconds,
-        "mfu": is_torchs_flops_over_the_peak,
-        "phases": is_within_the_step,
-        "nvme_read_bytes": is_half_of_the_state,
-        "nvme_written_bytes": is_half_of_the_state,
-        "host_rss_bytes": is_what_was_planned,
-        "device_peak_bytes": is_nothing_without_a_device,
-        "skipped": is_false,
-        "memory": is_what_is_held,
-        "allocation_retries": is_not_told_without_a_device,
-        "hidden": is_not_told,
-    },
-    EvalRecord: {
-        "step": is_every_third,
-        "validation_loss": is_transformers_loss_of_the_masters,
-        "perplexity": is_e_to_the_loss,
-        "bits_per_byte": is_of_the_bytes_of_those_rows,
-    },
-}
-
-
-def test_every_number_of_a_record_is_counted_here() -> None:
-    """Every key of a record has an independent count in the table.
-
-    Reports, cards and TensorBoard print these keys and no others.
-    """
-    for record, table in NUMBERS.items():
-        assert set(table) == {field.name for field in fields(record)}
-
-
-@pytest.mark.parametrize(("record", "key"), [(record, key) for record, table in NUMBERS.items() for key in table])
-def test_a_number_is_its_independent_count(record: type, key: str, counted: Counted) -> None:
-    NUMBERS[record][key](counted)
 
 
 def test_planned_drive_bytes_are_the_kernels(counted: Counted) -> None:

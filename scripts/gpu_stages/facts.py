@@ -1,4 +1,7 @@
-"""Print one JSON line with the processor, memory, GPU and versions; a missing one is null."""
+"""Print one JSON line: processor, memory, GPU and versions, of which a missing one is null.
+
+facts.py kernels    the update kernels of the CPU and the GPU instead, and whether their bits agree
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import json
 import os
 import platform
 import shutil
+import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,5 +53,21 @@ def _version(name: str) -> str | None:
         return None
 
 
+def kernels() -> None:
+    from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+    from offload_trainer.optim.kernels import choose_kernel
+
+    start = time.perf_counter()
+    kernel, on_cpu = choose_kernel("auto")
+    taken = {"CPU seconds": time.perf_counter() - start}
+    found = {"CPU": on_cpu, "same": None, "GPU": "no GPU here"}
+    if torch.cuda.is_available():
+        start = time.perf_counter()
+        chosen, found["GPU"] = choose_cuda_kernel(torch.device("cuda"), kernel)
+        taken["GPU seconds"] = time.perf_counter() - start
+        found["same"] = chosen is not None
+    print(json.dumps(found | taken))
+
+
 if __name__ == "__main__":
-    main()
+    kernels() if "kernels" in sys.argv else main()

@@ -9,28 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 _PATTERN = (1 << 24) + 43  # numbers; coprime to every width, so that no two rows of a matrix are equal
-
-
-@contextmanager
-def cheap_weights(wanted: bool) -> Iterator[None]:
-    """Within the context, replace random initial weights by these if `wanted`."""
-    from offload_trainer.model.loader import ModelSource
-
-    if not wanted:
-        yield
-        return
-    drawn = ModelSource.weights
-    ModelSource.weights = filled_for_benchmarks  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ModelSource.weights = drawn  # type: ignore[method-assign]
 
 
 def filled_for_benchmarks(source: Any) -> Iterator[tuple[str, torch.Tensor]]:

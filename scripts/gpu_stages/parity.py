@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isnan
 from typing import Any
 
@@ -59,27 +60,24 @@ MATRIX: Mapping[Setting, Sequence[Placed]] = {
 
 def carry_out(stage: Stage) -> None:
     stage.record.note(f"Deterministic algorithms; dropout 0.1; differences up to {BOUND:g} in the loss pass.")
-    worker: Worker | None = None
+    workers: list[Worker] = []  # one, or none after a failure
+
+    def compare(setting: Setting, placed: Placed | None, compared: Compared, row: dict[str, Any]) -> str:
+        workers[:] = workers or [stage.worker("parity")]
+        words = [*_words(setting, tiny=stage.rehearsal), *_home(placed, tiny=stage.rehearsal)]
+        try:
+            row |= _run(stage, workers[0], words, limit=setting.limit)
+        except Failure:
+            workers.pop().end()
+            raise
+        return compared.outcome(row)
+
     for setting, places in MATRIX.items():
         compared = Compared()
         for placed in (None, *places):
             name = f"{setting}: {told(placed)}"
-            if not stage.asked(name):
-                continue
-            row: dict[str, Any] = {"case": name, "plain": placed is None}
-            try:
-                stage.need_time()
-                if worker is None:
-                    worker = stage.worker("parity")
-                words = [*_words(setting, tiny=stage.rehearsal), *_home(placed, tiny=stage.rehearsal)]
-                row |= _run(stage, worker, words, limit=setting.limit)
-                stage.record.add(compared.outcome(row), **row)
-            except Failure as failure:
-                if worker is not None:
-                    worker.end()
-                worker = None
-                stage.record.add(str(failure), **row)
-    if worker is not None:
+            stage.add_row(partial(compare, setting, placed, compared), case=name, plain=placed is None)
+    for worker in workers:
         worker.end()
 
 

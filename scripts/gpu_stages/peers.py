@@ -27,26 +27,16 @@ SETTINGS = {
 
 def builder(peer: str | None) -> Callable[..., Any]:
     """Return the function that builds this peer's engine, or the package's own without a peer."""
-    from offload_trainer.run.build import build_engine
-
-    return build_engine if peer is None else _BUILDERS[peer]
-
-
-def _native(setup: Any, **_: Any) -> Any:
     from bench_step import native_engine
 
-    return native_engine(setup)
+    from offload_trainer.run.build import build_engine
 
-
-def _fsdp2(setup: Any, **_: Any) -> Any:
-    return Fsdp2(setup.planned.source, setup.planned.config)
-
-
-def _torchao(setup: Any, **_: Any) -> Any:
-    return TorchAO(setup.planned.source, setup.planned.config)
-
-
-_BUILDERS = {"native": _native, "fsdp2": _fsdp2, "torchao": _torchao}
+    if peer is None:
+        return build_engine
+    if peer == "native":
+        return lambda setup, **_: native_engine(setup)
+    rival = {"fsdp2": Fsdp2, "torchao": TorchAO}[peer]
+    return lambda setup, **_: rival(setup.planned.source, setup.planned.config)
 
 
 def _groups(module: Any, source: Any, optim: Any) -> list[dict[str, Any]]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from gpu_stages import peers
 from gpu_stages.record import Record
-from gpu_stages.stage import Failure, Stage, Worker, middle, spread
+from gpu_stages.stage import Stage, Worker, middle, spread
 
 COLUMNS = {
     "case": "case",
@@ -88,31 +89,27 @@ class Group:
                 continue
             if case.peer:
                 stage.record.note(f"{case.peer}: {peers.SETTINGS[case.peer]}")
-            self._measure(stage, case, [*words, *case.words])
+            whole = [*words, *case.words]
+            stage.add_row(partial(self._measure, stage, case, whole), case=case.name, words=" ".join(whole))
             _relate(stage.record)
 
-    def _measure(self, stage: Stage, case: Case, words: Sequence[str]) -> None:
-        """Measure a case and add its row, whatever the outcome."""
-        row: dict[str, Any] = {"case": case.name, "words": " ".join(words)}
+    def _measure(self, stage: Stage, case: Case, words: Sequence[str], row: dict[str, Any]) -> str:
+        """Measure a case, complete its row and return the outcome."""
         place = stage.process if self.cap_bytes is None else lambda name: stage.worker(name, cap_bytes=self.cap_bytes)
-        try:
-            with stage.case(), place(case.name) as worker:
-                size = 128 if stage.rehearsal else 8192
-                about = worker.build(words, fill=True, peer=case.peer, product=size)
-                row |= _of_plan(about, ours=case.peer is None)
-                steps = in_a_row(stage, worker, 2 if stage.rehearsal else self.steps)
-                early = worker.ask("early") if case.peer is None else {}
-                row |= _of_steps(about, steps) | {"counts": early}
-                if early:
-                    row["early"] = f"{early['valid']} of {early['pages']}"
-                if case.traced:
-                    _trace(stage, worker, case.name)
-        except Failure as failure:
-            stage.record.add(str(failure), **row)
-            return
-        over = self.cap_bytes is not None and row["gpu_reserved"] > self.cap_bytes / 1e9
-        taken = WARM + len(row["steps"])
-        stage.record.add("failed: more than the cap" if over else outcome_of(about, early, steps=taken), **row)
+        with stage.case(), place(case.name) as worker:
+            size = 128 if stage.rehearsal else 8192
+            about = worker.build(words, fill=True, peer=case.peer, product=size)
+            row |= _of_plan(about, ours=case.peer is None)
+            steps = in_a_row(stage, worker, 2 if stage.rehearsal else self.steps)
+            early = worker.ask("early") if case.peer is None else {}
+            row |= _of_steps(about, steps) | {"counts": early}
+            if early:
+                row["early"] = f"{early['valid']} of {early['pages']}"
+            if case.traced:
+                _trace(stage, worker, case.name)
+        if self.cap_bytes is not None and row["gpu_reserved"] > self.cap_bytes / 1e9:
+            return "failed: more than the cap"
+        return outcome_of(about, early, steps=WARM + len(row["steps"]))
 
 
 def _relate(record: Record) -> None:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -62,6 +62,20 @@ class Stage:
     def asked(self, name: str) -> bool:
         """Return whether a case of this name is selected."""
         return self._only in name
+
+    def add_row(self, measure: Callable[[dict[str, Any]], str | None], **row: Any) -> None:
+        """Add a row if its case, the first value of `row`, is selected.
+
+        `measure` completes the row and returns its outcome, by default "ok". A Failure that it raises is the outcome.
+        """
+        if not self.asked(next(iter(row.values()))):
+            return
+        try:
+            self.need_time()
+            outcome = measure(row) or "ok"
+        except Failure as failure:
+            outcome = str(failure)
+        self.record.add(outcome, **row)
 
     @contextmanager
     def case(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,18 +45,17 @@ FAILED = "tests-failed.txt"  # the file with the messages of failed tests
 def carry_out(stage: Stage) -> None:
     (stage.record.folder / FAILED).unlink(missing_ok=True)
     for name, what in (_REHEARSED if stage.rehearsal else CHECKS).items():
-        if not stage.asked(name):
-            continue
-        try:
-            stage.need_time()
-            start = time.monotonic()
-            stage.record.add(check=name, **tests(stage, what), seconds=time.monotonic() - start)
-        except Failure as failure:
-            stage.record.add(str(failure), check=name)
+        stage.add_row(partial(_run_tests, stage, what), check=name)
 
 
-def tests(stage: Stage, what: Sequence[str]) -> dict[str, Any]:
-    """Run pytest and return its outcome; a file next to the table gets the messages of failed tests."""
+def _run_tests(stage: Stage, what: Sequence[str], row: dict[str, Any]) -> None:
+    """Run pytest and complete its row; a file next to the table gets the messages of failed tests."""
+    start = time.monotonic()
+    row["found"] = _outcome_of(stage, what)
+    row["seconds"] = time.monotonic() - start
+
+
+def _outcome_of(stage: Stage, what: Sequence[str]) -> str:
     report = stage.drive / "tests.xml"
     options = ["-q", "--all", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-W", "ignore"]
     command = [sys.executable, "-m", "pytest", *options]
@@ -64,7 +64,7 @@ def tests(stage: Stage, what: Sequence[str]) -> dict[str, Any]:
     report.unlink(missing_ok=True)
     done = stage.command([*command, f"--junitxml={report}", *what], interrupted=_TO_REPORT)
     if done.returncode == 5:
-        return {"found": "there are none"}
+        return "there are none"
     if not report.exists():
         raise Failure(f"failed: {' '.join((done.stdout + done.stderr).split())[-300:]}")
     suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -82,4 +82,4 @@ def tests(stage: Stage, what: Sequence[str]) -> dict[str, Any]:
         with (stage.record.folder / FAILED).open("a") as said:
             said.write(f"== {' '.join(what)}\n{done.stdout[-200_000:]}\n")
         raise Failure(f"failed: {told}: {'; '.join(wrong)}")
-    return {"found": told}
+    return told

@@ -25,10 +25,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # has bench_step
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # has the package gpu_stages
@@ -76,12 +77,19 @@ class Served:
         prepare_process(config)
         self._prepare_torch()
         rate = self._product(product) if product else None
-        from gpu_stages import fill as filler
         from gpu_stages import peers
+        from gpu_stages.fill import filled_for_benchmarks
+        from offload_trainer.model.loader import ModelSource
+        from offload_trainer.plan import planner
         from offload_trainer.run import train
 
         start = time.perf_counter()
-        with filler.cheap_weights(fill), _nothing_kept(), _early_updates() as self._early:
+        with ExitStack() as replaced:
+            if fill:
+                replaced.enter_context(patch.object(ModelSource, "weights", filled_for_benchmarks))
+            # `instead` replaces the loop that would write an export and checkpoints: the plan counts no room for them.
+            replaced.enter_context(patch.object(planner, "saved_items", lambda *_, **__: []))
+            self._early = replaced.enter_context(_early_updates())
             served = partial(self._serve_run, output=Path(output), start=start, product=rate)
             train.train_run(config, instead=served, build=peers.builder(peer))
 
@@ -203,22 +211,6 @@ class Served:
 
 
 @contextmanager
-def _nothing_kept() -> Iterator[None]:
-    """Within the context, plans count no export and no checkpoints.
-
-    `instead` replaces the loop that would write them, which takes tens of gigabytes.
-    """
-    from offload_trainer.plan import planner
-
-    counted = planner.saved_items
-    planner.saved_items = lambda *_, **__: []
-    try:
-        yield
-    finally:
-        planner.saved_items = counted
-
-
-@contextmanager
 def _early_updates() -> Iterator[dict[str, int]]:
     """Yield counts of the steps, pages and valid pages that engines update before their step is decided."""
     from offload_trainer.offloading.update.step_params import SpeculativeStep
@@ -231,11 +223,8 @@ def _early_updates() -> Iterator[dict[str, int]]:
             counts[key] += more
         return valid
 
-    SpeculativeStep.kept = counting  # type: ignore[method-assign]
-    try:
+    with patch.object(SpeculativeStep, "kept", counting):
         yield counts
-    finally:
-        SpeculativeStep.kept = kept  # type: ignore[method-assign]
 
 
 def digest_of(weights: Iterator[tuple[str, Any]]) -> str:

@@ -278,21 +278,18 @@ def test_rows_whose_update_is_the_fallback_are_marked() -> None:
     assert (outcome(words) == "ok") == (chosen.name == "native")
 
 
-@pytest.mark.slow
 def test_an_overlap_that_updates_no_page_early_is_marked() -> None:
     def outcome(pages: int, *, shadows: float = 0.0, ram: float = 1.0) -> str:
         sizes = {"gpu_fraction": 0.0, "ram_fraction": ram, "ahead": True, "shadow_fraction": shadows}
         about = {"plan": {"chosen": {"engine": "tiered", "sizes": sizes}}, "kernel": "the native kernel, built"}
         return speed.outcome_of(about, {"steps": 7, "pages": pages, "valid": pages}, steps=7)
 
+    none = "not comparable: no page was updated before its step was decided"
     assert outcome(5, shadows=1.0) == outcome(5, ram=0.5) == outcome(0) == "ok"  # a CPU has no shadow memory
-    assert (
-        outcome(0, shadows=1.0)
-        == outcome(0, ram=0.5)
-        == "not comparable: no page was updated before its step was decided"
-    )
+    assert outcome(0, shadows=1.0) == outcome(0, ram=0.5) == none
 
 
+@pytest.mark.slow
 def test_selected_cases_are_run(tmp_path: Path) -> None:
     """--only continues a stage that had no time for all; a comparison whose first run is not selected is left out."""
     words = f"{tmp_path} --rehearse --drive {tmp_path} --only '1: weights gpu, state 0.3 GPU'"
@@ -460,8 +457,7 @@ def a_row(**changed: Any) -> dict[str, Any]:
 def test_a_home_that_differs_in_a_bit_fails() -> None:
     compared = parity.Compared()
     assert compared.outcome(a_row(plain=True, losses=[3.0, 2.51])) == "ok"
-    assert compared.outcome(a_row()) == "ok"
-    assert compared.outcome(a_row()) == "ok"
+    assert compared.outcome(a_row()) == compared.outcome(a_row()) == "ok"
     assert compared.outcome(a_row(digest="b")) == "failed: digest differ"
     assert compared.outcome(a_row(losses=[3.0, 2.5 + 1e-12])) == "failed: losses differ"
     assert compared.outcome(a_row(norms=[1.0, None])) == "failed: norms differ"
@@ -476,11 +472,7 @@ def test_a_loss_that_is_far_from_plain_torchs_or_nan_fails() -> None:
         assert compared.outcome(a_row(losses=[3.0, loss])).startswith("failed: loss is")
 
 
-def test_filled_weights_are_the_same_each_time_and_rows_differ() -> None:
-    from offload_trainer.config import ModelSection
-    from offload_trainer.model.loader import resolve_model
-
-    source = resolve_model(ModelSection(overrides={"n_layer": 2, "n_embd": 64}), seed=3)
+def test_filled_weights_are_the_same_each_time_and_rows_differ(source: ModelSource) -> None:
     one, other = dict(filled_for_benchmarks(source)), dict(filled_for_benchmarks(source))
     assert {name: tuple(value.shape) for name, value in one.items()} == {w.name: w.shape for w in source.shape.weights}
     assert all(value.equal(other[name]) for name, value in one.items())

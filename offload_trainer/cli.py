@@ -113,7 +113,6 @@ def _plan(given: Namespace, words: list[str]) -> None:
         _plan_here(words, as_json=given.json)
         return
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.plan.parallel.tables import describe, to_json
     from offload_trainer.run.commands.plan import compare_modes, described, plan_cluster, plan_elsewhere
 
     machine = None
@@ -121,19 +120,16 @@ def _plan(given: Namespace, words: list[str]) -> None:
         machine, words = described(read_machine(given.machine), words)
     config = load_config(words)
     quieten(loads=machine is None)
-    if given.parallel:
-        modes = compare_modes(config, machine, given.nodes)
-        _answer(modes.to_json(), as_json=given.json, told=modes.describe)
-        modes.refuse()
-        return
-    assert machine is not None
-    if given.nodes is None and machine.nodes == 1:
+    if machine is not None and not given.parallel and given.nodes is None and machine.nodes == 1:
         plan = plan_elsewhere(config, machine)
         _answer(plan.to_json(), as_json=given.json, told=plan.describe)
     else:
-        plans = plan_cluster(config, machine, given.nodes or str(machine.nodes))
-        _answer(to_json(plans, machine), as_json=given.json, told=lambda: describe(plans, machine))
-        plan = next((each for each in plans if each.fits), plans[-1])
+        if given.parallel or machine is None:
+            found = compare_modes(config, machine, given.nodes)
+        else:
+            found = plan_cluster(config, machine, str(machine.nodes) if given.nodes is None else given.nodes)
+        plan = found.plan
+        _answer(found.json, as_json=given.json, told=lambda: found.text)
     plan.refuse(force=config.placement.force)
 
 

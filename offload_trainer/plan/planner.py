@@ -572,12 +572,9 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
 
 
 def any_placement_fits(
-    config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
+    config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int
 ) -> bool:
-    """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks.
-
-    `saves`: see `make_plan`.
-    """
+    """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks."""
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.model_copy(update={"placement": place.model_copy(update={"gpu_fraction": 0.0})})
@@ -585,7 +582,7 @@ def any_placement_fits(
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts)
     shape = layouts.work.shape
-    work = workload(config, shape, world=world, nodes=nodes, saves=saves)
+    work = workload(config, shape, world=world, nodes=nodes)
     if config.model.activation_checkpointing == "auto" and isinstance(engine, Tiered) and shape.can_checkpoint:
         work = replace(work, checkpointed=shape.layers)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the smallest chunks need the least memory

@@ -255,7 +255,7 @@ class MemoryFallbacks:
         return self._in_parts[pieces]
 
     def that_fit(
-        self, config: TrainConfig, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
+        self, config: TrainConfig, machine: MachineProfile, *, world: int, nodes: int
     ) -> Iterator[tuple[TrainConfig, Any]]:
         """Yield (configuration, model) that fit with some placement, largest device footprint first."""
         for candidate, of in self._ways(config):
@@ -263,7 +263,7 @@ class MemoryFallbacks:
             fewer = with_fewer_buffers(candidate)
 
             def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
-                return any_placement_fits(one, layouts, machine, world=world, nodes=nodes, saves=saves)
+                return any_placement_fits(one, layouts, machine, world=world, nodes=nodes)
 
             if fits(fewer[-1]):
                 yield next((one for one in fewer[:-1] if fits(one)), fewer[-1]), of

@@ -146,22 +146,21 @@ def test_machines_of_a_cluster_name_their_links() -> None:
 
 @pytest.mark.slow
 def test_weak_scaling_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Up to 64 machines keep the rows of each GPU; the output is a table, or JSON."""
-    words = ["plan", "--machine", "8xh100-80gb", "--model", "gpt2-10b", "--engine", "tiered", "--nodes", "1,4,64"]
+    """More machines keep the rows of each GPU; the output is a table, or JSON."""
+    words = ["plan", "--machine", "8xh100-80gb", "--model", "gpt2-xl", "--engine", "tiered", "--nodes", "1,2,4"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["scaling"]
-    assert [row["ranks"] for row in rows] == [8, 32, 512]
+    assert [row["ranks"] for row in rows] == [8, 16, 32]
     assert [row["tokens_per_step"] // row["ranks"] for row in rows] == [rows[0]["tokens_per_step"] // 8] * 3
-    assert rows[0]["network_in_bytes"] == 0 < rows[1]["network_in_bytes"] < rows[2]["network_in_bytes"]
+    assert rows[0]["network_bytes"] == 0 < rows[1]["network_bytes"] < rows[2]["network_bytes"]
     assert rows[0]["ram_bytes"] > rows[1]["ram_bytes"] > rows[2]["ram_bytes"]
     assert rows[0]["scaling"] == 1 > rows[2]["scaling"] > 0
-    assert any("links" in line or "network" in line for line in found["assumptions"])
+    assert rows[2]["scaling"] == pytest.approx(rows[0]["seconds"] / rows[2]["seconds"])
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "scaling" in printed
     assert printed.count("assumed: ") >= len(found["assumptions"])
-    assert all(f"{row['nodes']} nodes: tiered engine" in printed for row in rows)
+    assert all(f"{row['nodes']} x 8 ranks" in printed for row in rows)
 
 
 def test_one_number_of_machines_has_a_plans_own_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -171,10 +170,10 @@ def test_one_number_of_machines_has_a_plans_own_keys(capsys: pytest.CaptureFixtu
     assert (found["chosen"]["nodes"], found["chosen"]["ranks"]) == (2, 6)
     assert {one["place"] for one in found["links"]} >= {NETWORK, OUTBOX}
     (tmp_path / "two.json").write_text(json.dumps(read_machine("4xrtx4090-10gbe").to_json() | {"nodes": 2}))
-    assert main(["plan", "--machine", str(tmp_path / "two.json"), *words[3:], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["chosen"]["ranks"] == 8
-    assert main([*words, "--nodes", "2"]) == 0
-    assert "network, backward" in capsys.readouterr().out
+    assert main(["plan", "--machine", str(tmp_path / "two.json"), *words[3:]]) == 0
+    printed = capsys.readouterr().out
+    assert "plan: tiered engine" in printed
+    assert "2 x 4 ranks" in printed
 
 
 @pytest.mark.parametrize("nodes", ["0", "1,x", "", "2000"])

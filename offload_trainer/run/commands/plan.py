@@ -7,8 +7,9 @@ sized from a transformers model on the meta device.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from offload_trainer.config import (
     DeepSpeedSection,
@@ -16,15 +17,14 @@ from offload_trainer.config import (
     ParallelSection,
     TieredSection,
     TrainConfig,
-    TrainSection,
 )
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.defaults import row_length, with_dtype_of_card
-from offload_trainer.plan.machine import MachineProfile, refuse_card
-from offload_trainer.plan.parallel.tables import Comparison, Mode, compare
+from offload_trainer.plan.defaults import with_dtype_of_card
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.parallel.tables import Mode, assumptions, modes, row_of, scaling, table
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import any_placement_fits, combination_mistakes, make_plan, resolve_and_plan, workload
+from offload_trainer.plan.planner import combination_mistakes, make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.workload import item_bytes
@@ -36,9 +36,10 @@ from offload_trainer.run.planning import (
     with_longest_row,
 )
 from offload_trainer.settings import values_given
+from offload_trainer.units import format_count
 
 _MOST_NODES = 1024
-_MICRO = (16, 4, 1)  # micro-batch sizes to try for the tiered engine in a comparison, the first that fits
+_MICRO = (64, 16, 4, 1)  # micro-batch sizes to try in a comparison; planning every size takes minutes
 
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
@@ -48,7 +49,22 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     return with_longest_row(found, config, models).plan
 
 
-def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> list[Plan]:
+@dataclass(frozen=True)
+class Comparison:
+    """Several plans as text and as JSON, a stable format. Seconds are null if a rate is missing."""
+
+    text: str
+    json: dict[str, Any]
+    plan: Plan  # the first that fits, or one that does not
+
+    @classmethod
+    def of(cls, lines: Sequence[str], json: dict[str, Any], machine: MachineProfile, *, plans: Sequence[Plan]) -> Self:
+        assumed = assumptions(machine)
+        text = "\n".join([*lines, *(f"  assumed: {line}" for line in assumed)])
+        return cls(text, json | {"assumptions": assumed}, next((plan for plan in plans if plan.fits), plans[-1]))
+
+
+def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> Comparison:
     """Plan a run for each number of nodes in `nodes`, such as "2" or "1,2,4", in ascending order.
 
     Each node has as many ranks as --gpus says, or else as the machine has GPUs. Raises UserError for invalid numbers.
@@ -56,128 +72,132 @@ def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> li
     counts = nodes.split(",")
     if not all(count.isdigit() and 0 < int(count) <= _MOST_NODES for count in counts):
         raise UserError(f"--nodes {nodes}: whole numbers from 1 to {_MOST_NODES}, such as 2 or 1,2,4")
-    gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
-    numbers = sorted(set(map(int, counts)))
-    models = _models(config)
-    return [planned(config, models, machine, world=gpus * count, nodes=count).plan for count in numbers]
+    gpus, models = _gpus(config, machine), _models(config)
+    plans = [planned(config, models, machine, world=gpus * n, nodes=n).plan for n in sorted(set(map(int, counts)))]
+    rows = [row_of(plan, f"{plan.nodes} x {gpus} ranks") for plan in plans]
+    ratios = scaling(rows)
+    lines = table(rows, last="scaling", ends=["" if ratio is None else f"{ratio:.2f}" for ratio in ratios])
+    found = {"scaling": [asdict(row) | {"scaling": ratio} for row, ratio in zip(rows, ratios, strict=True)]}
+    if len(plans) == 1:
+        lines, found = [plans[0].describe(), *lines], plans[0].to_json() | found
+    return Comparison.of(lines, found, machine, plans=plans)
 
 
 def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: str | None) -> Comparison:
-    """Compare the ways to divide a step over ranks.
+    """Compare the ways to divide a step over ranks, the fastest first.
 
     `machine`: the described machine; None: this one. `nodes`: the number of such machines; None: as described. Raises
-    UserError for a single rank or an invalid number of nodes.
+    UserError for a single rank, an invalid number of nodes, or what the tiered engine refuses without sequence
+    parallelism.
     """
     if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
         raise UserError(f"--nodes {nodes}: with --parallel, one whole number from 1 to {_MOST_NODES}")
-    if machine is None:
-        here, gpus = machine_here(config.placement, output=config.save.output), config.placement.gpus
-    else:
-        here = machine
-        gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
+    here = machine or machine_here(config.placement, output=config.save.output)
     count = here.nodes if nodes is None else int(nodes)
-    if gpus * count == 1:
+    world = count * (config.placement.gpus if machine is None else _gpus(config, machine))
+    if world == 1:
         raise UserError(
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
     models = _models(config)
     shape = models.as_wished(config).shape
-    whole = "" if _preset(config) else _why_whole(models.source)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
-    refuse_card(here, dtype=config.model.dtype)
-    world, row = gpus * count, row_length(config.data.seq_len, shape)
-    layouts = Layouts(workload(config, shape, world=world, nodes=count))
-
-    def plan(mode: Mode, tokens: int) -> Plan | str:
-        groups = world // (mode.tensor * mode.sequence)
-        rows, rest = divmod(tokens, groups * row)
-        if rest or not rows:
-            return f"{tokens // row} rows a step are not a multiple of {groups} data-parallel ranks"
-        if mode.sequence > 1 and whole:
-            return whole
-        of_mode = _asking(config, mode, tokens=tokens)
+    work = workload(config, shape, world=world, nodes=count)
+    asked, layouts = config.train.tokens_per_step, Layouts(work)
+    rows, refused = work.tokens // work.seq_len if asked == "auto" else asked // work.seq_len, dict[str, list[str]]()
+    plans = list[tuple[Mode, Plan]]()
+    for mode in modes(world):
         try:
-            if mode.stage is None:
-                return _planned_tiered(of_mode, rows, models, here, nodes=count, world=world, layouts=layouts)
-            if mistakes := combination_mistakes(of_mode):
-                return "; ".join(mistakes)
-            return resolve_and_plan(of_mode, shape, here, world=world, nodes=count, saves=False)[1]
+            if mode.sequence > 1:
+                _refuse_pieces(models)
+            tried = _configurations(config, mode, rows=rows)
+            plans.append((mode, _first_that_fits(tried, models, here, world=world, nodes=count, layouts=layouts)))
         except UserError as error:
             if mode == Mode(world):
                 raise
-            return str(error)
+            refused.setdefault(str(error).removeprefix(f"{mode.setting}: "), []).append(mode.name)
+    plans.sort(key=lambda one: (not one[1].fits, one[1].forecast.step is None, one[1].forecast.step or 0.0))
+    found = [row_of(plan, mode.name, words=_words(mode, plan, config)) for mode, plan in plans]
+    lines = [f"{format_count(rows * work.seq_len)} tokens a step, {world} ranks on {count} node(s)"]
+    lines += table(found, last="runs with", ends=[row.words for row in found])
+    lines += [f"  refused: {', '.join(names)}: {reason}" for reason, names in refused.items()]
+    values = {
+        "tokens_per_step": rows * work.seq_len,
+        "ranks": world,
+        "nodes": count,
+        "fastest": found[0].name if found[0].seconds is not None and not found[0].lacks else None,
+        "modes": [asdict(row) for row in found],
+        "refused": [{"mode": name, "reason": reason} for reason, names in refused.items() for name in names],
+    }
+    return Comparison.of(lines, values, here, plans=[plan for _, plan in plans])
 
-    return compare(workload(config, shape, world=world, nodes=count, saves=False), here, plan=plan)
+
+def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
+    """Return the ranks of each node: --gpus, or else the machine's GPUs."""
+    return config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
 
 
-def _asking(config: TrainConfig, mode: Mode, *, tokens: int) -> TrainConfig:
-    """Return the configuration that runs a mode; settings of the other engine are left out."""
-    place = config.placement
+def _words(mode: Mode, plan: Plan, config: TrainConfig) -> str:
+    """Return the settings that run a mode."""
+    partition = " parallel.partition_activations=true" * (mode.tensor > 1 and config.parallel.partition_activations)
+    return f"--engine {plan.engine} {mode.setting}{partition}".rstrip()
+
+
+def _configurations(config: TrainConfig, mode: Mode, *, rows: int) -> list[TrainConfig]:
+    """Return the configurations that run a mode with `rows` rows a step, largest micro-batch first.
+
+    Settings of the other engine are left out. Raises UserError if the mode cannot be combined with the configuration.
+    """
+    together = mode.tensor * mode.sequence
+    groups = mode.ranks // together
+    each, rest = divmod(rows, groups)
+    if rest or not each:
+        raise UserError(f"{rows} rows a step are not a multiple of {groups} data-parallel ranks")
+    place, tensor = config.placement, mode.tensor > 1
+    partition = config.parallel.partition_activations and tensor
+    sections: dict[str, object] = {
+        "parallel": ParallelSection(tensor=mode.tensor, sequence=mode.sequence, partition_activations=partition)
+    }
     if mode.stage is None:
-        return config.model_copy(
-            update={
-                "placement": place.model_copy(update={"engine": "tiered"}),
-                "parallel": ParallelSection(sequence=mode.sequence),
-                "deepspeed": DeepSpeedSection(),
-            }
-        )
-    partition = config.parallel.partition_activations and mode.tensor > 1
-    stage = "auto" if mode.tensor > 1 else mode.stage
-    batch = {"micro_batch_size", "gradient_accumulation_steps", "tokens_per_step"}
-    train = config.train.model_dump(exclude_unset=True, exclude=batch)
-    return config.model_copy(
-        update={
-            "placement": place.model_copy(update={"engine": "deepspeed", "nvme": place.nvme[:1]}),
-            "parallel": ParallelSection(tensor=mode.tensor, partition_activations=partition),
-            "deepspeed": config.deepspeed.model_copy(update={"zero_stage": stage}),
-            "tiered": TieredSection(),
-            "train": TrainSection(**train, tokens_per_step=tokens),
-        }
-    )
+        sections |= {"placement": place.model_copy(update={"engine": "tiered"}), "deepspeed": DeepSpeedSection()}
+    else:
+        sections["placement"] = place.model_copy(update={"engine": "deepspeed", "nvme": place.nvme[:1]})
+        stage = config.deepspeed.model_copy(update={"zero_stage": "auto" if tensor else mode.stage})
+        sections |= {"deepspeed": stage, "tiered": TieredSection()}
+    found = []
+    for size in sorted({math.gcd(each, most * together) for most in _MICRO}, reverse=True):
+        batch = {"micro_batch_size": size, "gradient_accumulation_steps": each // size, "tokens_per_step": "auto"}
+        found.append(config.model_copy(update=sections | {"train": config.train.model_copy(update=batch)}))
+    if mistakes := combination_mistakes(found[0]):
+        raise UserError("; ".join(mistakes))
+    return found
 
 
-def _planned_tiered(
-    config: TrainConfig,
-    rows: int,
+def _first_that_fits(
+    tried: Sequence[TrainConfig],
     models: MemoryFallbacks,
     machine: MachineProfile,
     *,
-    nodes: int,
     world: int,
+    nodes: int,
     layouts: Layouts,
 ) -> Plan:
-    """Plan `rows` rows per step with the largest micro-batch that fits.
-
-    If even the smallest micro-batch does not fit, try the memory fallbacks for it.
-    """
-    how: dict[str, Any] = {"world": world, "nodes": nodes, "saves": False}
-    sizes = sorted({math.gcd(rows, most * config.parallel.sequence) for most in _MICRO}, reverse=True)
-    trains = ({"micro_batch_size": size, "gradient_accumulation_steps": rows // size} for size in sizes)
-    *larger, smallest = [config.model_copy(update={"train": config.train.model_copy(update=train)}) for train in trains]
-    if any_placement_fits(smallest, layouts, machine, **how):
-        for one in larger:
-            plan = make_plan(one, layouts.work.shape, machine, layouts=layouts, **how)
-            if plan.fits:
-                return plan
-    else:
-        for one, of in models.that_fit(smallest, machine, **how):
-            plan = make_plan(one, of.shape, machine, **how)
-            if plan.fits:
-                return plan
-    return make_plan(smallest, layouts.work.shape, machine, layouts=layouts, **how)
+    """Return the plan of the first configuration that fits, or that of the last with the memory fallbacks."""
+    *larger, smallest = tried
+    for config in larger:
+        plan = make_plan(config, layouts.work.shape, machine, world=world, nodes=nodes, layouts=layouts)
+        if plan.fits:
+            return plan
+    return planned(smallest, models, machine, world=world, nodes=nodes).plan
 
 
-def _why_whole(source: Any) -> str:
-    """Return why ranks cannot share rows of this model (sequence parallelism); "" if they can."""
+def _refuse_pieces(models: MemoryFallbacks) -> None:
+    """Raise UserError if ranks cannot share rows of this model (sequence parallelism)."""
     from offload_trainer.model.init_weights import meta_model
     from offload_trainer.model.probes.rows import refuse_pieces
 
-    words = {"trust_remote_code": source.section.trust_remote_code}
-    try:
-        refuse_pieces(meta_model(source.config, **words), **words)
-    except UserError as error:
-        return str(error)
-    return ""
+    words = {"trust_remote_code": models.source.section.trust_remote_code}
+    refuse_pieces(meta_model(models.source.config, **words), **words)
 
 
 def _models(config: TrainConfig) -> MemoryFallbacks:

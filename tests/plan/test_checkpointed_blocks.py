@@ -53,7 +53,7 @@ def test_auto_chooses_the_number_with_the_shortest_step() -> None:
 
 def test_each_block_that_keeps_everything_takes_its_bytes_from_the_state_on_the_device() -> None:
     here = read_machine("h200")
-    plans = {count: with_count(count, here) for count in (50, 40, 30)}
+    plans = {count: with_count(count, here) for count in (50, 30)}
     shares = [plan.sizes.gpu_fraction for plan in plans.values() if plan.sizes]  # type: ignore[union-attr]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > shares[-1] + 0.03

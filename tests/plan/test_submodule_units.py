@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, machine
+from sample_plans import GB, SHAPES, machine
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import Rate
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import Unit, divided, is_divided, undivided, units_of
 from offload_trainer.plan.tiered.spec import TierSizes
@@ -149,28 +150,27 @@ def test_each_fallback_is_used_if_the_one_before_does_not_fit() -> None:
 def test_nodes_and_modes_use_the_same_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     compared = list[Plan]()
-    taken = plan_command._planned_tiered
+    taken = plan_command._first_that_fits
     monkeypatch.setattr(
-        plan_command, "_planned_tiered", lambda *given, **more: compared.append(taken(*given, **more)) or compared[-1]
+        plan_command, "_first_that_fits", lambda *given, **more: compared.append(taken(*given, **more)) or compared[-1]
     )
     for gpus, nodes in ((2, 1), (1, 2)):
         config, needs = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus)]), list[int]()
         for fetch, count in RUNGS:
             asked = [f"tiered.fetch_granularity={fetch}", f"tiered.weight_buffers={count}"]
             one = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus), *asked])
-            (plan,) = plan_cluster(one, machine(gpu=ROOMY), str(nodes))
+            plan = plan_cluster(one, machine(gpu=ROOMY), str(nodes)).plan
             needs.append(plan.tiers["gpu"]["need"] // gpus)
         for need in needs[::2]:
             here = replace(machine(gpu=need), gpus=gpus)
-            (plan,) = plan_cluster(config, here, str(nodes))
+            plan = plan_cluster(config, here, str(nodes)).plan
             assert plan.fits
             assert way(plan) == next(one for one, other in zip(RUNGS, needs, strict=True) if other <= need)
-            rows = [row for row in compare_modes(config, here, str(nodes)).rows if row.name == "tiered, 2 ranks"]
-            assert [row.lacks for row in rows] == [""]
+            rows = compare_modes(config, here, str(nodes)).json["modes"]
+            assert [row["lacks"] for row in rows if row["name"] == "tiered, 2 ranks"] == [""]
             assert way(compared[0]) == way(plan)
             compared.clear()
-        (plan,) = plan_cluster(config, replace(machine(gpu=min(needs) - 10**6), gpus=gpus), str(nodes))
-        assert not plan.fits
+        assert not plan_cluster(config, replace(machine(gpu=min(needs) - 10**6), gpus=gpus), str(nodes)).plan.fits
 
 
 def test_a_preset_uses_fewer_buffers_too() -> None:
@@ -211,13 +211,14 @@ def test_one_buffer_prefetches_nothing() -> None:
     )
     seconds = {}
     for count in (2, 1):
-        wish = load_config([*ALWAYS, *AWAY, "--params", "cpu", "--ram-fraction", "1", f"tiered.weight_buffers={count}"])
-        plan = plan_elsewhere(wish, replace(machine(gpu=ROOMY), rates=timed))
+        words = [*AWAY, "--params", "cpu", "--ram-fraction", "1", f"tiered.weight_buffers={count}"]
+        plan = make_plan(load_config(words), SHAPES["gpt2"], replace(machine(gpu=ROOMY), rates=timed))
         seconds[count] = {bound.kind: bound.seconds for bound in plan.forecast.bounds if bound.phase == "forward"}
     assert "turns" not in seconds[2]
     assert seconds[1]["turns"] == pytest.approx(seconds[1]["compute"] + seconds[1]["device"])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}')
     words = ["--model", str(tmp_path), "--scratch", "tiered.fetch_granularity=module", "--nvme", "/ssd"]

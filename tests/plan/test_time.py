@@ -183,12 +183,10 @@ def test_the_fastest_that_fits_is_chosen_and_the_others_say_why() -> None:
     shape = SHAPES["gpt2-xl"]
     here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
     known = replace(here.rates, to_device=rate(12e9), from_device=rate(12e9), both_ways=rate(10e9))
-    config = wish("--gpu-fraction", "0")
+    config = wish("--gpu-fraction", "0", "model.activation_checkpointing=on", "tiered.overlap=off")
     plan = make_plan(config, shape, replace(here, rates=known))
     assert plan.fits
-    steps = dict(plan.rejected)
-    assert any("a step takes" in reason for reason in steps.values())
-    assert make_plan(config, shape, replace(here, rates=known)) == plan
+    assert any("a step takes" in reason for _, reason in plan.rejected)
 
 
 @pytest.mark.parametrize(("matmul", "breadth"), [(1e10, False), (1e14, True)])

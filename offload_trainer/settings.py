@@ -69,7 +69,7 @@ FLAGS: dict[str, Flag] = {
 
 # Keys that users look for and that are not implemented.
 _NOT_IMPLEMENTED = {
-    "parallel.pipeline": "not implemented: docs/pipeline.md explains why",
+    "parallel.pipeline": "not implemented: docs/scaling.md explains why",
 }
 
 

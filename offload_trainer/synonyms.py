@@ -28,7 +28,7 @@ _PREFERENCES = (
 )
 _LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows progress; there is no key for it"
 _UPLOADS = "`offload-train export RUN DIR --push-to-hub USER/NAME` uploads an export"
-_SHARDING = "--gpus N trains on several ranks: docs/parallel.md, docs/scaling.md; `offload-train plan --parallel`"
+_SHARDING = "--gpus N trains on several ranks: docs/scaling.md; `offload-train plan --parallel`"
 _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
 _TRACKERS = "trackers read their own environment variables, such as WANDB_PROJECT"
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"

@@ -67,7 +67,6 @@ ELSEWHERE = {
     "damage.py",
     "kill_and_resume.py",
     "parameter_operations.py",
-    "write_parallel_docs.py",
 }
 
 

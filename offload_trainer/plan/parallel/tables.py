@@ -15,7 +15,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiers import GPU_NAME, RAM_NAME
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_COLUMNS = ("plan", "micro-batch", "weights/state", "GPU", "RAM", "drives", "GPU links", "network", "step", "tokens/s")
+_COLUMNS = ("plan", "micro-batch", "weights/state", "GPU", "RAM", "between GPUs", "network", "step", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ class Row:
     state: str  # placement of the optimizer state
     gpu_bytes: int  # per GPU
     ram_bytes: int  # per node
-    drive_bytes: int  # per node, without checkpoints
     link_bytes: int  # between GPUs, for each
     network_bytes: int  # per node
     seconds: float | None  # seconds per step; None: a rate is missing
@@ -78,7 +77,7 @@ class Row:
     lacks: str  # a sentence about what does not fit, or ""
 
     def cells(self) -> tuple[str, ...]:
-        sizes = (self.gpu_bytes, self.ram_bytes, self.drive_bytes, self.link_bytes, self.network_bytes)
+        sizes = (self.gpu_bytes, self.ram_bytes, self.link_bytes, self.network_bytes)
         return (
             self.name,
             str(self.micro_batch),
@@ -92,7 +91,6 @@ class Row:
 def row_of(plan: Plan, name: str, *, words: str = "") -> Row:
     """Return the row of a plan."""
     step = plan.forecast.step
-    drives = {one.place for one in plan.traffic} & plan.tiers.keys() - {GPU_NAME, RAM_NAME}
 
     def moved(place: str) -> int:
         found = [one for one in plan.links if one.place == place]
@@ -109,7 +107,6 @@ def row_of(plan: Plan, name: str, *, words: str = "") -> Row:
         state=plan.placement.optimizer,
         gpu_bytes=plan.tiers[GPU_NAME]["need"] * plan.nodes // plan.world,
         ram_bytes=plan.tiers[RAM_NAME]["need"],
-        drive_bytes=sum(plan.tiers[drive]["need"] for drive in drives),
         link_bytes=moved(GPUS),
         network_bytes=moved(NETWORK),
         seconds=step,

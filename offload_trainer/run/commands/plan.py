@@ -20,7 +20,7 @@ from offload_trainer.config import (
 )
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.defaults import with_dtype_of_card
+from offload_trainer.plan.defaults import micro_batches, with_dtype_of_card
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.tables import Mode, assumptions, modes, row_of, scaling, table
 from offload_trainer.plan.plan import Plan
@@ -100,16 +100,16 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
             "--parallel compares ways to divide a step over ranks, and there is only one rank: add --gpus N"
         )
     models = _models(config)
-    shape = models.as_wished(config).shape
+    shape, whole = models.as_wished(config).shape, "" if _preset(config) else _why_whole(models)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
-    asked, layouts = config.train.tokens_per_step, Layouts(work)
-    rows, refused = work.tokens // work.seq_len if asked == "auto" else asked // work.seq_len, dict[str, list[str]]()
-    plans = list[tuple[Mode, Plan]]()
+    train = next(micro_batches(config.train, seq_len=work.seq_len, world=work.data))
+    rows, layouts = train.micro_batch_size * train.gradient_accumulation_steps * work.data, Layouts(work)
+    plans, refused = list[tuple[Mode, Plan]](), dict[str, list[str]]()
     for mode in modes(world):
         try:
-            if mode.sequence > 1:
-                _refuse_pieces(models)
+            if mode.sequence > 1 and whole:
+                raise UserError(whole)
             tried = _configurations(config, mode, rows=rows)
             plans.append((mode, _first_that_fits(tried, models, here, world=world, nodes=count, layouts=layouts)))
         except UserError as error:
@@ -191,13 +191,17 @@ def _first_that_fits(
     return planned(smallest, models, machine, world=world, nodes=nodes).plan
 
 
-def _refuse_pieces(models: MemoryFallbacks) -> None:
-    """Raise UserError if ranks cannot share rows of this model (sequence parallelism)."""
+def _why_whole(models: MemoryFallbacks) -> str:
+    """Return why ranks cannot share rows of this model (sequence parallelism); "" if they can."""
     from offload_trainer.model.init_weights import meta_model
     from offload_trainer.model.probes.rows import refuse_pieces
 
     words = {"trust_remote_code": models.source.section.trust_remote_code}
-    refuse_pieces(meta_model(models.source.config, **words), **words)
+    try:
+        refuse_pieces(meta_model(models.source.config, **words), **words)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _models(config: TrainConfig) -> MemoryFallbacks:

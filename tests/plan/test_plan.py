@@ -40,7 +40,6 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES
 from offload_trainer.plan.tiers import Placement
-from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -77,23 +76,6 @@ def test_bytes_never_fall_when_layers_are_added() -> None:
             before = total
 
 
-def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
-    words = ["--nvme", "/ssd", "--optimizer", "nvme"]
-    config = load_config(words)  # checkpoints go to the output
-    shape, apart = SHAPES["gpt2"], machine()
-    plan = make_plan(config, shape, apart)
-    needs = [plan.tiers[directory]["need"] for directory in ("/ssd", "/out")]
-    assert all(needs)
-    for room, fits in ((sum(needs), True), (sum(needs) - 1, False)):
-        ssd, out = (dataclasses.replace(d, free_bytes=room, device=7) for d in (*apart.drives, apart.output))
-        assert make_plan(config, shape, dataclasses.replace(apart, drives=(ssd,), output=out)).fits == fits
-        small = [dataclasses.replace(directory, free_bytes=min(needs) - 1) for directory in (ssd, out)]
-        full = make_plan(config, shape, dataclasses.replace(apart, drives=(small[0],), output=small[1]))
-        assert all(tier["have"] >= 0 for tier in full.tiers.values())
-        other = dataclasses.replace(apart, drives=(ssd,), output=dataclasses.replace(out, device=8))
-        assert make_plan(config, shape, other).fits
-
-
 def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
     config, shape = wish("--params", "cpu", "--optimizer", "cpu"), SHAPES["gpt2"]
     need = least_ram(make_plan(config, shape, machine()))
@@ -116,7 +98,7 @@ def test_auto_uses_the_first_that_fits_and_says_why_not_the_others() -> None:
     assert none.shortfalls()
 
 
-@pytest.mark.parametrize("ram", [20, 16, 12, 8])
+@pytest.mark.parametrize("ram", [20, 8])
 def test_auto_divides_the_state_so_that_ram_is_used_and_not_exceeded(ram: int) -> None:
     plan = make_plan(wish("--gpu-fraction", "0"), SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=ram * GB))
     assert plan.fits
@@ -427,7 +409,10 @@ def test_directories_on_one_filesystem_are_reported_together() -> None:
     ample = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(500 * GB))
     need = {place: ample.tiers[place]["need"] for place in ("/ssd", "/out")}
     assert ample.fits
-    assert make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(sum(need.values()))).fits
+    for free, fits in ((sum(need.values()), True), (sum(need.values()) - 1, False), (min(need.values()) - 1, False)):
+        tight = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(free))
+        assert tight.fits == fits
+        assert all(tier["have"] >= 0 for tier in tight.tiers.values())
     plan = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(GB))
     assert not plan.fits
     (told,) = plan.shortfalls()
@@ -438,10 +423,3 @@ def test_directories_on_one_filesystem_are_reported_together() -> None:
     for place, other in (("/ssd", "/out"), ("/out", "/ssd")):
         line = next(line for line in said.splitlines() if line.startswith(f"  {place} "))
         assert f"{sizes[place]}   of 1 GB on the filesystem shared with {other}   DOES NOT FIT" in line
-
-
-def test_an_unused_drive_and_a_row_that_does_not_fit_are_reported() -> None:
-    plan = make_plan(wish("--ram-fraction", "1"), SHAPES["gpt2"], machine())
-    assert "0 B   of 500 GB: not used by this plan" in plan.describe()
-    assert "rows of any length: not even the shortest fit" in replace(plan, longest_row=0).describe()
-    assert "rows of up to 256 tokens fit (--seq-len), 4 in a micro-batch" in replace(plan, longest_row=256).describe()

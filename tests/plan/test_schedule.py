@@ -79,19 +79,12 @@ def test_rises_to_the_peak_falls_to_the_end_without_a_jump(schedule, warmup, ste
 
 
 @pytest.mark.parametrize("schedule", SHAPES)
-def test_beyond_the_end_the_rate_stays(schedule):
+def test_short_runs_and_steps_beyond_the_end(schedule):
     section = OptimSection(schedule=schedule)
     end = learning_rate(49, section, steps=50)
     assert [learning_rate(step, section, steps=50) for step in (50, 51, 10_000)] == [end] * 3
-
-
-@pytest.mark.parametrize("schedule", SHAPES)
-def test_a_run_of_one_step_is_at_its_end(schedule):
-    assert rates(1, schedule=schedule) == [1.0 if schedule == "constant" else 0.1]
-
-
-def test_one_step_of_warmup_alone_is_the_peak():
-    assert rates(1, schedule="cosine", warmup_steps=1) == [1.0]
+    assert rates(1, schedule=schedule) == [1.0 if schedule == "constant" else 0.1]  # at its end
+    assert rates(1, schedule=schedule, warmup_steps=1) == [1.0]  # one step of warm-up alone is the peak
 
 
 def test_cosine_is_torch_s():

@@ -225,14 +225,6 @@ class OptimSection(_Section):
     accumulate_dtype: Literal["fp32", "model"] = Field(
         "fp32", description="dtype in which gradients are summed over the micro-batches of a step"
     )
-    initial_loss_scale: PositiveFloat = Field(
-        65536.0,
-        description="fp16 only: initial value of the dynamic loss scale, a power of two. A step that overflows "
-        "changes no weight and halves the scale; it still counts as a step of the schedule and the data",
-    )
-    loss_scale_window: PositiveInt = Field(
-        1000, description="fp16 only: number of steps without overflow after which the loss scale doubles"
-    )
     on_nonfinite_grad: Literal["stop", "skip"] = Field(
         "stop",
         description="bf16, fp32: on NaN or infinity in the gradient, end the run (stop) or leave the weights "

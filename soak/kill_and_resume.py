@@ -59,11 +59,10 @@ PLACEMENTS = (
     ["--optimizer", "nvme", "--params", "cpu"],
     ON_DRIVE,
 )
-FP16 = ["--dtype", "fp16", "optim.initial_loss_scale=1099511627776", "optim.loss_scale_window=3"]
 CHECKPOINTS = (
     Kind(SAVED, PLACEMENTS),
     Kind([*SAVED, "optim.name=muon"], PLACEMENTS),
-    Kind([*SAVED, *FP16], PLACEMENTS),
+    Kind([*SAVED, "--dtype", "fp16"], PLACEMENTS),
 )
 PAGE_FILES = (
     Kind([*PAGES, "tiered.overlap=off"]),
@@ -72,7 +71,7 @@ PAGE_FILES = (
     Kind([*PAGES, "tiered.overlap=forward", *ON_DRIVE]),
     Kind([*PAGES, "tiered.overlap=backward", "optim.name=muon"]),
     Kind([*PAGES, "tiered.overlap=forward", "optim.name=muon", *ON_DRIVE], drives=2),
-    Kind([*PAGES, "tiered.overlap=off", *FP16]),
+    Kind([*PAGES, "tiered.overlap=off", "--dtype", "fp16"]),
 )
 
 

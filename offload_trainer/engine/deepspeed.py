@@ -28,6 +28,7 @@ from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.recompute_hooks import keep_inputs
+from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.state_files import (
     BlockingSnapshot,
     EngineState,
@@ -198,13 +199,14 @@ class DeepSpeedEngine:
             yield name, self._read_fixed(name).float()
 
     def snapshot(self) -> BlockingSnapshot:
-        scaler = self._optimizer.loss_scaler
-        steps = self._optimizer_steps()
+        steps, scale, scaler = self._optimizer_steps(), CONSTANT, self._optimizer.loss_scaler
+        if self._dtype is torch.float16:
+            good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+            scale = LossScale(float(scaler.cur_scale), scaler.scale_window, good_steps)
         state = EngineState(
             optimizer_steps=steps,
             weight_steps={name: steps - missed for name, missed in self._missed.items()},
-            loss_scale=float(self._optimizer.loss_scale) if self._dtype is torch.float16 else None,
-            good_steps=getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1,
+            loss_scale=scale,
         )
         self._link_moments()
         files = state_files(
@@ -229,9 +231,9 @@ class DeepSpeedEngine:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
                 _write_weight(name, self._parameters[name], self._parts.of(name, tensor))
         scaler = self._optimizer.loss_scaler
-        if getattr(scaler, "dynamic", False) and state.loss_scale is not None:  # None: the earlier run was not in fp16
-            scaler.cur_scale = state.loss_scale
-            scaler.cur_iter = state.good_steps
+        if self._dtype is torch.float16 and state.loss_scale.window:  # None: the earlier run was not in fp16
+            scaler.cur_scale, scaler.scale_window = state.loss_scale.value, state.loss_scale.window
+            scaler.cur_iter = state.loss_scale.good_steps
             scaler.last_overflow_iter = -1
 
     def _read(self, name: str, kind: str) -> torch.Tensor:

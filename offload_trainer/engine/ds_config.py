@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, OptimSection
+from offload_trainer.optim import loss_scale
 from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiers import Placement
@@ -40,7 +41,7 @@ def deepspeed_config(
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW
         "zero_force_ds_cpu_optimizer": False,  # allow torch's AdamW if the optimizer is on the accelerator
-        **_precision(optim, dtype=work.dtype),
+        **_precision(work.dtype),
         "zero_optimization": _zero(section, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
     }
     if work.accumulate > 1 and work.sums == "fp32":
@@ -84,7 +85,7 @@ def _specs(shape: ModelShape) -> list[dict[str, Any]]:
     return found
 
 
-def _precision(optim: OptimSection, *, dtype: str) -> dict[str, Any]:
+def _precision(dtype: str) -> dict[str, Any]:
     if dtype == "bf16":
         return {"bf16": {"enabled": True, "check_grad_overflow": True}}
     if dtype == "fp16":
@@ -92,8 +93,8 @@ def _precision(optim: OptimSection, *, dtype: str) -> dict[str, Any]:
             "fp16": {
                 "enabled": True,
                 "loss_scale": 0,  # dynamic
-                "initial_scale_power": int(optim.initial_loss_scale).bit_length() - 1,
-                "loss_scale_window": optim.loss_scale_window,
+                "initial_scale_power": int(loss_scale.INITIAL_SCALE).bit_length() - 1,
+                "loss_scale_window": loss_scale.WINDOW,
                 "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
                 "min_loss_scale": 1,
             }

@@ -17,11 +17,11 @@ import torch
 
 from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
-from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offloading.gradients.norms import clip_factor, norm_of
+from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.state_files import (
     BlockingSnapshot,
     EngineState,
@@ -79,7 +79,7 @@ class PlainEngine:
         )
         self._clip = optim.max_grad_norm
         self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
-        self._scale = LossScale.of(optim, dtype=model.dtype)
+        self._scale = LossScale.initial(model.dtype)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class PlainEngine:
             for name, master in self._masters.items():
                 self._weights[name].copy_(master)
         self._adam.zero_grad()
-        self._scale.after_step(finite=finite)
+        self._scale = self._scale.after_step(finite=finite)
         return float(norm) if finite else None
 
     def synchronize(self) -> None:
@@ -151,8 +151,7 @@ class PlainEngine:
         most = max(steps.values(), default=0)
         state = EngineState(
             optimizer_steps=most,
-            loss_scale=self._scale.saved,
-            good_steps=self._scale.good_steps,
+            loss_scale=self._scale,
             weight_steps={name: count for name, count in steps.items() if count != most},
         )
         fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
@@ -175,7 +174,7 @@ class PlainEngine:
     @torch.no_grad()
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
-        self._scale.load_state(state.loss_scale, state.good_steps)
+        self._scale = self._scale.resumed(state.loss_scale)
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
         for kind in KINDS:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):

@@ -18,7 +18,6 @@ from torch import nn
 from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.build_tiered import Say, open_parts
-from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.breadth_first import BreadthFirst
 from offload_trainer.model.init_weights import parameters_without_memory, set_buffer
@@ -30,6 +29,7 @@ from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.update.step_params import MispredictionWatch
+from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.rules import Hyper, hypers_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import inputs_of
@@ -78,7 +78,7 @@ class TieredEngine:
         self._optim = optim
         work = replace(work, breadth_first=sizes.breadth_first)
         self._dtype = DTYPES[work.dtype]
-        self._scale = LossScale.of(optim, dtype=work.dtype)
+        self._scale = LossScale.initial(work.dtype)
         with ExitStack() as stack:
             parts = open_parts(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._overlaps, self._hidden = parts.device.place, parts.layout.overlap_forward, 0.0
@@ -239,7 +239,7 @@ class TieredEngine:
         if finite:
             self.offloaded.step(rules, scale=factor / self._scale.value)
         self.offloaded.clear()
-        self._scale.after_step(finite=finite)
+        self._scale = self._scale.after_step(finite=finite)
         if self._watch is not None:
             self._watch.decided(as_expected=factor == 1.0)
         return norm if finite else None
@@ -262,26 +262,26 @@ class TieredEngine:
         return self.offloaded.masters()
 
     def snapshot(self) -> TieredSnapshot:
-        return self.offloaded.snapshot(loss_scale=self._scale.saved, good_steps=self._scale.good_steps)
+        return self.offloaded.snapshot(loss_scale=self._scale)
 
     def load(self, directory: Path) -> None:
         state = self.offloaded.load(directory)
-        self._scale.load_state(state.loss_scale, state.good_steps)
+        self._scale = self._scale.resumed(state.loss_scale)
 
     def commit(self, train: Mapping[str, int]) -> None:
         """Record the training loop's state with the page files, after each step.
 
         The record is written when the running update has ended.
         """
-        ours, scale = self.offloaded, self._scale
+        ours = self.offloaded
         assert ours.manifest is not None
-        state = ours.state.scalars(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
+        state = ours.state.scalars(ours.steps, loss_scale=self._scale)
         ours.manifest.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
 
     def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
         """Resume from the page files of another process, each page in its newest place and with these checksums."""
         self.offloaded.resume_from_pages(state, newest, sums)
-        self._scale.load_state(state.loss_scale, state.good_steps)
+        self._scale = self._scale.resumed(state.loss_scale)
 
     def close(self) -> None:
         self._open.close()

@@ -36,6 +36,7 @@ from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher, modules_of_units
 from offload_trainer.offloading.weights.resident_guard import ResidentGuard, give_memory
 from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs
@@ -481,10 +482,10 @@ class OffloadedModel:
             yield name, self.weight(name).float()
         self.state.flush()
 
-    def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
+    def snapshot(self, *, loss_scale: LossScale = CONSTANT) -> TieredSnapshot:
         """Return a snapshot of the current state. The next update waits for pages that are not written yet."""
         self.synchronize()
-        state = self.state.scalars(self.steps, loss_scale=loss_scale, good_steps=good_steps)
+        state = self.state.scalars(self.steps, loss_scale=loss_scale)
         return TieredSnapshot(self.state, state, self.updater.snapshot())
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ from pydantic import Field, with_config
 
 from offload_trainer.config import RuleName
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.moments import StoredMoment
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 from offload_trainer.plan.tiered.state_formats import (
@@ -38,13 +39,12 @@ from offload_trainer.plan.tiered.state_formats import (
     state_format,
 )
 from offload_trainer.ranks import ALONE, Group
-from offload_trainer.safe_files import EXACT, Number, Steps, read_back
+from offload_trainer.safe_files import EXACT, Steps, read_back
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter, describe_invalid_values
 
 _FIX = "Move that checkpoint away, and the same command resumes from the one before it"
 MomentsName = Annotated[str, Field(pattern=f"^({'|'.join(MOMENT_FORMATS)})$")]
-_Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
 
 
 @with_config(EXACT)
@@ -53,8 +53,7 @@ class EngineState:
     """The part of an engine's state that is not tensors."""
 
     optimizer_steps: Steps  # steps that changed the weights, which Adam's bias correction counts
-    loss_scale: _Scale | None = None  # only in fp16
-    good_steps: Steps = 0  # steps since the loss scale last changed
+    loss_scale: LossScale = CONSTANT
     states: MomentsName = "fp32"  # storage format of the moments
     weight_steps: dict[str, Steps] = field(default_factory=dict)  # steps of weights that had no gradient in some steps
     rule: RuleName = "adamw"

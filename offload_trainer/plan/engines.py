@@ -6,7 +6,6 @@ error messages, one sentence each, with what to change.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -164,8 +163,6 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         mistakes.append(
             "train.tokens_per_step chooses micro_batch_size and gradient_accumulation_steps: leave those two out"
         )
-    if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
-        mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
     mistakes += mistakes_of_streams(config)
     mistakes += mistakes_of_division(
         config.parallel, engine=engine.name, checkpointing=config.model.activation_checkpointing

@@ -147,7 +147,7 @@ def _words(setting: Setting, *, tiny: bool) -> list[str]:
     model += ["--seq-len", "256", "--micro-batch", "4"]
     if tiny:
         model = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
-    more = ["model.overrides.resid_pdrop=0.1", "model.activation_checkpointing=on", "optim.initial_loss_scale=1024"]
+    more = ["model.overrides.resid_pdrop=0.1", "model.activation_checkpointing=on"]
     rate = ["--lr", "5e-5", "optim.warmup_steps=10", "train.deterministic=true"]
     step = ["--dtype", setting.dtype, "--accumulate", str(setting.accumulate), f"optim.max_grad_norm={setting.limit}"]
     return [*model, *more, *rate, *step]

@@ -289,7 +289,7 @@ def llama_8b(stage: Stage) -> list[str]:
 
 def gpt2_10b(stage: Stage) -> list[str]:
     model = _TINY if stage.rehearsal else ["--model", "gpt2-10b", "--seq-len", "1024", "--micro-batch", "4"]
-    return [*model, "--dtype", "fp16", "{drive}", "optim.initial_loss_scale=1024"]
+    return [*model, "--dtype", "fp16", "{drive}"]
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
 from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep
 from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.optim import loss_scale
 
 LATE = 3  # updates that rank 0 is late to record
 PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has NaN in its last gradient
@@ -127,6 +128,7 @@ def engine(model: Path, *words: str, **more: Any) -> Iterator[Any]:
 
 if __name__ == "__main__":
     layout.SMALL = 0
+    loss_scale.INITIAL_SCALE = 2.0**24  # the first steps in fp16 overflow
     torch.set_num_threads(1)
     rank, count, folder, nodes = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     forked_ranks.engine = engine

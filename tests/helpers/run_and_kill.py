@@ -1,6 +1,6 @@
 """run_and_kill.py [RANK:]WHERE NUMBER WORDS...: run the command, or only its rank RANK, and kill it (SIGKILL) at
 an exact moment. WHERE and NUMBER may be lists, separated by commas: the next entry counts after each restart by
-torchrun, and after the last one nothing is killed.
+torchrun, and after the last one nothing is killed. The variable LOSS_SCALE=VALUE,WINDOW replaces those of fp16.
 
 step N     before the Nth step of this process
 page N     before the Nth write into page files
@@ -25,7 +25,10 @@ import sys
 from typing import Any
 
 from offload_trainer.cli import main
+from offload_trainer.optim import loss_scale
 
+if "LOSS_SCALE" in os.environ:
+    loss_scale.INITIAL_SCALE, loss_scale.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
 places, numbers = (word.split(",") for word in sys.argv[1:3])
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 if attempt >= len(places):

@@ -1,9 +1,13 @@
-"""run_with_nan_loss.py STEP WORDS...: run the command with NaN as the loss, thus in every gradient, of one forward."""
+"""run_with_nan_loss.py STEP WORDS...: run the command with NaN as the loss, thus in every gradient, of one forward.
+
+In fp16 the loss scale begins at 1, and no overflow can halve it.
+"""
 
 import sys
 
 from offload_trainer.cli import main
 from offload_trainer.model.loss import CausalLoss
+from offload_trainer.optim import loss_scale
 
 plain_forward = CausalLoss.forward
 forwards = 0
@@ -20,4 +24,5 @@ def forward(self, *given):
 
 
 CausalLoss.forward = forward
+loss_scale.INITIAL_SCALE = 1.0
 raise SystemExit(main(sys.argv[2:]))

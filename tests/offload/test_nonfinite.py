@@ -67,7 +67,7 @@ def test_stop_names_the_weight_and_keeps_the_last_checkpoint(drive: Path, tmp_pa
 
 def test_a_nan_in_fp16_stops_where_no_scale_can_help(tmp_path: Path) -> None:
     """Its report ends with the step that stopped it, and no longer reloads itself."""
-    run = planted(3, *TINY, *STILL, "--dtype", "fp16", "optim.initial_loss_scale=1", "--steps", 5, output=tmp_path)
+    run = planted(3, *TINY, *STILL, "--dtype", "fp16", "--steps", 5, output=tmp_path)
     assert run.code == 1
     assert "step 3: NaN or infinity in the gradient" in run.text
     page = (tmp_path / "report.html").read_text()

@@ -28,6 +28,7 @@ from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.optim import loss_scale
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -136,11 +137,11 @@ def test_experts_that_are_not_used(home: str, folder: Path, drive: Path) -> None
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("home", ["all in RAM", "a part on the device", "weights and gradients on the drive"])
 def test_an_overflow_and_a_nan_are_decided_before_the_update(
-    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path
+    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps 3 and 4 of 7 are skipped, and fp16 halves its scale, as without overlap."""
-    words = ["--dtype", dtype, "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
-    words = words if dtype == "fp16" else words[:2]
+    monkeypatch.setattr(loss_scale, "WINDOW", 3)
+    words = ["--dtype", dtype]
     found = []
     for where, how in ((["--ram-fraction", "1"], "tiered.overlap=off"), (HOMES[home], BEHIND)):
         with engine(gpt2(folder), *where, *words, how, drives=[drive]) as ours:

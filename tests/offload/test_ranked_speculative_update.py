@@ -94,7 +94,7 @@ def test_overflow_and_accumulation(tmp_path: Path) -> None:
     """
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
-    words = ("--dtype", "fp16", "optim.initial_loss_scale=16777216", "optim.moment_dtype=8bit", "optim.max_grad_norm=0")
+    words = ("--dtype", "fp16", "optim.moment_dtype=8bit", "optim.max_grad_norm=0")
     home = ON_DRIVES["a third in RAM"]
     case = Case(
         model,

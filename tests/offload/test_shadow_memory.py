@@ -23,6 +23,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offloading.pages.store import PageStore, ShadowPages
 from offload_trainer.offloading.update.updater import Updater
+from offload_trainer.optim import loss_scale
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.engine import TieredCandidate
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
@@ -216,11 +217,8 @@ def test_a_skipped_step_is_undone(
 ) -> None:
     """An overflow and NaN in steps 1, 3 and 4 of 6 leave weights and state unchanged; fp16 halves its scale."""
     undone = note_undone(monkeypatch)
-    words = [
-        "--dtype",
-        dtype,
-        *(["optim.initial_loss_scale=1024", "optim.loss_scale_window=3"][: 2 * (dtype == "fp16")]),
-    ]
+    monkeypatch.setattr(loss_scale, "WINDOW", 3)
+    words = ["--dtype", dtype]
     found = []
     for how in (IN_LINE, FULL):
         with engine(gpt2(folder), *IN_RAM[home], *words, how, drives=[drive], shadows=0.6) as ours:

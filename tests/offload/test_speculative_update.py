@@ -27,6 +27,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep, step_params_of
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
+from offload_trainer.optim import loss_scale
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import units_of
@@ -181,11 +182,11 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive", "a part on the device"])
 def test_a_step_that_is_skipped_changes_nothing(
-    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path
+    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An overflow and NaN in steps 1, 3 and 4 of 7 leave weights and state unchanged; fp16 halves its scale."""
-    words = ["--dtype", dtype, "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
-    words = words if dtype == "fp16" else words[:2]
+    monkeypatch.setattr(loss_scale, "WINDOW", 3)
+    words = ["--dtype", dtype]
     found = []
     for how in (IN_LINE, FULL):
         with engine(gpt2(folder), *ON_DRIVES[home], *words, how, drives=[drive]) as ours:

@@ -216,7 +216,7 @@ def test_a_checkpoint_has_no_second_moment_of_matrices_and_resumes_in_another_pl
 
 def test_a_state_of_adamw_or_of_moments_that_the_rule_lacks_is_refused(tmp_path: Path) -> None:
     """A state that names no rule is AdamW's."""
-    (tmp_path / "engine.json").write_text('{"optimizer_steps": 3, "good_steps": 0, "states": "8bit"}')
+    (tmp_path / "engine.json").write_text('{"optimizer_steps": 3, "states": "8bit"}')
     assert read_engine_state(tmp_path, rule=RULES["adamw"]).format == state_format("adamw", "8bit")
     with pytest.raises(UserError, match=r"of AdamW.* optim\.name=adamw"):
         read_engine_state(tmp_path, rule=RULES["muon"])

@@ -43,8 +43,8 @@ def left(output: Path) -> dict[str, Any]:
     return {"steps": lines(output), "evaluations": lines(output, "evaluations.jsonl"), "weights": export}
 
 
-def killed(where: str, number: int, *words: object, output: Path) -> None:
-    done = run_script(DYING, where, number, *words, "--output", output)
+def killed(where: str, number: int, *words: object, output: Path, **extra: str) -> None:
+    done = run_script(DYING, where, number, *words, "--output", output, **extra)
     assert done.returncode == -9, done.stdout + done.stderr
 
 
@@ -176,20 +176,17 @@ def test_a_loss_scale_and_skipped_steps_are_resumed(place: Path, tmp_path: Path)
     """Loss scale, skipped steps and stochastically rounded 8-bit moments resume, also on two drives."""
     other = place / "other"
     other.mkdir()
-    more = [
-        "--dtype",
-        "fp16",
-        f"optim.initial_loss_scale={2**40}",
-        "optim.loss_scale_window=2",
-        "optim.moment_dtype=8bit",
-    ]
-    words = ["--nvme", place, "--nvme", other, *ALL, *more, "--steps", 40]
-    whole = left(call(*words, "tiered.state_copies=1", output=tmp_path / "alone").output)
+    more = ["--dtype", "fp16", "optim.moment_dtype=8bit", "--steps", 40]
+    words = ["--nvme", place, "--nvme", other, *ALL, *more]
+    alone, begun = tmp_path / "alone", {"LOSS_SCALE": f"{2**40},2"}
+    done = run_script(DYING, "step", 10**9, *words, "tiered.state_copies=1", "--output", alone, **begun)
+    assert done.returncode == 0, done.stderr
+    whole = left(alone)
     skipped = [row[-2] for row in whole["steps"]]
     assert {True, False} == set(skipped)
     first = skipped.index(False)
-    for number in (first - 3, first + 8):
-        killed("line", number, *words, output=tmp_path / "run")
+    killed("line", first - 3, *words, output=tmp_path / "run", **begun)
+    killed("line", first + 8, *words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == first + 7
     assert left(run.output) == whole

@@ -410,19 +410,6 @@ def test_run_directory_is_what_is_documented(finished) -> None:
     assert len(set(rates)) > 1
 
 
-@pytest.mark.slow
-def test_fp16_on_the_cpu_with_an_overflow(drive: Path, tmp_path: Path) -> None:
-    """A step that overflows is skipped and halves the loss scale, and training continues."""
-    args = ["--nvme", drive, *TINY, "--steps", 6, "train.eval_every=0", *PLACEMENTS["tiered"], "--dtype", "fp16"]
-    run = call(*args, "optim.initial_loss_scale=1073741824", output=tmp_path / "out")
-    scales = [step["loss_scale"] for step in run.steps]
-    skipped = [step["skipped"] for step in run.steps]
-    assert skipped[0]
-    for before, after, skip in zip(scales, scales[1:], skipped, strict=False):
-        assert after == (before / 2 if skip else before)
-    assert run.losses[1] == pytest.approx(run.losses[1])
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

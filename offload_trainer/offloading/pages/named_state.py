@@ -23,6 +23,7 @@ from offload_trainer.offloading.pages.snapshot import PageSnapshot
 from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
+from offload_trainer.optim.loss_scale import LossScale
 from offload_trainer.optim.moments import stored_moment
 from offload_trainer.optim.state_files import (
     EngineState,
@@ -61,13 +62,12 @@ class TieredState:
         """Return the shapes of the trainable or of the frozen weights by name."""
         return {name: self.places[name][1].weight.shape for name in self.names(trainable=trainable)}
 
-    def scalars(self, steps: Mapping[str, int], *, loss_scale: float | None, good_steps: int) -> EngineState:
+    def scalars(self, steps: Mapping[str, int], *, loss_scale: LossScale) -> EngineState:
         """Return the part of the state that is not tensors; `steps` counts each weight's updates."""
         most = max(steps.values(), default=0)
         return EngineState(
             optimizer_steps=most,
             loss_scale=loss_scale,
-            good_steps=good_steps,
             states=self.store.format.moments.name,
             rule=self.store.format.rule.name,
             weight_steps={name: count for name, count in steps.items() if count != most},

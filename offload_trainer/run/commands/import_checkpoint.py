@@ -26,6 +26,7 @@ from offload_trainer.data.run_data import unknown_identity
 from offload_trainer.data.tokenizer import load_tokenizer, save_tokenizer
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.model.loader import ModelSource, resolve_model, save_model_config
+from offload_trainer.optim.loss_scale import INITIAL_SCALE, LossScale
 from offload_trainer.optim.state_files import EngineState, state_files, write_engine_state, write_files
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS, is_signed
 from offload_trainer.run.directory import environment
@@ -110,12 +111,12 @@ def import_checkpoint(
         except OSError as error:
             raise TrainerError(f"{run}: {reason(error, run.absolute().parent)}; nothing is left there") from error
     made = checkpoint_of(run / "checkpoints", state.step)
-    _tell_scale(state, optim, dtype=model.dtype, say=say)
+    _tell_scale(state, dtype=model.dtype, say=say)
     return Imported(
         told=f"{state.told}, step {state.step}",
         checkpoint=made,
         bytes=bytes_below(made),
-        words=_words(state, run, model=None if named else model.name, dtype=model.dtype, steps=steps),
+        words=_words(state, run, model=None if named else model.name, steps=steps),
         rates=_rates(state, optim, steps=steps),
     )
 
@@ -243,7 +244,8 @@ def _write_state(
     others = {name: count for name, count in counts.items() if count != most}
     engine = EngineState(optimizer_steps=most, weight_steps=others)
     if state.scaler is not None:
-        engine = replace(engine, loss_scale=state.scaler.scale, good_steps=state.scaler.good_steps)
+        scaler = state.scaler
+        engine = replace(engine, loss_scale=LossScale(scaler.scale, scaler.window, scaler.good_steps))
     write_engine_state(checkpoint, engine)
     finish_checkpoint(checkpoint, files, TrainState(step=state.step, tokens=0, data_position=0), record)
 
@@ -251,22 +253,20 @@ def _write_state(
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def _words(state: ForeignState, run: Path, *, model: str | None, dtype: str, steps: int) -> str:
+def _words(state: ForeignState, run: Path, *, model: str | None, steps: int) -> str:
     """Return the words that the resuming command needs in addition to those of the import command."""
     words = [] if model is None else ["--model", model]
     words += ["--output", str(run), "--steps", str(steps)]
     words += [f"optim.{key}={value!r}" for key, value in state.optim.items()]
-    if dtype == "fp16" and state.scaler is not None:
-        words.append(f"optim.loss_scale_window={state.scaler.window}")
     return join(words)
 
 
-def _tell_scale(state: ForeignState, optim: OptimSection, *, dtype: str, say: Callable[[str], None]) -> None:
+def _tell_scale(state: ForeignState, *, dtype: str, say: Callable[[str], None]) -> None:
     """Print how the run's loss scale follows from the source's."""
     scaler = state.scaler
     if scaler is None:
         if dtype == "fp16":
-            say(f"note: {state.told} has no loss scale: the run begins with {optim.initial_loss_scale:g}")
+            say(f"note: {state.told} has no loss scale: the run begins with {INITIAL_SCALE:g}")
     elif dtype != "fp16":
         say(f"note: {state.told} has a loss scale of {scaler.scale:g}, which only a run with --dtype fp16 uses")
     else:

@@ -184,13 +184,6 @@ class OptimSection(_Section):
     muon_lr: PositiveFloat | Auto = Field(
         "auto", description="muon only: peak learning rate of matrices of blocks; auto: optim.lr"
     )
-    muon_momentum: Fraction = Field(0.95, description="muon only: Nesterov momentum of the matrices of blocks")
-    muon_adjust_lr: Literal["match_rms_adamw", "original"] = Field(
-        "match_rms_adamw",
-        description="muon only: how the rate of a matrix depends on its shape, as torch.optim.Muon's adjust_lr_fn; "
-        "match_rms_adamw: updates are as large as AdamW's, so AdamW's rate and weight decay can be kept; original: "
-        "Jordan's, for rates of about 0.02",
-    )
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay rates of AdamW's moments")
     eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
     moment_dtype: Literal["fp32", "bf16", "8bit"] = Field(

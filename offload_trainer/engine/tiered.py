@@ -30,6 +30,7 @@ from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.update.step_params import MispredictionWatch
 from offload_trainer.optim.loss_scale import LossScale
+from offload_trainer.optim.muon import SETTINGS as MUON_SETTINGS
 from offload_trainer.optim.rules import Hyper, hypers_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import inputs_of
@@ -227,7 +228,7 @@ class TieredEngine:
     def _rules(self, lr: float) -> dict[str, Hyper]:
         """Return each trainable weight's hyperparameters in this step."""
         rule, optim = self.offloaded.store.format.rule, self._optim
-        group = dict(optim) | {"lr": lr, "momentum": optim.muon_momentum, "adjust_lr_fn": optim.muon_adjust_lr}
+        group = dict(optim) | {"lr": lr, **MUON_SETTINGS}
         group["muon_lr"] = lr if optim.muon_lr == "auto" else optim.muon_lr * (lr / optim.lr)
         return hypers_of(rule, group, self._decayed) | hypers_of(rule, group | {"weight_decay": 0.0}, self._plain)
 

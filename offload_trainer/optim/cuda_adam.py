@@ -21,7 +21,7 @@ from offload_trainer.optim.nvrtc import Gpu, gpu_of
 from offload_trainer.optim.rules import TYPES, AdamStep, step_constants
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat, elementwise_formats, scales_of
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
@@ -142,7 +142,7 @@ class CudaKernel:
 
     def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
         self.gpu = gpu
-        self._kernels = gpu.load(SOURCE, list(map(str, elementwise_formats())), defines=defines(fuses=fuses))
+        self._kernels = gpu.load(SOURCE, list(map(str, ADAMW_FORMATS)), defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
 

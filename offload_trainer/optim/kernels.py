@@ -14,7 +14,7 @@ from offload_trainer.optim.moments import Noise, empty_fields, stored_moment
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat, elementwise_formats
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat
 
 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
@@ -89,7 +89,7 @@ def matches_bitwise(
     return all(
         _same_bits(reference, kernel, format, device=device, sizes=sizes)
         for sizes in (_SIZES, _SEVERAL if several_pages else ())
-        for format in elementwise_formats()
+        for format in ADAMW_FORMATS
     )
 
 

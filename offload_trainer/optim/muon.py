@@ -10,9 +10,9 @@ are computed in double precision and rounded to fp32, which is the same on every
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -23,6 +23,8 @@ _EPS = 1e-7
 _PIECE = 1 << 18  # elements that are computed in double precision at a time
 
 AdjustLr = Literal["original", "match_rms_adamw"]
+# What a run of the command uses: updates are as large as AdamW's, so its rate and weight decay can be kept.
+SETTINGS: Mapping[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 
 
 class Products:

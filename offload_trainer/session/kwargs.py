@@ -82,8 +82,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "eps": "give it to session.adamw",
     "weight_decay": "give it to session.adamw",
     "muon_lr": "give session.muon groups with rates of their own",
-    "muon_momentum": "give it to session.muon, as momentum",
-    "muon_adjust_lr": "give it to session.muon, as adjust_lr_fn",
     "max_grad_norm": "call session.clip_grad_norm_",
 }
 _OF_LOAD = dict.fromkeys(

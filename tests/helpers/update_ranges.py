@@ -8,10 +8,10 @@ import torch
 
 from offload_trainer.optim.kernel_api import Kernel, ParamRange
 from offload_trainer.optim.rules import AdamW, Hyper
-from offload_trainer.plan.tiered.state_formats import StateFormat, elementwise_formats
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
-FORMATS = {found.moments.name: found for found in elementwise_formats()}
+FORMATS = {found.moments.name: found for found in ADAMW_FORMATS}
 
 
 def form(states: str) -> StateFormat:

@@ -80,32 +80,31 @@ def drives(tmp_path: Path) -> list[Path]:
     return made
 
 
-def with_muon(reference: Any, model: Path, *, adjust_lr_fn: str = "match_rms_adamw") -> None:
+def with_muon(reference: Any, model: Path) -> None:
     """Give a plain engine torch's Muon for the matrices of blocks."""
     shape = resolve_model(load_config(["--model", str(model), "--scratch"]).model, seed=0).shape
     matrices = [reference._masters[weight.name] for weight in shape.weights if weight.matrix]
-    reference._adam = MuonWithAdamW(reference._adam.param_groups, matrices, lr=RATE, adjust_lr_fn=adjust_lr_fn)
+    reference._adam = MuonWithAdamW(reference._adam.param_groups, matrices, lr=RATE, adjust_lr_fn="match_rms_adamw")
 
 
 @cache
 def by_torch(
-    model: Path, steps: int, *words: str, accumulate: int = 1, adjust_lr_fn: str = "match_rms_adamw", lr: float = RATE
+    model: Path, steps: int, *words: str, accumulate: int = 1, lr: float = RATE
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Train on plain torch with its own Muon and AdamW."""
     with engine(model, "--engine", "plain", *words) as reference:
-        with_muon(reference, model, adjust_lr_fn=adjust_lr_fn)
+        with_muon(reference, model)
         return train(reference, batches(steps * accumulate), accumulate=accumulate, lr=lr), masters(reference)
 
 
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
-def test_twenty_clipped_steps_have_torchs_bits_in_every_placement(
+@pytest.mark.parametrize(("architecture", "home"), [*(("gpt2", home) for home in HOMES), ("qwen3", "small pages")])
+def test_clipped_steps_have_torchs_bits_in_every_placement(
     architecture: str, home: str, models: dict[str, Path], drives: list[Path]
 ) -> None:
     """Every step is clipped and has two micro-batches."""
     with engine(models[architecture], *MUON, *CLIPPED, *HOMES[home], drives=drives) as ours:
-        steps = train(ours, batches(40), accumulate=2, lr=RATE)
-        expected, right = by_torch(models[architecture], 20, *CLIPPED, accumulate=2)
+        steps = train(ours, batches(12), accumulate=2, lr=RATE)
+        expected, right = by_torch(models[architecture], 6, *CLIPPED, accumulate=2)
         assert steps == expected
         assert_same(masters(ours), right)
     assert all(norm > 0.3 for _, norm in steps)
@@ -123,8 +122,7 @@ def test_each_expert_is_a_matrix(models: dict[str, Path], drives: list[Path]) ->
     assert 3 * ALIGN in sizes
 
 
-@pytest.mark.parametrize("home", ["in RAM", "all on the drives"])
-def test_matrices_without_a_gradient_are_unchanged(home: str, models: dict[str, Path], drives: list[Path]) -> None:
+def test_matrices_without_a_gradient_are_unchanged(models: dict[str, Path], drives: list[Path]) -> None:
     """Their momentum stays as well, and no weight decay is applied, as in torch."""
     words = ["--dtype", "fp32", "--lr", str(RATE)]
 
@@ -136,30 +134,14 @@ def test_matrices_without_a_gradient_are_unchanged(home: str, models: dict[str, 
 
         return before
 
-    model = models["gpt2"]
+    model, home = models["gpt2"], "all on the drives"
     with engine(model, "--engine", "plain", *words) as reference:
         with_muon(reference, model)
-        expected = train(reference, batches(4), lr=RATE, before=without_last_block(reference))
+        expected = train(reference, batches(3), lr=RATE, before=without_last_block(reference))
         right = masters(reference)
     with engine(model, *MUON, *words, *HOMES[home], drives=drives) as ours:
-        assert train(ours, batches(4), lr=RATE, before=without_last_block(ours)) == expected
+        assert train(ours, batches(3), lr=RATE, before=without_last_block(ours)) == expected
         assert_same(masters(ours), right)
-
-
-@pytest.mark.slow
-def test_other_settings_match_torch_too(models: dict[str, Path]) -> None:
-    """The bits match in bf16, with Jordan's rule for rates. Another rate and another momentum give other losses."""
-    words = ["--dtype", "bf16", "--lr", str(RATE)]
-    expected = by_torch(models["qwen3"], 6, *words, adjust_lr_fn="original")
-    with engine(models["qwen3"], *MUON, *words, "optim.muon_adjust_lr=original") as ours:
-        assert train(ours, batches(6), lr=RATE) == expected[0]
-        assert_same(masters(ours), expected[1])
-    others = ("optim.muon_lr=0.01", "optim.muon_momentum=0.3")
-    results = []
-    for word in others:
-        with engine(models["qwen3"], *MUON, *words, "optim.muon_adjust_lr=original", word) as ours:
-            results.append(train(ours, batches(6), lr=RATE))
-    assert len({str(steps) for steps in (expected[0], *results)}) == 3
 
 
 @pytest.mark.slow
@@ -174,7 +156,7 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
             model,
             (*words, "--accumulate", str(6 // ranks)),
             str(tmp_path / str(ranks)),
-            steps=20,
+            steps=6,
             micro=6,
             drives=(str(tmp_path / "drive"),),
         )
@@ -182,10 +164,10 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
         results.append((case.seen, case.files))
     assert results[1:] == results[:1] * 2
     steps = results[0][0][0]
-    assert len(steps) == 20
+    assert len(steps) == 6
     assert all(norm > 0.3 for _, norm in steps)
     plain = ("--dtype", "fp32", "optim.max_grad_norm=0.3", "--accumulate", "6")
-    assert steps == by_torch(Path(model), 20, *plain, accumulate=6, lr=1e-2)[0]  # the rate of `Case`
+    assert steps == by_torch(Path(model), 6, *plain, accumulate=6, lr=1e-2)[0]  # the rate of `Case`
 
 
 @pytest.mark.slow
@@ -255,8 +237,7 @@ def uneven(*shapes: tuple[int, ...]) -> ModelShape:
     return ModelShape(tuple(weights), 3, 60, 500, 64)
 
 
-@pytest.mark.parametrize("page", [ALIGN, 20_000, 1 << 20])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize(("ranks", "page"), [(1, 20_000), (2, ALIGN), (3, 1 << 20), (7, 20_000)])
 def test_no_page_and_no_range_of_a_rank_cuts_a_matrix(ranks: int, page: int) -> None:
     shape = uneven((60, 180), (180,), (61, 59), (7, 64, 96), (300, 60), (60,))
     for shares in ([(DEVICE, 0.0), (RAM, 1.0)], [(DEVICE, 0.2), (RAM, 0.3)], [(DEVICE, 0.0), (RAM, 0.0)]):
@@ -378,15 +359,21 @@ def test_the_command_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
     assert "Muon, peak rate" in (tmp_path / "hf" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("home", [{"params": "gpu"}, {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}])
-def test_a_session_supports_the_rule(home: dict[str, str], tmp_path: Path) -> None:
-    """Groups have rates of their own, and a scheduler changes them."""
+@pytest.mark.parametrize(
+    ("home", "settings"),
+    [
+        ({"params": "gpu"}, {"momentum": 0.3, "adjust_lr_fn": "match_rms_adamw"}),
+        ({"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}, {}),
+    ],
+)
+def test_a_session_supports_the_rule(home: dict[str, str], settings: dict[str, Any], tmp_path: Path) -> None:
+    """Groups have rates of their own, and a scheduler changes them. Without `settings` the values are torch's."""
 
     def trained(network: torch.nn.Module, make: Any) -> list[float]:
         optimizer = make(network)
         schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5) for one in optimizer]
         losses = []
-        for step in range(8):
+        for step in range(4):
             x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
             loss = (network(x) - x.roll(1, dims=1)).square().mean()
             loss.backward()
@@ -402,14 +389,15 @@ def test_a_session_supports_the_rule(home: dict[str, str], tmp_path: Path) -> No
         matrices = [p for p in network.parameters() if p.dim() > 1]
         vectors = [p for p in network.parameters() if p.dim() < 2]
         return [
-            torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1),
+            torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, **settings),
             torch.optim.AdamW(vectors, lr=1e-3, weight_decay=0.0, fused=True),
         ]
 
     def of_session(network: torch.nn.Module) -> list[torch.optim.Optimizer]:
         matrices = [p for p in network.parameters() if p.dim() > 1]
         vectors = [p for p in network.parameters() if p.dim() < 2]
-        return [session.muon([{"params": matrices}, {"params": vectors, "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)]
+        groups = [{"params": matrices}, {"params": vectors, "lr": 1e-3, "weight_decay": 0.0}]
+        return [session.muon(groups, lr=1e-2, **settings)]
 
     torch.manual_seed(0)
     blocks = [torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)) for _ in range(3)]
@@ -485,7 +473,6 @@ def test_the_plan_counts_products_and_the_transfers_beside_them() -> None:
         (["optim.name=muon", "--engine", "deepspeed"], "optim.name=muon belongs to --engine tiered, not to deepspeed"),
         (["optim.name=muon", "optim.moment_dtype=8bit"], "use fp32"),
         (["optim.muon_lr=0.02"], "optim.muon_lr=0.02 with optim.name=adamw, which has no muon_lr"),
-        (["optim.muon_momentum=0.9"], "with optim.name=adamw, which has no muon_momentum"),
     ],
 )
 def test_incompatible_settings_are_refused(words: list[str], message: str) -> None:

@@ -62,16 +62,14 @@ class UpdateRule:
     matrices: bool = False  # it updates whole matrices (`Weight.matrix`), with the first moment only; the rest as AdamW
 
 
-_OF_MUON = ("muon_lr", "muon_momentum", "muon_adjust_lr")
-ADAMW = UpdateRule("adamw", "AdamW", (FP32, BF16, EIGHT_BIT), ignores=_OF_MUON)
+ADAMW = UpdateRule("adamw", "AdamW", (FP32, BF16, EIGHT_BIT), ignores=("muon_lr",))
 MUON = UpdateRule(
     "muon",
     "Muon",
     (FP32,),
     no_other="its momentum would be rounded before it is orthogonalised, which was not tried; use fp32",
-    note="optimizer Muon for the matrices of blocks, {matrices} parameters: momentum {muon_momentum:g} "
-    "(optim.muon_momentum), learning rate {muon_lr} (optim.muon_lr), scaled by shape as {muon_adjust_lr} "
-    "(optim.muon_adjust_lr); all other weights by AdamW",
+    note="optimizer Muon for the matrices of blocks, {matrices} parameters, with learning rate {muon_lr} "
+    "(optim.muon_lr); all other weights by AdamW",
     matrices=True,
 )
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, MUON)}
@@ -158,16 +156,7 @@ def is_signed(field: str) -> bool:
     return not field.endswith("_scales") and (field not in MOMENTS or MOMENTS[field].signed)
 
 
-@cache
-def state_formats() -> tuple[StateFormat, ...]:
-    """Return all supported formats."""
-    return tuple(StateFormat(rule, moments) for rule in RULES.values() for moments in rule.formats)
-
-
-@cache
-def elementwise_formats() -> tuple[StateFormat, ...]:
-    """Return the formats that update kernels read and write: those of AdamW."""
-    return tuple(format for format in state_formats() if not format.rule.matrices)
+ADAMW_FORMATS = tuple(StateFormat(ADAMW, moments) for moments in ADAMW.formats)  # of pages without matrices
 
 
 @cache
@@ -178,6 +167,6 @@ def state_format(rule: str, moments: str) -> StateFormat:
         ValueError: the rule does not support moments in that format.
     """
     found = StateFormat(RULES[rule], MOMENT_FORMATS[moments])
-    if found not in state_formats():
+    if found.moments not in found.rule.formats:
         raise ValueError(f"{found.rule.title} has no moments in {moments}")
     return found

@@ -11,8 +11,8 @@ from offload_trainer.optim.cross_entropy import cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 3, 31, 64, 100, 333])
-@pytest.mark.parametrize("vocabulary", [2, 1000, 50257])
+@pytest.mark.parametrize("rows", [1, 31, 100])
+@pytest.mark.parametrize("vocabulary", [2, 5003])
 def test_loss_and_gradient_have_torchs_bits(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     logits = (3 * torch.randn(rows, vocabulary)).to(dtype)

@@ -23,10 +23,10 @@ from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.torch_adam import TorchKernel
 
 WIDE, NARROW = torch.float32, (torch.bfloat16, torch.float16)
-SIZES = [1, 7, 255, 1024, 1025, 131_072, 131_073, 700_001, (1 << 20) + 5, 5 << 20]
+SIZES = [1, 255, 1025, 131_073, 400_001]  # up to several pieces
 
 
-@pytest.fixture(params=[1, 2, 5], ids="{} threads".format)
+@pytest.fixture(params=[1, 5], ids="{} threads".format)
 def native(request: pytest.FixtureRequest) -> Iterator[NativeGradients]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -68,7 +68,7 @@ def test_sums_and_norms_have_torchs_bits(native: GradientKernel, size: int) -> N
 
 def test_results_of_parts_are_those_of_the_whole(native: GradientKernel) -> None:
     """A gradient may arrive in parts that consist of whole pieces."""
-    sums, more = numbers(3_000_001, seed=3), numbers(3_000_001, seed=4).bfloat16()
+    sums, more = numbers(700_001, seed=3), numbers(700_001, seed=4).bfloat16()
     for pieces in (PiecewiseNorm(len(sums), ordered=ordered).pieces for ordered in (False, True)):
         whole = native.add(sums.clone(), more, pieces=pieces)
         parts = sums.clone().split(pieces.width), more.split(pieces.width)
@@ -76,10 +76,9 @@ def test_results_of_parts_are_those_of_the_whole(native: GradientKernel) -> None
         assert torch.equal(torch.cat(found), whole)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_overflow_and_nan_reach_the_norm(native: GradientKernel, *, ordered: bool) -> None:
+def test_overflow_and_nan_reach_the_norm(native: GradientKernel) -> None:
     for value, right in ((float("inf"), torch.isinf), (float("nan"), torch.isnan)):
-        for at in (0, 131_070, 299_999):
+        for at, ordered in product((0, 131_070, 299_999), (False, True)):
             sums = torch.ones(300_000, dtype=torch.float16)
             sums[at] = value
             norm = PiecewiseNorm(len(sums), ordered=ordered)
@@ -99,14 +98,12 @@ def test_a_wrong_order_of_addition_is_found() -> None:
     assert len({(order.count, order.fused, min(order.group, order.count)) for order in right}) <= 1
 
 
-@pytest.mark.parametrize("size", range(1, 40))
-def test_norms_of_small_weights_have_torchs_bits(native: GradientKernel, size: int) -> None:
+def test_norms_of_small_weights_have_torchs_bits(native: GradientKernel) -> None:
     """The elements that fill no vector are added in an order of their own."""
-    random = torch.Generator().manual_seed(size)
-    norm = PiecewiseNorm(size, ordered=False)
-    for _ in range(100):
+    random = torch.Generator().manual_seed(1)
+    for size, _ in product(range(1, 40), range(30)):
         sums = torch.randn(size, generator=random)
-        assert torch.equal(norm.of(sums, native), norm_of(sums))
+        assert torch.equal(PiecewiseNorm(size, ordered=False).of(sums, native), norm_of(sums)), size
 
 
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)

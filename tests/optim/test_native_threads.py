@@ -5,6 +5,7 @@ exit.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +42,9 @@ class Page:
 
     def update(self, kernel: NativeKernel, *, times: int = 1) -> bytes:
         self.step(kernel, times=times)
+        return self.bytes()
+
+    def bytes(self) -> bytes:
         return b"".join(bytes(tensor.numpy().data) for tensor in self.fields.values())
 
     def step(self, kernel: NativeKernel, *, times: int = 1) -> None:
@@ -60,18 +64,10 @@ def test_a_forked_child_starts_its_own_threads() -> None:
     wanted, kernel = expected(), NativeKernel()
     pages = [Page() for _ in range(3)]
     assert pages[0].update(kernel) == wanted
-
-    def child() -> int:
-        before = len(os.listdir("/proc/self/task"))
-        right = pages[1].update(kernel) == wanted
-        assert len(os.listdir("/proc/self/task")) == before + 2
-        return 0 if right else 1
-
-    assert in_a_fork(child) == 0
+    assert in_a_fork(lambda: 0 if pages[1].update(kernel) == wanted else 1) == 0
     assert pages[2].update(kernel) == wanted
 
 
-@pytest.mark.slow
 def test_a_fork_while_another_thread_updates() -> None:
     wanted, kernel, end = expected(), NativeKernel(), threading.Event()
     busy, mine = Page(), Page()
@@ -83,7 +79,7 @@ def test_a_fork_while_another_thread_updates() -> None:
     other = threading.Thread(target=go_on)
     other.start()
     try:
-        for _ in range(20):
+        for _ in range(5):
             assert in_a_fork(lambda: 0 if mine.update(kernel) == wanted else 1) == 0
     finally:
         end.set()
@@ -101,87 +97,77 @@ def test_callers_take_turns() -> None:
     assert results == [wanted] * 4
 
 
-# -- in a separate process ---------------------------------------------------------------------------------------------
-
-BEFORE = f"""
-import os, resource, sys, threading
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(HELPERS)!r}]
-import torch
-from test_native_threads import N, NativeKernel, Page, numa
-kernel, page, other = NativeKernel(), Page(), Page()
-tasks = lambda: set(os.listdir("/proc/self/task"))
-def status(task, word):
-    lines = open(f"/proc/self/task/{{task}}/status").read().splitlines()
-    return next(line.split()[1] for line in lines if line.startswith(word + ":"))
-torch.set_num_threads(3)
-before = tasks()
-"""
+# -- one thread at first: a fork has that of its caller alone ----------------------------------------------------------
 
 
-def in_python(code: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", BEFORE + code]
-    return subprocess.run(words, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def tasks() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def status(task: str, word: str) -> str:
+    lines = Path(f"/proc/self/task/{task}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{word}:"))
 
 
 def test_threads_persist_and_block_signals() -> None:
-    done = in_python("""
-page.update(kernel)
-first = tasks() - before
-assert len(first) == 2, first
-page.update(kernel, times=50)
-assert tasks() - before == first
-for task in first:
-    assert int(status(task, "SigBlk"), 16) & 1 << 14, "SIGTERM"
-torch.set_num_threads(5)  # which makes threads of its own
-before = tasks()
-page.update(kernel)
-assert len(tasks() - before) == 2
-print("done")
-""")
-    assert done.stdout == "done\n", done.stderr
-    assert done.returncode == 0
+    kernel, page = NativeKernel(), Page()
+
+    def child() -> None:
+        before = tasks()
+        page.update(kernel)
+        first = tasks() - before
+        assert len(first) == 2, first
+        page.update(kernel, times=50)
+        assert tasks() - before == first
+        for task in first:
+            assert int(status(task, "SigBlk"), 16) & 1 << signal.SIGTERM - 1
+        torch.set_num_threads(5)
+        page.update(kernel)
+        assert len(tasks() - before) == 4
+
+    assert in_a_fork(child) == 0
 
 
-def test_the_process_ends_while_they_work() -> None:
-    done = in_python("""
-threading.Thread(target=lambda: page.update(kernel, times=10**9), daemon=True).start()
-other.update(kernel, times=20)
-print("done")
-""")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+def test_threads_are_bound_to_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, page, allowed = NativeKernel(), Page(), os.sched_getaffinity(0)
+    monkeypatch.setattr(numa, "nodes", lambda: [frozenset({min(allowed)})] * 2)
 
+    def child() -> None:
+        before = tasks()
+        page.update(kernel)
+        assert os.sched_getaffinity(0) == allowed
+        assert {status(task, "Cpus_allowed_list") for task in tasks() - before} == {str(min(allowed))}
+        assert len(tasks() - before) == 2
 
-def test_no_more_threads_can_be_created() -> None:
-    done = in_python("""
-used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 19), resource.RLIM_INFINITY))  # no room for a stack
-page.step(kernel)
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-assert tasks() == before
-other.update(kernel)
-assert len(tasks() - before) == 2
-assert all(torch.equal(a, b) for a, b in zip(page.fields.values(), other.fields.values()))
-print("done")
-""")
-    assert done.stdout == "done\n", done.stderr
-
-
-@pytest.mark.slow
-def test_threads_are_bound_to_their_node() -> None:
-    done = in_python("""
-cpu = min(os.sched_getaffinity(0))
-numa.nodes = lambda: [frozenset({cpu}), frozenset({cpu})]
-allowed = os.sched_getaffinity(0)
-page.update(kernel)
-assert os.sched_getaffinity(0) == allowed
-assert {status(task, "Cpus_allowed_list") for task in tasks() - before} == {str(cpu)}
-assert len(tasks() - before) == 2
-print("done")
-""")
-    assert done.stdout == "done\n", done.stderr
+    assert in_a_fork(child) == 0
 
 
 def test_on_one_node_threads_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1})])
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("was told where to run"))
     assert Page().update(NativeKernel()) == expected()
+
+
+def test_no_more_threads_can_be_created_and_the_process_ends_while_they_work() -> None:
+    """A fork would reuse the stacks of threads that its parent had."""
+    code = f"""
+import os, resource, sys, threading
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(HELPERS)!r}]
+from test_native_threads import NativeKernel, Page, tasks, torch
+torch.set_num_threads(3)
+kernel, page, other, before = NativeKernel(), Page(), Page(), tasks()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 19), resource.RLIM_INFINITY))  # no room for a stack
+page.step(kernel)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert tasks() == before
+right = other.update(kernel)
+assert len(tasks() - before) == 2
+assert page.bytes() == right
+threading.Thread(target=lambda: page.update(kernel, times=10**9), daemon=True).start()
+other.update(kernel, times=20)
+print("done")
+"""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -17,13 +17,11 @@ import torch
 from offload_trainer.optim.cpu_units import has_native_16bit
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.muon import (
-    Lerp,
     Muon,
     MuonArithmetic,
     Products,
     TorchMuon,
     orthogonalised,
-    to_fp32,
 )
 from offload_trainer.optim.native_adam import NativeKernel, NativeLibrary
 from offload_trainer.optim.rules import TYPES
@@ -155,74 +153,28 @@ class BlockedProducts(Products):
 # -- compiled --------------------------------------------------------------------------------------------------------
 
 
-class _Lerp(ctypes.Structure):
-    """muon.h's Lerp."""
-
-    _fields_ = (("factor", ctypes.c_float), ("from_end", ctypes.c_int32))
-
-
-class _Direction(ctypes.Structure):
-    """muon.h's MuonDirection."""
-
-    _fields_ = (
-        ("grad", ctypes.c_void_p),
-        ("exp_avg", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("average", _Lerp),
-        ("nesterov", _Lerp),
-        ("grad_type", ctypes.c_int32),
-    )
-
-
-class _Step(ctypes.Structure):
-    """muon.h's MuonStep."""
-
-    _fields_ = (
-        ("master", ctypes.c_void_p),
-        ("orthogonal", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("keep", ctypes.c_float),
-        ("minus_lr", ctypes.c_float),
-        ("out_type", ctypes.c_int32),
-    )
-
-
 class NativeMuon:
     """The compiled arithmetic of native/muon.h, on the update kernel's threads."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._library = library
+        self._threads = library.threads
+        self._direction, self._step = library.functions.muon_direction, library.functions.muon_step
+        pointer, size, number, choice = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+        lerp = number, choice
+        self._direction.argtypes = (pointer, choice, pointer, pointer, size, number, *lerp, *lerp, choice)
+        self._step.argtypes = (pointer, pointer, pointer, choice, size, number, number, choice)
 
     def direction(self, hyper: Muon, grad: torch.Tensor, exp_avg: torch.Tensor, *, scale: float) -> torch.Tensor:
         out = torch.empty(grad.numel(), dtype=torch.bfloat16)
-        average, nesterov = map(_lerp, hyper.lerps)
-        call = _Direction(
-            grad=grad.data_ptr(),
-            exp_avg=exp_avg.data_ptr(),
-            out=out.data_ptr(),
-            count=grad.numel(),
-            scale=scale,
-            average=average,
-            nesterov=nesterov,
-            grad_type=TYPES[grad.dtype],
-        )
-        self._library.functions.muon_direction(ctypes.byref(call), ctypes.c_int32(self._library.threads()))
+        tensors = grad.data_ptr(), TYPES[grad.dtype], exp_avg.data_ptr(), out.data_ptr(), grad.numel()
+        lerps = (value for lerp in hyper.lerps for value in (lerp.factor, lerp.from_end))
+        self._direction(*tensors, scale, *lerps, self._threads())
         return out
 
     def apply(self, hyper: Muon, master: torch.Tensor, orthogonal: torch.Tensor, out: torch.Tensor | None) -> None:
-        call = _Step(
-            master=master.data_ptr(),
-            orthogonal=orthogonal.data_ptr(),
-            out=None if out is None else out.data_ptr(),
-            count=master.numel(),
-            keep=hyper.keep,
-            minus_lr=to_fp32(-hyper.adjusted_lr),
-            out_type=TYPES[None if out is None else out.dtype],
-        )
-        self._library.functions.muon_step(ctypes.byref(call), ctypes.c_int32(self._library.threads()))
+        to = (None, TYPES[None]) if out is None else (out.data_ptr(), TYPES[out.dtype])
+        rates = hyper.keep, -hyper.adjusted_lr
+        self._step(master.data_ptr(), orthogonal.data_ptr(), *to, master.numel(), *rates, self._threads())
 
 
 def _arithmetic_of(kernel: Kernel) -> MuonArithmetic:
@@ -232,10 +184,6 @@ def _arithmetic_of(kernel: Kernel) -> MuonArithmetic:
         if has_bits_of(TorchMuon(), native):
             return native
     return TorchMuon()
-
-
-def _lerp(lerp: Lerp) -> _Lerp:
-    return _Lerp(lerp.factor, lerp.from_end)
 
 
 def has_bits_of(reference: MuonArithmetic, candidate: MuonArithmetic) -> bool:

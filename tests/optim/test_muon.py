@@ -146,12 +146,12 @@ def test_matrices_without_a_gradient_are_unchanged(models: dict[str, Path], driv
 
 @pytest.mark.slow
 def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Ranks own whole matrices, so two and three of them give the losses, norms and files of one, in clipped steps."""
+    """Ranks own whole matrices, so three of them give the losses, norms and files of one, in clipped steps."""
     model = str(model_directory(tmp_path / "model", "gpt2"))
     (tmp_path / "drive").mkdir()
     words = (*MUON, "--dtype", "fp32", "optim.max_grad_norm=0.3", "--optimizer", "nvme", "--ram-fraction", "0.5")
     results = []
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         case = Case(
             model,
             (*words, "--accumulate", str(6 // ranks)),
@@ -162,7 +162,7 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
         )
         run_ranks([case], count=ranks, folder=tmp_path / f"ranks-{ranks}")
         results.append((case.seen, case.files))
-    assert results[1:] == results[:1] * 2
+    assert results[1] == results[0]
     steps = results[0][0][0]
     assert len(steps) == 6
     assert all(norm > 0.3 for _, norm in steps)
@@ -322,7 +322,7 @@ def test_the_native_arithmetic_is_compared_before_it_is_used(monkeypatch: pytest
     assert isinstance(MatrixKernel(kernel, gpu=None)._arithmetic, TorchMuon)
 
 
-@pytest.mark.parametrize("shape", [(700, 900), (768, 768), (1600, 1111), (5, 40), (1, 3)])
+@pytest.mark.parametrize("shape", [(700, 900), (5, 40), (1, 3)])
 def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     # A square random matrix has singular values as small as rounding errors. The last two checks need known ones.

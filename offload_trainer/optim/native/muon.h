@@ -18,76 +18,59 @@ struct Lerp {
     float operator()(float a, float b) const { return fused(factor, b - a, from_end ? b : a); }
 };
 
-// matrix_kernel.py has the same fields.
-struct MuonDirection {
-    const void* grad;
-    float* exp_avg;
-    uint16_t* out;  // bf16
-    int64_t count;
-    float scale;  // factor on the gradient
-    Lerp average, nesterov;
-    Type grad_type;
-};
-
-struct MuonStep {
-    float* master;
-    const uint16_t* orthogonal;  // bf16
-    void* out;
-    int64_t count;
-    float keep;      // 1 - lr x decay
-    float minus_lr;  // of this shape
-    Type out_type;
-};
-
-inline int64_t count_of(const MuonDirection& call) { return call.count; }
-inline int64_t count_of(const MuonStep& call) { return call.count; }
-
-inline void compute(const MuonDirection& call, int64_t at, int64_t count) {
-    alignas(64) float grad[BLOCK];
-    widen(call.grad, call.grad_type, at, count, call.scale, grad);
-    for (int64_t i = 0; i < count; i++) {
-        const float average = call.average(call.exp_avg[at + i], grad[i]);
-        call.exp_avg[at + i] = average;
-        call.out[at + i] = to_bf16(call.nesterov(grad[i], average));
-    }
-}
-
-inline void compute(const MuonStep& call, int64_t at, int64_t count) {
-    float* const master = call.master + at;
-    for (int64_t i = 0; i < count; i++)
-        master[i] = fused(call.minus_lr, from_bf16(call.orthogonal[at + i]), master[i] * call.keep);
-    write_rounded(master, call.out_type, at, count, call.out);
-}
-
-template <class Of>
-struct MuonCall {
-    const Of& of;
+// Call `compute(at, count)` for all blocks of `elements`, on up to `threads` threads.
+template <class Compute>
+struct Blocks {
+    const Compute& compute;
+    int64_t elements;
     std::atomic<int64_t> next{0};
+
+    static void work(void* shared) {
+        Blocks& call = *static_cast<Blocks*>(shared);
+        for (int64_t piece; (piece = call.next.fetch_add(1, std::memory_order_relaxed)) * PIECE < call.elements;) {
+            const int64_t end = std::min((piece + 1) * PIECE, call.elements);
+            for (int64_t at = piece * PIECE; at < end; at += BLOCK) call.compute(at, std::min(BLOCK, end - at));
+        }
+        finish_stream();
+    }
 };
 
-template <class Of>
-void compute_pieces(void* shared) {
-    MuonCall<Of>& call = *static_cast<MuonCall<Of>*>(shared);
-    const int64_t all = count_of(call.of);
-    for (int64_t piece; (piece = call.next.fetch_add(1, std::memory_order_relaxed)) * PIECE < all;) {
-        const int64_t end = std::min((piece + 1) * PIECE, all);
-        for (int64_t at = piece * PIECE; at < end; at += BLOCK) compute(call.of, at, std::min(BLOCK, end - at));
-    }
-    finish_stream();
-}
-
-template <class Of>
-void compute_all(const Of& of, int32_t threads) {
-    MuonCall<Of> call{of};
-    const int64_t pieces = (count_of(of) + PIECE - 1) / PIECE;
-    the_crew().run(compute_pieces<Of>, &call, int(std::min(int64_t(threads), pieces)) - 1);
+template <class Compute>
+void for_blocks(int64_t elements, int32_t threads, const Compute& compute) {
+    Blocks<Compute> call{compute, elements};
+    const int64_t pieces = (elements + PIECE - 1) / PIECE;
+    the_crew().run(Blocks<Compute>::work, &call, int(std::min(int64_t(threads), pieces)) - 1);
 }
 
 }  // namespace
 
 extern "C" {
 
-void muon_direction(const MuonDirection* of, int32_t threads) { compute_all(*of, threads); }
-void muon_step(const MuonStep* of, int32_t threads) { compute_all(*of, threads); }
+// Add a gradient times `scale` to the momentum `exp_avg`, and write the direction to `out` (bf16).
+void muon_direction(const void* grad, Type grad_type, float* exp_avg, uint16_t* out, int64_t elements, float scale,
+                    float average, int32_t average_from_end, float nesterov, int32_t nesterov_from_end,
+                    int32_t threads) {
+    const Lerp to_average{average, average_from_end}, to_direction{nesterov, nesterov_from_end};
+    for_blocks(elements, threads, [=](int64_t at, int64_t count) {
+        alignas(64) float wide[BLOCK];
+        widen(grad, grad_type, at, count, scale, wide);
+        for (int64_t i = 0; i < count; i++) {
+            const float momentum = to_average(exp_avg[at + i], wide[i]);
+            exp_avg[at + i] = momentum;
+            out[at + i] = to_bf16(to_direction(wide[i], momentum));
+        }
+    });
+}
+
+// Decay the masters by the factor `keep`, add minus_lr x `orthogonal` (bf16), and round them to `out`, if any.
+void muon_step(float* master, const uint16_t* orthogonal, void* out, Type out_type, int64_t elements, float keep,
+               float minus_lr, int32_t threads) {
+    for_blocks(elements, threads, [=](int64_t at, int64_t count) {
+        float* const here = master + at;
+        for (int64_t i = 0; i < count; i++)
+            here[i] = fused(minus_lr, from_bf16(orthogonal[at + i]), here[i] * keep);
+        write_rounded(here, out_type, at, count, out);
+    });
+}
 
 }

@@ -335,11 +335,6 @@ class ParallelSection(_Section):
         description="tiered only: ranks that share each row (Ulysses); refused for models whose results a trial "
         "shows to change",
     )
-    partition_activations: bool = Field(
-        False,
-        description="with parallel.tensor=N: each rank stores 1 / N of the input of each checkpointed block, and the "
-        "ranks gather it when the block is recomputed",
-    )
 
 
 class TieredSection(_Section):

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,10 @@ from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.tp_shards import parts_of
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.init_weights import set_buffer
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.offloading.recompute_hooks import keep_inputs
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.state_files import (
     BlockingSnapshot,
@@ -37,7 +36,7 @@ from offload_trainer.optim.state_files import (
     state_files,
 )
 from offload_trainer.plan.defaults import checkpointed_blocks
-from offload_trainer.plan.shape import decay_groups
+from offload_trainer.plan.shape import ModelShape, Weight, decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW, KINDS
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.ranks import all_gather_json, join_torch
@@ -75,7 +74,6 @@ class DeepSpeedEngine:
         *,
         placement: Placement,
         words: dict[str, Any],
-        partition_activations: bool = False,
         load_weights: bool = True,
     ) -> None:
         import deepspeed
@@ -94,7 +92,7 @@ class DeepSpeedEngine:
             # Non-reentrant checkpointing gives wrong gradients with weights on NVMe: DeepSpeed
             # reuses the buffer of a weight before its recomputation has ended (seen in 0.19.8).
             reentrant=placement.params == "nvme",
-            offload=bool(model.offload_activations) and not partition_activations,
+            offload=bool(model.offload_activations),
             checkpointed=checkpointed_blocks(model, source.shape),
         )
         if placement.stage < 3:
@@ -116,9 +114,6 @@ class DeepSpeedEngine:
         )
         self._parts = parts_of(source.shape, count=tensor)
         self._parts.check({name: _full_shape(parameter) for name, parameter in self._parameters.items()})
-        if partition_activations:
-            to_host = bool(model.offload_activations) and torch.cuda.is_available()
-            keep_inputs(module, self._parts.partitioned(to_host=to_host))
         trained = set(self._trained)
         for name, value in source.weights() if load_weights else ():
             # After initialize, because DeepSpeed would create masters from the rounded weights.
@@ -382,3 +377,66 @@ def _write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> No
             raise TrainerError(
                 f"{name}: {wrong} of {value.numel()} elements read back differently after they were written"
             )
+
+
+# -- weights that tensor-parallel ranks divide -------------------------------------------------------------------------
+
+_DIVIDED = {"column": 0, "row": -1}  # the dimension; nn.Linear's weights are [outputs, inputs], biases [outputs]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """This rank's shard of each weight: number `place` of `count` in the process group `group`."""
+
+    weights: dict[str, Weight]
+    count: int
+    place: int
+    group: Any
+
+    def of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a whole weight, or of a tensor of the same shape."""
+        dim = self._dim(name)
+        return whole if dim is None else whole.chunk(self.count, dim)[self.place].contiguous()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole weight."""
+        return self.weights[name].shape
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Join the shards of all ranks on every rank. All ranks of the group call it."""
+        dim = self._dim(name)
+        if dim is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.count)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
+        wrong = [
+            f"{name} {list(found)} for {list(expected)}"
+            for name, found in shapes.items()
+            if tuple(found) != (expected := self._expected(name))
+        ]
+        if wrong:
+            raise TrainerError(f"{len(wrong)} weights were not split as planned: {', '.join(wrong[:3])}")
+
+    def _expected(self, name: str) -> tuple[int, ...]:
+        shape, dim = list(self.shape(name)), self._dim(name)
+        if dim is not None:
+            shape[dim] //= self.count
+        return tuple(shape)
+
+    def _dim(self, name: str) -> int | None:
+        return _DIVIDED.get(self.weights[name].split) if self.count > 1 else None
+
+
+def parts_of(shape: ModelShape, *, count: int) -> Parts:
+    """Return this rank's shards, after DeepSpeed has created its groups of neighbouring ranks."""
+    weights = {weight.name: weight for weight in shape.weights}
+    if count == 1:
+        return Parts(weights, 1, 0, None)
+    from deepspeed.utils import groups
+
+    group = groups.get_tensor_model_parallel_group()
+    return Parts(weights, count, torch.distributed.get_rank(group), group)

@@ -164,9 +164,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
             "train.tokens_per_step chooses micro_batch_size and gradient_accumulation_steps: leave those two out"
         )
     mistakes += mistakes_of_streams(config)
-    mistakes += mistakes_of_division(
-        config.parallel, engine=engine.name, checkpointing=config.model.activation_checkpointing
-    )
+    mistakes += mistakes_of_division(config.parallel, engine=engine.name)
     return mistakes + mistakes_of_rule(optim) + mistakes_of_compilation(config)
 
 
@@ -260,7 +258,7 @@ def only_here(
     return mistakes
 
 
-def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointing: int | str) -> list[str]:
+def mistakes_of_division(parallel: ParallelSection, *, engine: str) -> list[str]:
     """Return `parallel.*` settings that `engine` does not support, or that have no effect."""
     mistakes = []
     if parallel.tensor != 1 and engine != "deepspeed":
@@ -270,15 +268,6 @@ def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointin
         )
     if parallel.sequence > 1 and engine != "tiered":
         mistakes.append(f"parallel.sequence={parallel.sequence} belongs to --engine tiered, not to {engine}")
-    if parallel.partition_activations and parallel.tensor == 1:
-        mistakes.append(
-            "parallel.partition_activations=true divides activations that tensor-parallel ranks all store: add "
-            "--engine deepspeed parallel.tensor=N; other ranks store only the activations of their own rows"
-        )
-    if parallel.partition_activations and checkpointing == "off":
-        mistakes.append(
-            "parallel.partition_activations=true needs checkpointed activations: use model.activation_checkpointing=on"
-        )
     return mistakes
 
 

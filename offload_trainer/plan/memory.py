@@ -93,7 +93,6 @@ def activation_items(
         chunk=work.loss_chunk,
         checkpointed=len(of_rank.blocks) if work.checkpointed == shape.layers else work.checkpointed,
         inputs_here=not offloaded,
-        keepers=work.keepers,
         gradients=gradients,
         waiting=waiting,
         piece=work.mlp_chunk,
@@ -102,15 +101,14 @@ def activation_items(
     how = peak.when if counted else f"{peak.when}; a rough estimate for this architecture"
     items = list(kept)
     if offloaded:
-        inputs = -(-work.checkpointed * rows * work.length * shape.hidden * work.item_bytes // work.keepers)
+        inputs = work.checkpointed * rows * work.length * shape.hidden * work.item_bytes
         if not kept:
             items.append(tiers.ram.item("block inputs", inputs * world, "saved by gradient checkpointing"))
         items.append(device("activations", peak.bytes * world, f"at their peak, {how}"))
     else:
         others = shape.layers - work.checkpointed
         name = "saved activations" if others else "block inputs"
-        parts = f"; 1 / {work.keepers} of each on each rank" if work.keepers > 1 else ""
-        parts += f": the inputs of {work.checkpointed} blocks, all of {others}" if others and work.checkpointed else ""
+        parts = f": the inputs of {work.checkpointed} blocks, all of {others}" if others and work.checkpointed else ""
         items.append(device(name, peak.kept * world, f"saved for the backward{parts}"))
         items.append(device("activations", peak.rest * world, f"all other activations, at their peak, {how}"))
     if work.compiled:
@@ -256,7 +254,6 @@ def peak_of(
     chunk: int,
     checkpointed: int,
     inputs_here: bool = True,
-    keepers: int = 1,
     gradients: bool = True,
     waiting: int = 0,
     piece: int = 0,
@@ -274,7 +271,6 @@ def peak_of(
         chunk: tokens of one chunk of the loss.
         checkpointed: number of the first blocks that are checkpointed.
         inputs_here: inputs of checkpointed blocks stay on the device.
-        keepers: ranks that each block input is divided over.
         gradients: count weight gradients from their computation until the engine takes them.
         waiting: bytes of a tied head's gradient of one micro-batch, which waits for the embedding's.
         piece: tokens of a piece, if `counted` describes blocks that run on pieces.
@@ -293,13 +289,7 @@ def peak_of(
     beside = micro_batches * (now(counted.before) - hidden + seen)
     others = (micro_batches - 1) * hidden
     # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
-    shard = -(-hidden // keepers)  # only the current input is undivided
-    below = [
-        micro_batches * (hidden + shard * (min(number + 1, len(parts)) if keepers > 1 else number))
-        if inputs_here
-        else hidden
-        for number in range(checkpointed + 1)
-    ]
+    below = [micro_batches * hidden * (number + 1) if inputs_here else hidden for number in range(checkpointed + 1)]
     for part in parts[checkpointed:]:
         below.append(below[-1] + now(part.kept))
     peaks: list[Peak] = []

@@ -97,8 +97,7 @@ def _best_division(
     for count in (count for count in range(1, here + 1) if here % count == 0):
         rows = {"micro_batch_size": config.train.micro_batch_size * count}
         train = config.train.model_copy(update=rows if config.train.tokens_per_step == "auto" else {})
-        partition = config.parallel.partition_activations and count > 1
-        parallel = config.parallel.model_copy(update={"tensor": count, "partition_activations": partition})
+        parallel = config.parallel.model_copy(update={"tensor": count})
         one = config.model_copy(update={"parallel": parallel, "train": train})
         try:
             if count > 1 and (mistakes := combination_mistakes(one)):
@@ -419,7 +418,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         nodes=nodes,
         tensor=tensor_of(config.parallel),
         sequence=config.parallel.sequence,
-        partition=config.parallel.partition_activations,
         compiled=model.compile == "on",
         kernels=model.kernels,
         mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,

@@ -34,7 +34,6 @@ class Workload:
     tensor: int = 1  # tensor-parallel ranks, which compute the same rows
     sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
-    partition: bool = False  # tensor-parallel ranks divide the checkpointed block inputs
     compiled: bool = False  # the inside of blocks is compiled
     kernels: str = "torch"  # library of the kernels that the model's modules run (`model.kernels`)
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
@@ -98,11 +97,6 @@ class Workload:
     def inputs_away(self) -> TierKind | Literal[False]:
         """Return the tier that checkpointed block inputs are offloaded to; False if they stay or there are none."""
         return self.offload_activations if self.checkpointing else False
-
-    @property
-    def keepers(self) -> int:
-        """Return the number of ranks that each checkpointed block input is divided over."""
-        return self.tensor if self.checkpointing and self.partition else 1
 
 
 _CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller chunks slow matrix products and save little memory

@@ -255,7 +255,6 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
         setup.optim,
         placement=plan.placement,
         words=words,
-        partition_activations=setup.work.partition,
         load_weights=load_weights,
     )
 

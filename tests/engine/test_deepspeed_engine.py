@@ -68,9 +68,7 @@ ZERO = {  # keyed by ZeRO stage and placement
 
 
 @pytest.mark.ops
-@pytest.mark.parametrize(
-    ("zero", "ranks"), [("2", 1), ("3", 1), ("1", 2), ("1 gpu", 2), ("2", 2), ("3", 2), ("3 gpu", 2), ("2", 4)]
-)
+@pytest.mark.parametrize(("zero", "ranks"), [("1", 2), ("1 gpu", 2), ("2", 2), ("3", 2), ("3 gpu", 2), ("2", 4)])
 def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int, tmp_path: Path) -> None:
     """Losses, norms and masters match transformers alone, though one rank counts nine times as many targets as the
     other.

@@ -21,7 +21,7 @@ from tensor_parallel_rounding import in_halves
 from uneven_targets import masked, plain_alone, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
-from offload_trainer.engine.tp_shards import Parts
+from offload_trainer.engine.deepspeed import Parts
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.model.loader import resolve_model
@@ -32,7 +32,7 @@ from offload_trainer.settings import load_config
 
 STEPS = 3
 SHAPED: dict[str, dict[str, Any]] = {"llama": {"model_type": "llama"}, "qwen3": {"model_type": "qwen3"}}
-CHECKPOINTED, PARTS = "model.activation_checkpointing=on", "parallel.partition_activations=true"
+CHECKPOINTED = "model.activation_checkpointing=on"
 ALWAYS = ("--engine", "deepspeed", "parallel.tensor=2")
 
 
@@ -51,10 +51,7 @@ def shape_of(folder: Path) -> ModelShape:
     [("llama", 2, [CHECKPOINTED]), ("llama", 4, []), ("qwen3", 2, [CHECKPOINTED]), ("qwen3", 4, [])],
 )
 def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], tmp_path: Path) -> None:
-    """2 x 1 and 2 x 2 ranks match transformers on one batch, in fp32 with uneven numbers of targets.
-
-    Ranks that partition block inputs have the bits of ranks that keep them whole.
-    """
+    """2 x 1 and 2 x 2 ranks match transformers on one batch, in fp32 with uneven numbers of targets."""
     model, words = directory(tmp_path / "model", name), ["--dtype", "fp32", *words]
     told = ["--optimizer", "cpu", "parallel.tensor=2"]
     found = run_stock_ranks(tmp_path, *told, *words, ranks=ranks, steps=STEPS)
@@ -69,18 +66,6 @@ def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], t
         torch.testing.assert_close(masters[key], weight, rtol=1e-4, atol=1e-5)
     planned = planned_bytes(tmp_path, *told, *words, ranks=ranks)
     assert found["bytes"][-1] == pytest.approx(planned, rel=0.02), found["calls"]
-    if CHECKPOINTED not in words:
-        return
-    words, folder = [*words, PARTS], tmp_path / "parts"
-    folder.mkdir()
-    (folder / "model").symlink_to(model)
-    in_parts = run_stock_ranks(folder, *told, *words, ranks=ranks, steps=STEPS)
-    assert in_parts["steps"] == found["steps"]
-    for key, weight in load_file(folder / "masters.safetensors").items():
-        assert torch.equal(weight, masters[key]), key
-    more = planned_bytes(folder, *told, *words, ranks=ranks) - planned
-    assert in_parts["bytes"][-1] - found["bytes"][-1] == pytest.approx(more, abs=2)
-    assert more > 0
 
 
 @pytest.mark.slow
@@ -182,34 +167,6 @@ def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> No
     assert plan_of(shape, "--accumulate", "2", gpu=80 * GB).placement.optimizer == "cpu"
     assert plan_of(shape, gpu=80 * GB).placement.optimizer == "gpu"
     assert plan_of(shape).cannot_save is None
-    with pytest.raises(UserError, match="partition_activations=true divides the block inputs"):
-        plan_of(shape, PARTS)  # a model of this size is not checkpointed
-    with pytest.raises(UserError, match="partition_activations=true needs checkpointed activations"):
-        plan_of(shape, PARTS, "model.activation_checkpointing=off")
-    for words in ([], ["--engine", "deepspeed"], ["parallel.sequence=2"]):
-        with pytest.raises(
-            UserError, match="partition_activations=true divides activations that tensor-parallel ranks all store"
-        ):
-            load_config([PARTS, *words])
-
-
-def test_parts_of_inputs_in_a_plan(tmp_path: Path) -> None:
-    """8 blocks have inputs of 4 x 1024 x 72 elements of 2 bytes; one is whole in use, and half of each is kept."""
-    shape = shape_of(directory(tmp_path / "model", "llama", num_hidden_layers=8, max_position_embeddings=1024))
-    each = 2 * 4 * 1024 * 72
-
-    def held(*words: str, ranks: int = 2, gpu: int = 80 * GB) -> dict[tuple[str, str], int]:
-        words = (CHECKPOINTED, "model.loss_chunk=64", "--seq-len", "1024", *words)
-        items = plan_of(shape, *words, gpu=gpu, ranks=ranks).items
-        return {(item.tier, item.name): item.bytes for item in items if item.name in ("block inputs", "activations")}
-
-    whole, parts = held(), held(PARTS)
-    assert whole["gpu", "block inputs"] == 2 * 8 * each  # on both ranks, in the last block
-    assert parts["gpu", "block inputs"] == 2 * (each + 8 * each // 2)
-    assert parts["gpu", "activations"] == whole["gpu", "activations"]
-    away = held(PARTS, "model.offload_activations=cpu")
-    assert away["ram", "block inputs"] == 8 * each  # half on each of two ranks
-    assert ("gpu", "block inputs") not in away
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "phimoe", "opt"])

@@ -47,7 +47,6 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
         config.optim,
         placement=plan.placement,
         words=told,
-        partition_activations=config.parallel.partition_activations,
     )
 
 

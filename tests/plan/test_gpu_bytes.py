@@ -276,7 +276,6 @@ def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
     assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # small chunks: the last block's backward needs more
     assert peak(1, checkpointed=2) == 2 * 2 * 10 + 1000 + 15 * 10
     assert peak(1, checkpointed=2, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
-    assert peak(1, checkpointed=2, keepers=4) == (1 + 2 / 4) * 2 * 10 + 1000 + 15 * 10
     # One of three blocks: its input and the second block's activations are kept below the last block, and everything at
     # the loss.
     three = replace(counted, blocks=(0, 0, 0))

@@ -144,11 +144,6 @@ class DeepSpeed:
     def _refuse_dividing(self, work: Workload) -> None:
         """Raise UserError if the ranks or the model cannot be divided by `tensor`."""
         setting = f"parallel.tensor={self.tensor}"
-        if work.partition and not work.checkpointing:
-            raise UserError(
-                "parallel.partition_activations=true divides the block inputs that gradient checkpointing saves, but "
-                "checkpointing is off for a model of this size: use model.activation_checkpointing=on"
-            )
         if work.world % self.tensor:
             raise UserError(f"{setting} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
         if not any(weight.split for weight in work.shape.weights):
@@ -322,11 +317,6 @@ class DeepSpeedCandidate:
             notes.append(
                 f"parallel.tensor={self.work.tensor}: {self.work.data} data-parallel group(s); the activations that "
                 "AutoTP stores were measured only on a CPU"
-            )
-        if self.work.keepers > 1:
-            notes.append(
-                f"parallel.partition_activations: each rank stores 1 / {self.work.keepers} of a block's input, and "
-                "the ranks gather it when the block is recomputed"
             )
         return notes
 

@@ -13,8 +13,7 @@ sends, and receives, this many bytes in a step:
     tensor      2 r(T) e t h for each all-reduce, M times. The forward has 2 per block (Shoeybi et al. 2019, section 3).
                 The backward has one per column-split product, since DeepSpeed's AutoTP reduces each product's input
                 gradient separately (Megatron: 2). Recomputation adds 1, as it stops at the last tensor that autograd
-                saves. r(T) e t h M more for each block whose checkpointed input is partitioned, since it is gathered
-                again (Rajbhandari et al. 2020, section 6.1)
+                saves
     sequence    r(S) e t / S for each element of queries, keys, values and results of all heads, M times in each of
                 forward, backward and recomputation (DeepSpeed Ulysses, Jacobs et al. 2023, section 3.2)
 
@@ -80,15 +79,13 @@ def zero_collectives(
 
 
 def tensor_collectives(work: Workload) -> Iterator[Collective]:
-    """Yield the all-reduces of tensor parallelism on each rank, and the gathers of partitioned block inputs."""
+    """Yield the all-reduces of tensor parallelism on each rank."""
     if work.tensor == 1:
         return
     again, blocks = int(work.checkpointing), work.accumulate * work.shape.layers
     each = 2 * (work.tensor - 1) / work.tensor * work.item_bytes * work.micro_batch * work.length * work.shape.hidden
     for phase, count in (("forward", 2), ("backward", column_products(work.shape) + again)):
         yield Collective(phase, blocks * count * each, blocks * count, work.tensor, 1)
-    if again and work.partition:
-        yield Collective("backward", blocks * each / 2, blocks, work.tensor, 1)
 
 
 def all_to_alls(work: Workload) -> Iterator[Collective]:

@@ -117,7 +117,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
                 raise
             refused.setdefault(str(error).removeprefix(f"{mode.setting}: "), []).append(mode.name)
     plans.sort(key=lambda one: (not one[1].fits, one[1].forecast.step is None, one[1].forecast.step or 0.0))
-    found = [row_of(plan, mode.name, words=_words(mode, plan, config)) for mode, plan in plans]
+    found = [row_of(plan, mode.name, words=_words(mode, plan)) for mode, plan in plans]
     lines = [f"{format_count(rows * work.seq_len)} tokens a step, {world} ranks on {count} node(s)"]
     lines += table(found, last="runs with", ends=[row.words for row in found])
     lines += [f"  refused: {', '.join(names)}: {reason}" for reason, names in refused.items()]
@@ -137,10 +137,9 @@ def _gpus(config: TrainConfig, machine: MachineProfile) -> int:
     return config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
 
 
-def _words(mode: Mode, plan: Plan, config: TrainConfig) -> str:
+def _words(mode: Mode, plan: Plan) -> str:
     """Return the settings that run a mode."""
-    partition = " parallel.partition_activations=true" * (mode.tensor > 1 and config.parallel.partition_activations)
-    return f"--engine {plan.engine} {mode.setting}{partition}".rstrip()
+    return f"--engine {plan.engine} {mode.setting}".rstrip()
 
 
 def _configurations(config: TrainConfig, mode: Mode, *, rows: int) -> list[TrainConfig]:
@@ -154,10 +153,7 @@ def _configurations(config: TrainConfig, mode: Mode, *, rows: int) -> list[Train
     if rest or not each:
         raise UserError(f"{rows} rows a step are not a multiple of {groups} data-parallel ranks")
     place, tensor = config.placement, mode.tensor > 1
-    partition = config.parallel.partition_activations and tensor
-    sections: dict[str, object] = {
-        "parallel": ParallelSection(tensor=mode.tensor, sequence=mode.sequence, partition_activations=partition)
-    }
+    sections: dict[str, object] = {"parallel": ParallelSection(tensor=mode.tensor, sequence=mode.sequence)}
     if mode.stage is None:
         sections |= {"placement": place.model_copy(update={"engine": "tiered"}), "deepspeed": DeepSpeedSection()}
     else:

@@ -380,10 +380,6 @@ class TieredSection(_Section):
         description="copies of each page on a drive; 2 leaves a complete step behind when the run is killed; "
         "auto: 2 if the update starts during the backward, or if resumed page files have 2",
     )
-    io: Literal["threads", "async_io"] = Field(
-        "threads",
-        description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, with every byte verified",
-    )
     io_threads: PositiveInt = Field(4, description="threads that read, and threads that write")
     io_block_bytes: Annotated[int, Field(ge=4096, multiple_of=4096)] = Field(
         8 << 20, description="bytes of one read or write request"
@@ -391,7 +387,7 @@ class TieredSection(_Section):
     checksums: bool = Field(
         False,
         description="also verify weights, gradients and activations that are read from drives, as is always done "
-        "for optimizer state and with async_io",
+        "for optimizer state",
     )
     drive_speeds: tuple[PositiveFloat, ...] = Field(
         (),

@@ -159,7 +159,6 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("save.trackers", "report_to logger_name metric_logger logger wandb_log use_wandb tensorboard_log log_with", ""),
     ("save.trackers=wandb", "wandb", ""),
     ("save.trackers=tensorboard", "use_tensorboard", ""),
-    ("tiered.io=async_io", "aio libaio", ""),
     ("parallel.tensor", "tensor_parallel_size tp_size tensor_model_parallel_size tp tensor_parallel autotp_size", ""),
     ("parallel.sequence", "sequence_parallel_degree context_parallel_size cp_size sp_size ulysses_degree", ""),
     ("deepspeed.sub_group_size", "stage3_sub_group_size", ""),
@@ -257,7 +256,6 @@ _VALUES: dict[str, dict[str, str]] = {
     | {"false": "never", "no": "never", "none": "never"},
     "save.trackers": {"none": "save.trackers=[]", "no": "save.trackers=[]", "true": "wandb", "all": "wandb"},
     "tiered.overlap": {"true": "forward", "false": "off"},
-    "tiered.io": {"aio": "async_io", "libaio": "async_io"},
 }
 
 _EVALUATES = "a run computes its validation loss every train.eval_every steps; lm-eval reads an export: docs/export.md"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.allocation import Drives, Layout
 from offload_trainer.offloading.cuda_device import CudaDevice
@@ -24,13 +23,7 @@ from offload_trainer.plan.tiered.spec import Layouts, TierSizes, gradient_ring
 from offload_trainer.plan.tiers import DEVICE, Placement, TierKind
 from offload_trainer.plan.workload import Workload
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.storage.transfer import (
-    AioTransfers,
-    CheckedTransfers,
-    ThreadedTransfers,
-    Transfers,
-    async_io_handle,
-)
+from offload_trainer.storage.transfer import CheckedTransfers, ThreadedTransfers, Transfers
 
 Say = Callable[[str], None]
 _SWITCH_SECONDS = 0.0005
@@ -134,10 +127,5 @@ def _device_kernel(layout: Layout, device: Device, kernel: Kernel, *, say: Say) 
 
 
 def _transfers(sizes: TierSizes, node: Node) -> Transfers:
-    """Return the transfers for drives, by the configured backend."""
-    if sizes.io == "async_io":
-        handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
-        # async_io reports no errors, so every byte is checked.
-        return CheckedTransfers(AioTransfers(handle), memory=node.memory)
     threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
     return CheckedTransfers(threads, memory=node.memory) if sizes.checksums else threads

@@ -61,7 +61,6 @@ def bench_here(
     CPU measurements use the threads of this process.
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.engine.op_builder import is_built
     from offload_trainer.engine.timed_updates import available_updates, gradient_kernels, orthogonalisation
     from offload_trainer.machine.bench import (
         Budget,
@@ -83,7 +82,7 @@ def bench_here(
     budget = Budget(update_page=page)
     if drive_bytes is not None:
         budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
-    io = _ways_to_drives(kernel=bool(machine.drives) and is_built("async_io"))
+    io = _ways_to_drives()
     if machine.drives:
         most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
         say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
@@ -234,7 +233,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         with torch.random.fork_rng(devices=[] if machine.gpu is None else [torch.cuda.current_device()]):
             timed = bench_machine(
                 replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
-                transfers=_ways_to_drives(kernel=False),
+                transfers=_ways_to_drives(),
                 updates=updates,
                 dtypes=[config.model.dtype],
                 budget=budget,
@@ -318,20 +317,13 @@ def _ranks_to_time(wish: int, *, gpus: int | None) -> int:
     return gpus if gpus is not None and wish == 1 else wish
 
 
-def _ways_to_drives(*, kernel: bool) -> dict[str, Callable[[], Any]]:
-    """Return factories of the I/O backends to measure, by the configuration words that select each, default first.
+def _ways_to_drives() -> dict[str, Callable[[], Any]]:
+    """Return factories of the transfers to measure, by the configuration words that select each, default first."""
+    from offload_trainer.storage.transfer import ThreadedTransfers
 
-    `kernel`: include DeepSpeed's async_io.
-    """
-    from offload_trainer.engine.op_builder import load_async_io
-    from offload_trainer.storage.transfer import AioTransfers, ThreadedTransfers, async_io_handle
-
-    ways: dict[str, Callable[[], Any]] = {
+    return {
         f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
             ThreadedTransfers, threads=threads, block=block
         )
         for threads, block in ((4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20))
     }
-    if kernel:
-        ways["tiered.io=async_io"] = partial(AioTransfers, async_io_handle(load_async_io(), block_bytes=1 << 20))
-    return ways

@@ -54,7 +54,6 @@ class SessionKeys(TypedDict, total=False):
     weight_buffers: int
     overlap: Literal["auto", "off", "forward"]
     state_copies: Literal["auto", 1, 2]
-    io: Literal["threads", "async_io"]
     io_threads: int
     io_block_bytes: int
     checksums: bool

@@ -2,9 +2,9 @@
 
     Transfers.read(file, offset, buffer) / .write(...)  ->  Future      returns immediately; call `wait` for the result
 
-There are three implementations. `ThreadedTransfers` uses preadv and pwritev with O_DIRECT on threads and needs no
-compiler. `AioTransfers` uses DeepSpeed's libaio kernel. `CheckedTransfers` wraps another one and compares every block
-that is read with the one that was written. Offsets and sizes are multiples of 4096 bytes.
+There are two implementations. `ThreadedTransfers` uses preadv and pwritev with O_DIRECT on threads.
+`CheckedTransfers` wraps another one and compares every block that is read with the one that was written. Offsets and
+sizes are multiples of 4096 bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -266,61 +266,6 @@ class ThreadedTransfers:
     def close(self) -> None:
         self._readers.close()
         self._writers.close()
-
-
-class AioTransfers:
-    """Transfers with DeepSpeed's `async_io`: one handle and one waiting thread for reads, and the same for writes.
-
-    `make_handle` returns an `aio_handle`. The kernel does not check the result of a completion, so use this class only
-    inside `CheckedTransfers`.
-    """
-
-    def __init__(self, make_handle: Callable[[], Any]) -> None:
-        self._reads, self._writes = make_handle(), make_handle()
-        self._reader, self._writer = Workers(1, "aio-read"), Workers(1, "aio-write")
-
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        return self._start(self._reader, self._reads, self._reads.async_pread, file, offset, buffer)
-
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        return self._start(self._writer, self._writes, self._writes.async_pwrite, file, offset, buffer)
-
-    def _start(
-        self,
-        worker: Workers,
-        handle: Any,
-        submit: Callable[..., int],
-        file: DriveFile,
-        offset: int,
-        buffer: torch.Tensor,
-    ) -> Future:
-        future, data = Future(), bytes_of(buffer)
-
-        def move() -> None:
-            size = os.fstat(file.descriptor).st_size
-            if size < offset + data.numel():
-                raise TrainerError(f"{file.path}: cut short: the file has {size} of {file.size} bytes")
-            if submit(data, str(file.path), offset) != 0 or handle.wait() != 1:
-                raise TrainerError(f"{file.path}: async_io refused {data.numel()} bytes at {offset}")
-
-        worker.put(ending(future, move))
-        return future
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
-
-
-def async_io_handle(kernel: Any, *, block_bytes: int) -> Callable[[], Any]:
-    """Return a factory of handles of DeepSpeed's loaded kernel, for `AioTransfers`."""
-    return partial(
-        kernel.aio_handle,
-        block_size=block_bytes,
-        queue_depth=32,
-        single_submit=False,
-        overlap_events=True,
-        intra_op_parallelism=1,
-    )
 
 
 class CheckedTransfers:

@@ -72,9 +72,6 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
 
-_STOCK = ("deepspeed", "tiered.io=async_io")
-
-
 _RANKS = ("--gpus", "placement.gpus")
 
 
@@ -94,7 +91,7 @@ def start(
     torchrun always gets a new process, since it starts its ranks from there.
     """
     words = list(map(str, argv))
-    stock = stock or any(word.startswith(_STOCK) for word in words)
+    stock = stock or any(word.startswith("deepspeed") for word in words)
     if own or any(word.startswith(_RANKS) for word in words) or (stock and torch.cuda.is_available()):
         with open(stdout, "ab") as out, open(stderr, "ab") as err:
             return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment(**extra))

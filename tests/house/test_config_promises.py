@@ -16,11 +16,9 @@ from sample_plans import SHAPES, machine
 
 from offload_trainer import config as schema
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine import build_tiered
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import Placement
@@ -139,22 +137,6 @@ def test_keys_reach_deepspeed(name: str) -> None:
     assert {f"deepspeed.{key}" for key in STOCK} == {key for key in all_keys() if key.startswith("deepspeed.")} - {
         "deepspeed.zero_stage"  # engine/test_deepspeed_engine.py
     }
-
-
-def test_the_backend_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tiered.io selects the class that opens page files.
-
-    tests/offload/test_tiered.py tests DeepSpeed's kernel itself.
-    """
-    monkeypatch.setattr(build_tiered, "load_async_io", lambda: None)
-    monkeypatch.setattr(build_tiered, "async_io_handle", lambda *_, **__: lambda: None)
-    names = []
-    for io in ("threads", "async_io"):
-        config = load_config(["--nvme", "/ssd", "--optimizer", "nvme", f"tiered.io={io}"])
-        made = build_tiered._transfers(make_plan(config, SHAPES["gpt2"], machine()).sizes, Node())
-        names.append(type(made).__name__)
-        made.close()
-    assert names == ["ThreadedTransfers", "CheckedTransfers"]
 
 
 def test_a_models_own_code_runs_where_it_is_allowed(tmp_path: Path) -> None:

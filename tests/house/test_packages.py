@@ -93,7 +93,7 @@ def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "package"),
-    [(["--engine", "deepspeed", "--gpus", "2"], "deepspeed"), (["tiered.io=async_io"], "deepspeed")],
+    [(["--engine", "deepspeed", "--gpus", "2"], "deepspeed")],
 )
 def test_a_feature_of_a_missing_library_is_refused_in_one_line(words: list[str], package: str, tmp_path: Path) -> None:
     done = run_without(LIBRARIES, *words, *TINY, "--output", tmp_path / "out")

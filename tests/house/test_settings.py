@@ -130,7 +130,7 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["--ram-fraction", "0.2"], "add --nvme DIR, or --gpu-fraction 0.8"),
         (["tiered.drive_speeds=[1, 2]", "--nvme", "/a"], "2 numbers for 1"),
         (["deepspeed.sub_group_size=5000"], "add --engine deepspeed"),
-        (["tiered.io=async_io", "--engine", "deepspeed"], "add --engine tiered"),
+        (["tiered.io_threads=2", "--engine", "deepspeed"], "add --engine tiered"),
         (["--engine", "deepspeed", "--nvme", "/a", "--nvme", "/b"], "keep one"),
         (
             ["--engine", "deepspeed", "--params", "nvme", "--nvme", "/a", "deepspeed.prefetch_bucket_size=5"],

@@ -132,13 +132,6 @@ def test_placement_does_not_change_a_bit(place: str, count: int, folder: Path) -
     assert not [name for name, tensor in weights.items() if torch.equal(tensor, initial[name])]  # all have changed
 
 
-@pytest.mark.ops
-def test_deepspeeds_io_does_not_change_a_bit(folder: Path) -> None:
-    model = model_directory(folder / "gpt2-True", "gpt2")
-    with engine(model, *PLACES["all on the drive"], "tiered.io=async_io", drives=drives(folder, 2)) as ours:
-        assert train(ours, batches(20)) == plain(model, 20)[0]
-
-
 @pytest.mark.parametrize("words", [["optim.accumulate_dtype=fp32"], ["optim.accumulate_dtype=model"]])
 @pytest.mark.parametrize("home", ["resident", "sums on the device", "all on the drive"])
 def test_accumulation(words: list[str], home: str, folder: Path) -> None:

@@ -88,8 +88,7 @@ def test_the_compilers_message_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     ("words", "limit", "states"),
     [
         (["--engine", "deepspeed", "--nvme", "/ssd"], 8 << 20, ["warning"]),
-        (["tiered.io=async_io"], 8 << 20, ["warning"]),
-        (["tiered.io=async_io"], None, []),
+        (["--engine", "deepspeed", "--nvme", "/ssd"], None, []),
         ([], 8 << 20, []),  # cudaHostRegister does not count against it
     ],
 )

@@ -142,7 +142,7 @@ class Tiered:
 
     def packages(self) -> list[tuple[str, str]]:
         """Return (setting, package) for each package that the settings need and that is not always installed."""
-        return [("tiered.io=async_io", "deepspeed")] if self.section.io == "async_io" else []
+        return []
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """Raise UserError for settings that the machine, or the launcher's number of ranks, makes impossible."""
@@ -645,12 +645,8 @@ class TieredCandidate:
         """Return groups of settings for `tune` to try; none of them changes a result or a placement."""
         groups = list[tuple[str, ...]]()
         if self.uses_drives:
-            io, other = ["tiered.io_threads=2", "tiered.io_threads=8"], "tiered.io=async_io"
-            rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
-            if any(rates.tried.get(other, 0.0) > rates.tried.get(rates.words, 0.0) for rates in rated):
-                io.append(other)
             groups += [
-                tuple(io),
+                ("tiered.io_threads=2", "tiered.io_threads=8"),
                 ("tiered.page_size=2097152", "tiered.page_size=8388608"),
                 ("tiered.page_buffers=4", "tiered.page_buffers=10"),
             ]

@@ -55,7 +55,6 @@ class TierSizes:
     overlap: bool  # the update overlaps the next forward
     ahead: bool  # the update of pages on drives, and of pages with shadow memory, also overlaps the last backward
     speeds: tuple[float, ...]  # relative speed of each drive
-    io: str  # backend for drive I/O (tiered.io)
     checksums: bool  # verify everything that is read from drives, not only the state
     io_threads: int  # threads that read; as many others write
     io_block_bytes: int  # bytes per request
@@ -127,8 +126,7 @@ def tier_sizes(
         overlap=tiered.overlap in ("forward", "backward"),
         ahead=tiered.overlap == "backward",
         speeds=speeds,
-        io=tiered.io,
-        checksums=tiered.checksums or tiered.io == "async_io",
+        checksums=tiered.checksums,
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
         places=2 if tiered.overlap == "backward" else 1 if tiered.state_copies == "auto" else tiered.state_copies,

@@ -206,8 +206,8 @@ def _memory() -> Check:
 
 def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed | Plain, machine: MachineProfile) -> Iterator[Check]:
     """Warn if RLIMIT_MEMLOCK limits the buffers that DeepSpeed's async_io locks. Memory pinned by CUDA is exempt."""
-    limit, asked = machine.memlock_bytes, "deepspeed" in (package for _, package in engine.packages())
-    if limit is None or not asked or (isinstance(engine, DeepSpeed) and not place.nvme):
+    limit = machine.memlock_bytes
+    if limit is None or not isinstance(engine, DeepSpeed) or not place.nvme:
         return
     fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"
     yield Check("locked memory", "warning", f"{format_bytes(limit)} for async_io's buffers", fix)

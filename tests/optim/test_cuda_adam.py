@@ -31,7 +31,7 @@ from test_update_page import MARK, STATES, cut
 from update_ranges import ADAMW, form, part
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.pages.snapshot import PageSnapshot
+from offload_trainer.offloading.pages.store import PageSnapshot
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges

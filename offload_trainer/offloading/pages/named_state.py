@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.pages.snapshot import PageSnapshot
-from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.pages.store import PageSnapshot, PageStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.loss_scale import LossScale

@@ -4,6 +4,7 @@
                  on a drive in one or two copies (`page_copies.py`): `read` returns the copy that the last `flip` chose,
                  and compares its checksums
     ShadowPages  the old bytes of some pages in RAM while a step that may yet be undone updates these pages in place
+    PageSnapshot the pages as they are now, read while training continues
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a range
 
 Training transfers whole aligned ranges. Initialisation, saving and loading access single weights at any offset (`get`,
@@ -12,16 +13,19 @@ Training transfers whole aligned ranges. Initialisation, saving and loading acce
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
+from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.pages.page_copies import DamagedPage, PageCopies
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, Page, aligned
+from offload_trainer.plan.tiered.spec import SAVE_BUFFERS
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import DEVICE, ELSEWHERE, offsets, on_drive, size_of_home
 from offload_trainer.storage.host_memory import host_buffer
@@ -406,3 +410,68 @@ class UnitStore:
 
     def flush(self) -> None:
         self._cache.flush()
+
+
+class PageSnapshot:
+    """A consistent snapshot of the pages `numbers` of `store`, read page by page while training continues.
+
+        reader   page 0, 1, 2, ... in order; pages on drives and on the device are prefetched
+        update   waits before it overwrites a page that has not been read yet (`wait_for`)
+
+    Only the update changes pages. So the forward, the backward, and updates of pages that have been read continue.
+    Pages with two copies on their drive do not block the next update either, because it writes the other copy.
+    """
+
+    def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
+        self._store, self._numbers = store, numbers
+        self._copies = {number: store.copies.valid(number) for number in numbers}
+        self._read = 0  # pages before this number have been read and may change
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def wait_for(self, number: int) -> None:
+        """Wait until page `number` may change."""
+        if self._store.copies.free(number) != self._copies[number]:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._read > number)
+
+    def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield each page's number and fields, which are views that the next page reuses.
+
+        Raises:
+            TrainerError: the snapshot was closed.
+        """
+        pending = deque(number for number in self._numbers if self._store.in_memory(number) is None)
+        free = self._store.buffers(SAVE_BUFFERS)
+        arriving: deque[tuple[torch.Tensor, Future]] = deque()
+        for number in self._numbers:
+            while free and pending:
+                following, buffer = pending.popleft(), free.pop()
+                data = buffer[: self._store.bytes_of(following)]
+                future = self._store.read(following, data, copy=self._copies[following])
+                arriving.append((buffer, future))
+            if self._closed:
+                raise TrainerError("the state was let go of before it was written")
+            inside = self._store.in_memory(number)
+            if inside is not None:
+                yield number, self._store.fields(number, inside)
+                self._may_change(number)
+            else:
+                buffer, future = arriving.popleft()
+                future.wait()
+                fields = self._store.fields(number, buffer)
+                self._may_change(number)  # the caller reads the copy in the buffer
+                yield number, fields
+                free.append(buffer)
+
+    def _may_change(self, number: int) -> None:
+        with self._changed:
+            self._read = number + 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Release the snapshot, so that no update waits for it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +36,7 @@ from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
 VOCABULARY = 211
+DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 REENTRANT = "reentrant"  # An additional test word: torch's reentrant checkpointing, which only DeepSpeed uses.
 
 torch.set_num_threads(1)  # Two tests run at the same time.
@@ -198,3 +201,33 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert one.keys() == other.keys()
     for name, tensor in other.items():
         assert torch.equal(one[name], tensor), name
+
+
+@cache
+def plain(model: Path, steps: int, *words: str, accumulate: int = 1) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """Return the steps and masters of the reference: plain torch, or on a GPU the engine with everything in RAM."""
+    with engine(model, *REFERENCE, *words) as reference:
+        return train(reference, batches(steps * accumulate), accumulate=accumulate), masters(reference)
+
+
+def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
+    """Return the files of a snapshot: masters, moments, step counts and the loss scale."""
+    place.mkdir()
+    ours.snapshot().write(place)
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+def drives(folder: Path, count: int) -> list[Path]:
+    """Return `count` directories for page files in `folder`."""
+    made = [folder / f"drive-{number}" for number in range(count)]
+    for drive in made:
+        drive.mkdir(exist_ok=True)
+    return made
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a checksum of the tensors' bits, which compares sooner than lists of numbers."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

@@ -376,7 +376,7 @@ def _threads_of_sums() -> set[threading.Thread]:
 # -- norms -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-5)])
 def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, seed: int) -> None:
     """Norms match fp64 and torch's fp32 norm of parts, more closely than torch's norm of a whole tensor would.
@@ -422,7 +422,7 @@ def test_a_gpus_norms_do_not_depend_on_the_placement_of_sums(tmp_path: Path, mon
         with engine(
             where, "--accumulate", "3", "optim.max_grad_norm=0.1", *words, drives=[drive], device=LateDevice()
         ) as ours:
-            results.append((train(ours, batches(9), accumulate=3), masters(ours)))
+            results.append((train(ours, batches(6), accumulate=3), masters(ours)))
     for steps, weights in results[1:]:
         assert steps == results[0][0]
         assert_same(weights, results[0][1])

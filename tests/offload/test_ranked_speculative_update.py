@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import rank_with_speculation
-from engine_bench import model_directory
+from engine_bench import DROPOUT, model_directory
 from forked_ranks import Case, run_ranks
-from test_ranks import AWAY, DROPOUT
+from test_ranks import AWAY
 
 pytestmark = pytest.mark.slow
 

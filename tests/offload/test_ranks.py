@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from commands import HELPERS, start
-from engine_bench import model_directory
+from engine_bench import DROPOUT, model_directory
 from forked_ranks import Case, run_ranks
 
 from offload_trainer.errors import LOST
@@ -18,7 +18,6 @@ from offload_trainer.errors import LOST
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 COUNT = 3
-DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 INPUTS = ("model.activation_checkpointing=on", "model.offload_activations=nvme")
 AWAY = (
     "--params",

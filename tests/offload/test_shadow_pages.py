@@ -8,17 +8,15 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from engine_bench import assert_same, batches, engine, masters, model_directory, plain, saved, train
 from late_engines import use_late_transfers
 
-from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.page_copies import DamagedPage, copies_of_bits
 from offload_trainer.offloading.pages.stored_masters import read_store
@@ -44,31 +42,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_directory(tmp_path_factory.mktemp("places") / "gpt2", "gpt2")
 
 
-@pytest.fixture
-def drive(tmp_path: Path) -> Path:
-    (tmp_path / "drive").mkdir()
-    return tmp_path / "drive"
-
-
-@cache
-def plain(model: Path, steps: int) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    with engine(model, *REFERENCE) as reference:
-        return train(reference, batches(steps)), masters(reference)
-
-
-def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
-    place.mkdir()
-    ours.snapshot().write(place)
-    return {path.name: path.read_bytes() for path in place.iterdir()}
-
-
 def lease(drive: Path) -> Path:
     return next((drive / "offload-trainer").glob("run-*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["off", "forward"])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(("home", "overlap"), [*zip(HOMES, ["off", "forward", "forward", "off"], strict=True)])
 def test_two_copies_have_the_bits_of_plain_torch(
     home: str, overlap: str, model: Path, drive: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +79,7 @@ def test_late_reads_and_writes_change_nothing(model: Path, drive: Path, monkeypa
         assert_same(masters(ours), plain(model, 4)[1])
 
 
+@pytest.mark.slow
 def test_twice_the_disk_is_planned_and_used(model: Path, drive: Path) -> None:
     def planned(*words: str) -> dict[str, int]:
         from offload_trainer.machine.probe import probe_machine
@@ -260,7 +240,7 @@ def test_the_order_that_a_power_cut_needs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", ["a third in RAM", "some on the device"])
 def test_a_snapshot_is_consistent_while_two_steps_run(
     home: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,14 +108,24 @@ def third_step(
     return events, sum(fetched[unit] for kind, unit in events if kind == "start"), planned
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize(("buffers", "accumulate"), [(1, 3), (2, 1), (2, 3), (3, 3), (9, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_units_are_prefetched_before_they_are_needed(
+def test_units_are_fetched_as_planned_and_before_they_are_needed(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`need` never starts a fetch after the first step, not even for heads, embeddings or the first unit of a pass."""
-    events, _, _ = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
+    """After the first step, `need` starts no fetch if there are two buffers or three.
+
+    That includes heads, embeddings and the first unit of a pass.
+    """
+    events, fetched, planned = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
+    if BREADTH in KINDS[kind][2] and buffers in (1, 9):
+        # The prefetcher cannot tell the last micro-batch's turn in the first block from earlier ones. With a single
+        # buffer, or more buffers than blocks, it may then fetch an embedding again.
+        assert planned <= fetched <= 1.05 * planned
+    else:
+        assert fetched == planned > 0
+    if buffers not in (2, 3):
+        return
     for before, event in pairwise(events):
         assert not (event[0] == "start" and before == ("need", event[1])), f"{event} was needed before"
     passes = [index for index, event in enumerate(events) if event[0] == "pass"]
@@ -123,18 +133,3 @@ def test_units_are_prefetched_before_they_are_needed(
     for index in passes:  # A pass's first unit was started before the pass.
         first = next(unit for kind, unit in events[index:] if kind == "need")
         assert first in [unit for kind, unit in events[:index] if kind == "start"]
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("buffers", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_counts_what_is_fetched(
-    kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, fetched, planned = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
-    if BREADTH in KINDS[kind][2] and buffers in (1, 9) and accumulate > 1:
-        # The prefetcher cannot tell the last micro-batch's turn in the first block from earlier ones. With a single
-        # buffer, or more buffers than blocks, it may then fetch an embedding again.
-        assert planned <= fetched <= 1.05 * planned
-        return
-    assert fetched == planned > 0

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import model_directory
+from engine_bench import DROPOUT, model_directory
 from forked_ranks import Case, run_ranks
-from test_ranks import BEHIND, DROPOUT
+from test_ranks import BEHIND
 from test_sharded_gradients import Place, ThreadOfNode
 from thread_ranks import Threads
 

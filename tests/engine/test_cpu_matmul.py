@@ -16,7 +16,7 @@ from offload_trainer.optim import cpu_units
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "inner", "columns"),
-    [(7, 5, 3), (3, 40, 501), (501, 40, 3), (64, 300, 64), (3, 2500, 4), (1, 1, 700), (5, 0, 3), (0, 4, 3)],
+    [(7, 5, 3), (3, 40, 501), (501, 40, 3), (64, 300, 64), (3, 2500, 4), (5, 0, 3), (0, 4, 3)],
 )
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("added", [None, "row", "matrix"])

@@ -68,7 +68,7 @@ ZERO = {  # keyed by ZeRO stage and placement
 
 
 @pytest.mark.ops
-@pytest.mark.parametrize(("zero", "ranks"), [("1", 2), ("1 gpu", 2), ("2", 2), ("3", 2), ("3 gpu", 2), ("2", 4)])
+@pytest.mark.parametrize(("zero", "ranks"), [("1", 2), ("1 gpu", 2), ("2", 2), ("3 gpu", 2), ("2", 4), ("3", 2)])
 def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int, tmp_path: Path) -> None:
     """Losses, norms and masters match transformers alone, though one rank counts nine times as many targets as the
     other.
@@ -93,10 +93,10 @@ def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int
 
 @pytest.mark.ops
 def test_four_ranks_follow_one_process_in_bf16(tmp_path: Path) -> None:
-    """Twenty steps follow the plain engine, which has all rows."""
+    """Six steps follow the plain engine, which has all rows."""
     model, rows, lr = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False)), 4 * ACCUMULATE, 1e-3
-    found = run_stock_ranks(tmp_path, *ZERO["2"], "--dtype", "bf16", "--lr", str(lr), ranks=4, steps=20)
-    alone = plain_alone(model, masked(batches(20 * rows)), at_a_time=rows, dtype="bf16", lr=lr)
+    found = run_stock_ranks(tmp_path, *ZERO["2"], "--dtype", "bf16", "--lr", str(lr), ranks=4, steps=6)
+    alone = plain_alone(model, masked(batches(6 * rows)), at_a_time=rows, dtype="bf16", lr=lr)
     assert found["apart"] == []
     for (loss, norm), (expected, length) in zip(found["steps"], alone, strict=True):
         assert loss == pytest.approx(expected, abs=2e-2)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_bench import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from engine_bench import DROPOUT, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
 from test_overlap import HOMES
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+STEPS = 3
 
 Case = tuple[str, str, str, str, int, str, int]
 # Placement, overlap, dtype, moments, micro-batches, activation checkpointing, limit of the norm: found by a search for
@@ -60,17 +62,17 @@ def expected(model: Path, *setting: str | int) -> tuple[list[Step], dict[str, to
     words = words_of(*setting)  # type: ignore[arg-type]
     reference = REFERENCE if "optim.moment_dtype=fp32" in words else ("--ram-fraction", "1", "tiered.overlap=off")
     with engine(model, *reference, *words) as plain:
-        return train(plain, batches(4 * int(setting[2])), accumulate=int(setting[2])), masters(plain)
+        return train(plain, batches(STEPS * int(setting[2])), accumulate=int(setting[2])), masters(plain)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
 def test_placement_and_schedule_change_no_bit(case: Case, folder: Path, drive: Path) -> None:
     home, schedule, *setting = case
-    model = model_directory(folder / "gpt2", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    model = model_directory(folder / "gpt2", "gpt2", n_layer=3, **DROPOUT)
     steps, weights = expected(model, *setting)
     words = [*HOMES[home], f"tiered.overlap={schedule}", *words_of(*setting)]  # type: ignore[arg-type]
     with engine(model, *words, drives=[drive]) as ours:
-        assert train(ours, batches(4 * case[4]), accumulate=case[4]) == steps
+        assert train(ours, batches(STEPS * case[4]), accumulate=case[4]) == steps
         assert_same(masters(ours), weights)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import ON_GPU, assert_same, batches, engine, masters, train
+from engine_bench import ON_GPU, assert_same, batches, digest, engine, masters, plain, saved, train
 from late_engines import engine_on_streams, late_engine
-from test_overlap import AWAY, gpt2, plain, saved
+from test_overlap import AWAY, gpt2
 from test_speculative_update import CLIP, FULL, IN_LINE, always, hold_up, kept  # noqa: F401  # fixtures
 
 from offload_trainer.engine.tiered import TieredEngine
@@ -142,8 +142,7 @@ def test_state_on_drives_is_read_once_a_step_while_pages_in_ram_pass_through_the
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("home", IN_RAM)
+@pytest.mark.parametrize(("home", "share"), [*zip(IN_RAM, [1.0, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0], strict=True)])
 def test_steps_match_plain_torch(
     home: str,
     share: float,
@@ -184,11 +183,10 @@ def test_every_step_is_clipped(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("states", ["8bit", "bf16"])
-def test_moments_that_are_rounded_stochastically(states: str, folder: Path, tmp_path: Path) -> None:
+def test_moments_that_are_rounded_stochastically(folder: Path, tmp_path: Path) -> None:
     found = []
     for how in (IN_LINE, FULL):
-        with engine(gpt2(folder), *ALL, CLIP, f"optim.moment_dtype={states}", how, shadows=0.7) as ours:
+        with engine(gpt2(folder), *ALL, CLIP, "optim.moment_dtype=8bit", how, shadows=0.7) as ours:
             if how == FULL:
                 hold_up(ours)
             found.append((train(ours, batches(8)), saved(ours, tmp_path / how)))
@@ -210,8 +208,10 @@ def test_accumulation_and_frozen_weights(home: str, folder: Path, drive: Path) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("home", ["all in RAM", "weights and gradients on the drive", "a part on the device"])
+@pytest.mark.parametrize(
+    ("home", "dtype"),
+    [("all in RAM", "fp16"), ("weights and gradients on the drive", "bf16"), ("a part on the device", "fp16")],
+)
 def test_a_skipped_step_is_undone(
     home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,8 +234,8 @@ def test_a_skipped_step_is_undone(
             for number, batch in enumerate(batches(6), 1):
                 step[0] = number
                 seen.append(train(ours, [batch]))
-                seen.append({name: ours.offloaded.weight(name).tolist() for name in ours.offloaded.trained})
-                seen.append([tensor.tolist() for tensor in masters(ours).values()])
+                seen.append(digest(map(ours.offloaded.weight, ours.offloaded.trained)))
+                seen.append(digest(masters(ours).values()))
             found.append((str(seen), ours._scale.value, saved(ours, tmp_path / how)))
     assert found[0] == found[1]
     assert undone
@@ -246,8 +246,7 @@ def test_a_skipped_step_is_undone(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("home", IN_RAM)
+@pytest.mark.parametrize(("home", "accumulate"), [*zip(IN_RAM, [1, 2, 1, 2, 1, 2, 1], strict=True)])
 def test_late_copies_and_reads_change_nothing(
     home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,8 +323,10 @@ def test_a_step_that_is_decided_while_a_page_is_computed(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("limit", [UNCLIPPED, CLIP])
-@pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
+@pytest.mark.parametrize(
+    ("home", "limit"),
+    [("all in RAM", UNCLIPPED), ("a third in RAM", CLIP), ("weights and gradients on the drive", CLIP)],
+)
 def test_a_snapshot_is_of_its_step(home: str, limit: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """It is written while the next step's backward already updates pages, and a run resumes from it."""
     model = gpt2(folder)

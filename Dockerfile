@@ -23,7 +23,7 @@ RUN case "$CARD" in \
     esac
 ARG EXTRAS=tensorboard,hf
 # DeepSpeed compiles its kernels at the first run, with g++ and libaio's header; Triton and torch.compile need g++ too.
-RUN case ",$EXTRAS," in *,deepspeed,*|*,adamw8bit,*|*,liger,*|*,all,*) \
+RUN case ",$EXTRAS," in *,deepspeed,*|*,adamw8bit,*|*,all,*) \
     apt-get update -q && apt-get install -y -q --no-install-recommends g++ libaio-dev && rm -rf /var/lib/apt/lists/* ;; \
     esac
 RUN --mount=type=bind,from=release,source=/release,target=/release \

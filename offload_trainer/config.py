@@ -82,11 +82,6 @@ class ModelSection(_Section):
         description="on: compile the inside of blocks with torch.compile; needs a C++ compiler and changes last "
         "bits; not with deepspeed",
     )
-    kernels: Literal["torch", "liger"] = Field(
-        "torch",
-        description="liger: Liger-Kernel's norms, rotary embeddings and gated MLPs (extra: liger); needs a GPU "
-        "and changes last bits; not with deepspeed",
-    )
     freeze: tuple[str, ...] = Field(
         (), description="regular expressions; parameters whose name matches one are not trained"
     )

@@ -30,11 +30,9 @@ OPTIONAL = {
     "pyarrow": "21",
     "wandb": "0.22",
     "trackio": "0.41",
-    "liger-kernel": "0.8",
 }
 _MODULES = {
     "yaml": "PyYAML",
-    "liger_kernel": "liger-kernel",
 }  # modules whose name differs from the package's
 
 

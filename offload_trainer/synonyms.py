@@ -32,7 +32,7 @@ _SHARDING = "--gpus N trains on several ranks: docs/scaling.md; `offload-train p
 _DEVICE = "a GPU is used if there is one (choose it with CUDA_VISIBLE_DEVICES); --gpus N uses several"
 _TRACKERS = "trackers read their own environment variables, such as WANDB_PROJECT"
 _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
-_OWN_LOSS = "without its loss: model.loss_chunk limits the logits in memory"
+_OWN_MODULES = "the model runs its own modules, and model.loss_chunk limits the logits in memory"
 _BLOCKS_ONLY = "the inside of blocks is compiled, by torch's default settings"
 _OF_FILES = "docs/finetune.md lists the file formats of --data"
 _PACKED = "see docs/packing.md"
@@ -81,8 +81,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.activation_checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
     ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
     ("model.loss_chunk", "num_output_chunks", "tokens at a time"),
-    ("model.kernels=liger", "use_liger_kernel enable_liger_kernel liger_kernel_config", _OWN_LOSS),
-    ("model.kernels=liger", "liger_rms_norm liger_rope liger_glu_activation liger_swiglu", _OWN_LOSS),
+    ("", "use_liger_kernel enable_liger_kernel", _OWN_MODULES),
     ("model.compile=on", "torch_compile compile use_compile torch_compile_backend jit", _BLOCKS_ONLY),
     ("model.freeze", "unfrozen_parameters freeze_trainable_layers", "names of what stays fixed"),
     ("model.freeze", "freeze_trainable_modules", "names of what stays fixed"),
@@ -212,6 +211,7 @@ _FAMILIES = {
     **dict.fromkeys(("wandb_", "trackio_"), Term("save.trackers", _TRACKERS)),
     "hub_": Term("", _UPLOADS),
     "bnb_": Term("", _FEWER_BITS),
+    "liger_": Term("", _OWN_MODULES),
     "logging_": Term("", _LOGGED),
     "dataloader_": Term("", _CACHED),
 }

@@ -137,10 +137,6 @@ class ModelSource:
                 model.enable_input_require_grads()
         for name in self.shape.tiles if mlp_chunk else ():
             tile(model.get_submodule(name), chunk=mlp_chunk)
-        if self.section.kernels == "liger":
-            from offload_trainer.model.liger_kernels import use_liger
-
-            use_liger(model)
         if self.section.compile == "on":
             from offload_trainer.model.compiled_blocks import compile_blocks
 
@@ -236,10 +232,6 @@ def resolve_model(
         refuse_crossing(model, trust_remote_code=section.trust_remote_code)
     if pieces:
         refuse_pieces(model, trust_remote_code=section.trust_remote_code)
-    if section.kernels == "liger":
-        from offload_trainer.model.liger_kernels import refuse_without_liger
-
-        refuse_without_liger(config.model_type)
     if section.compile == "on":
         from offload_trainer.model.compiled_blocks import refuse_uncompiled
 

@@ -199,8 +199,7 @@ def mistakes_of_compilation(config: TrainConfig) -> list[str]:
         "tiered.fetch_granularity=module": config.tiered.fetch_granularity == "module",
         f"parallel.sequence={config.parallel.sequence}": config.parallel.sequence > 1,
     }
-    mistakes = ["model.kernels=liger with model.compile=on is untested: use one of the two"]
-    return (mistakes if config.model.kernels == "liger" else []) + [
+    return [
         f"{setting} with model.compile=on: a block is compiled as a whole, and this divides it: use one of the two"
         for setting, is_set in settings.items()
         if is_set
@@ -244,9 +243,8 @@ def only_here(
         )
     if model.base != "model":
         mistakes.append(f"model.base={model.base} belongs to --engine tiered, not to {engine}: leave it out")
-    for key, value, default in (("compile", model.compile, "off"), ("kernels", model.kernels, "torch")):
-        if engine == "deepspeed" and value != default:
-            mistakes.append(f"model.{key}={value} belongs to --engine tiered, not to deepspeed: leave it out")
+    if engine == "deepspeed" and model.compile == "on":
+        mistakes.append("model.compile=on belongs to --engine tiered, not to deepspeed: leave it out")
     if engine == "deepspeed" and model.mlp_chunk not in ("auto", "off"):
         mistakes.append(f"model.mlp_chunk={model.mlp_chunk} belongs to --engine tiered, not to deepspeed: leave it out")
     if optim.moment_dtype not in moments:

@@ -419,7 +419,6 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         tensor=tensor_of(config.parallel),
         sequence=config.parallel.sequence,
         compiled=model.compile == "on",
-        kernels=model.kernels,
         mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,
     )
 
@@ -492,10 +491,9 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
         notes.append(
             "model.offload_activations=cpu has no effect without a GPU: block inputs are in host memory anyway"
         )
-    changed = {"model.compile=on": work.compiled, f"model.kernels={work.kernels}": work.kernels != "torch"}
-    if keys := [key for key, asked in changed.items() if asked]:
+    if work.compiled:
         notes.append(
-            f"{', '.join(keys)}: losses differ from those without in their last bits, activations are counted without "
+            "model.compile=on: losses differ from those without in their last bits, activations are counted without "
             "and are an upper bound, and seconds are those without until a run of eight steps or more has ended"
         )
     if machine.gpu is None:

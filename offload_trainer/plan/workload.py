@@ -35,7 +35,6 @@ class Workload:
     sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
     compiled: bool = False  # the inside of blocks is compiled
-    kernels: str = "torch"  # library of the kernels that the model's modules run (`model.kernels`)
     breadth_first: bool = False  # all micro-batches pass through a block before any enters the next block
     keeps_heap: bool = False  # freed host memory is reused (`TierSizes.keeps_heap`)
 
@@ -86,7 +85,7 @@ class Workload:
 
     def timed_as(self, engine: str) -> str:
         """Return the name under which ratios of measured to predicted seconds are kept for this kind of step."""
-        return engine + ", compiled" * self.compiled + f", {self.kernels}" * (self.kernels != "torch")
+        return engine + ", compiled" * self.compiled
 
     @property
     def checkpointing(self) -> bool:

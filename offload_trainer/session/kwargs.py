@@ -69,7 +69,6 @@ INSTEAD = {  # other keys that a caller may try, and what to do instead
     "loss_chunk": "your code computes the loss",
     "mlp_chunk": "a session runs the model's own forward",
     "compile": "a session runs the model's own forward",
-    "kernels": "apply liger_kernel to the module before it is offloaded",
     "engine": "a session always uses the tiered engine",
     "gpus": "start the script with torchrun --nproc-per-node N",
     "threads": "use torch.set_num_threads",

@@ -4,12 +4,9 @@ refusals of what cannot be compiled.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cache
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -166,7 +163,6 @@ def test_blocks_that_cannot_be_traced_are_refused_before_the_plan(
         (["model.mlp_chunk=256"], r"model\.mlp_chunk=256 with model\.compile=on: a block is compiled as a whole"),
         (["tiered.fetch_granularity=module"], r"tiered\.fetch_granularity=module with model\.compile=on"),
         (["parallel.sequence=2", "--gpus", "2"], r"parallel\.sequence=2 with model\.compile=on"),
-        (["model.kernels=liger"], r"model\.kernels=liger with model\.compile=on is untested"),
     ],
 )
 def test_settings_that_divide_a_block_are_refused(words: list[str], message: str) -> None:
@@ -183,43 +179,3 @@ def test_a_plan_counts_the_compiler_and_the_gradients_of_a_block() -> None:
     assert more["gpu" if here.gpu else "ram", "gradients of a block"] == 2 * (12 * 768**2 + 13 * 768)
     assert any(note.startswith("model.compile=on: losses differ") for note in on.notes)
     assert not any("model.compile" in note for note in off.notes)
-
-
-@pytest.mark.parametrize(("gpu", "installed"), [(False, False), (True, False), (True, True)])
-def test_liger_kernels_are_refused_by_reason(gpu: bool, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload_trainer.model import liger_kernels
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    if installed:
-        pretend_liger(monkeypatch)
-        liger_kernels.refuse_without_liger("llama")
-    told = "no kernels for gpt2 .*llama" if installed else "pip install 'liger-kernel>=" if gpu else "need a GPU"
-    with pytest.raises(UserError, match=told):
-        liger_kernels.refuse_without_liger("gpt2")
-
-
-def test_liger_replaces_everything_but_the_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both losses of liger_kernel are turned off; its defaults would turn one on."""
-    asked = pretend_liger(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = load_config(
-        ["--model", str(model_directory(folder / "llama", "llama")), "--scratch", "model.kernels=liger"]
-    )
-    source = resolve_model(config.model, seed=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    built = source.build(dtype=torch.float32)
-    assert asked == [(built.model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
-
-
-def pretend_liger(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Put modules with liger_kernel's names in place; return the list that its calls are added to."""
-    asked: list[Any] = []
-    outer, inner, patch = (
-        ModuleType(f"liger_kernel{part}") for part in ("", ".transformers", ".transformers.monkey_patch")
-    )
-    outer.__spec__ = ModuleSpec("liger_kernel", None)
-    patch.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": print}  # type: ignore[attr-defined]
-    inner._apply_liger_kernel_to_instance = lambda model, **words: asked.append((model, words))  # type: ignore[attr-defined]
-    for module in (outer, inner, patch):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return asked

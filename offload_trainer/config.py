@@ -144,10 +144,6 @@ class DataSection(_Section):
         0.05,
         description="share of the tokens, from the end, held out if validation_path is empty",
     )
-    token_dtype: Literal["auto", "uint16", "uint32"] = Field(
-        "auto",
-        description="dtype of a .bin file without .bin.json; auto: by its values, refused if they could be either",
-    )
     shuffle: bool = Field(
         True, description="read rows in a random order that the seed determines and every epoch changes"
     )

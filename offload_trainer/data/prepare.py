@@ -79,7 +79,7 @@ def prepare_tokens(
     if sources[0].suffix == ".bin":
         files = []
         for source in sources:
-            file = TokenFile.open(source, dtype=section.token_dtype)
+            file = TokenFile.open(source)
             _refuse_unfitting(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)
             files.append(file)
         packing = section.packing == "on"
@@ -91,10 +91,6 @@ def prepare_tokens(
                     "instead"
                 )
         return joined(files)
-    if section.token_dtype != "auto":
-        raise UserError(
-            f"data.token_dtype={section.token_dtype} is for .bin files, and {sources[0]} is text: leave it out"
-        )
     refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
     rows = None

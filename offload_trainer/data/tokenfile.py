@@ -117,31 +117,26 @@ class TokenFile:
         return (self.path,)
 
     @classmethod
-    def open(cls, path: Path, *, dtype: str = "auto", owned: bool = False) -> TokenFile:
+    def open(cls, path: Path, *, owned: bool = False) -> TokenFile:
         """Open a token file. If no sidecar has its checksums, all of it is read once.
 
-        `dtype` is uint16 or uint32 for a file without a sidecar; "auto" detects it from the values. `owned` is for a
-        file of the cache, where others may write too: it is refused unless it is this user's
-        (storage/cache_files.py).
+        Without a sidecar, the values show whether the ids are uint16 or uint32. `owned` is for a file of the cache,
+        where others may write too: it is refused unless it is this user's (storage/cache_files.py).
 
-        Raises UserError for an unreadable sidecar, an empty file, a size that differs from the sidecar or is not a
-        whole number of ids, and a `dtype` other than the sidecar's. Without a sidecar, also for ids whose dtype cannot
-        be determined.
+        Raises UserError for an unreadable sidecar, an empty file, and a size that differs from the sidecar or is not a
+        whole number of ids. Without a sidecar, also for ids whose dtype cannot be determined.
         """
         sidecar = sidecar_path(path)
         stated = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
         stated.pop("text_bytes", None)
-        dtype_name, count, sums = stated.pop("dtype", dtype), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
-        if dtype not in ("auto", dtype_name):
-            raise UserError(
-                f"data.token_dtype={dtype}, but {sidecar} says {dtype_name}; leave the key out, or correct that file"
-            )
+        dtype_name, count, sums = stated.pop("dtype", None), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
         file = _opened(path, owned=owned)
         size = os.fstat(file.fileno()).st_size
         width = 4 if dtype_name == "uint32" else 2
         if size == 0 or size % width:
-            ids = f"{'uint16' if dtype_name == 'auto' else dtype_name} ids"
-            raise UserError(f"{path}: {size} bytes are not a whole number of {ids}; create the file again")
+            raise UserError(
+                f"{path}: {size} bytes are not a whole number of {dtype_name or 'uint16'} ids; create the file again"
+            )
         if count not in (None, size // width):
             raise UserError(
                 f"{path}: {sidecar.name} says {count} {dtype_name} ids, and the file holds {size // width} "
@@ -150,21 +145,19 @@ class TokenFile:
         largest: int | None = None
         assumed: str | None = None
         if not sums:
-            if dtype_name == "auto":
+            if dtype_name is None:
                 head = file.read(8)
                 if foreign := [what for magic, what in _FOREIGN.items() if head.startswith(magic)]:
                     raise UserError(
-                        f"{path}: not raw ids, but {foreign[0].replace('FILE', str(path))} (data.token_dtype=uint16 or "
-                        "uint32 reads it anyway)"
+                        f"{path}: not raw ids, but {foreign[0].replace('FILE', str(path))}. If they are ids all the "
+                        f"same, {_say_dtype(path, size=size)}"
                     )
             found = _scan(path, file, size=size)
-            dtype_name = _dtype_of(path, found, size=size) if dtype_name == "auto" else dtype_name
+            dtype_name = dtype_name or _dtype_of(path, found, size=size)
             sums, largest = found.sums, found.largest32 if dtype_name == "uint32" else max(found.lanes)
         if count is None:
             why = ", as nanoGPT writes them" if dtype_name == "uint16" else ": the upper half of every id is at most 15"
-            assumed = f"no sidecar: read as {dtype_name}" + (
-                why if dtype == "auto" else f", as data.token_dtype={dtype} says"
-            )
+            assumed = f"no sidecar: read as {dtype_name}{why}"
         return cls(
             path=path,
             file=file,
@@ -288,17 +281,23 @@ def _dtype_of(path: Path, found: _Scan, *, size: int) -> str:
     every second value is an id like its neighbours. Raises UserError if the values fit both, or look like 64-bit ids.
     """
     low, high = max(found.lanes[0::2]), max(found.lanes[1::2])
-    say = "choose with data.token_dtype=uint16 or uint32"
+    say = _say_dtype(path, size=size)
     if size % 8 == 0 and size // 8 >= _TELLING and found.lanes[2] == found.lanes[3] == 0 < max(found.lanes):
         raise UserError(
             f"{path}: looks like ids of 64 bits (four bytes of every eight are 0), but only uint16 and uint32 are "
-            f"supported: numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'); or {say}"
+            f"supported: numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'). If they are not, {say}"
         )
     if size % 4 or high > _UPPER or (high > 0 and low <= _UPPER):
         return "uint16"
     if high == low == 0 or size // 4 < _TELLING:
         raise UserError(f"{path}: its {size} bytes could be 16-bit or 32-bit ids: {say}")
     return "uint32"
+
+
+def _say_dtype(path: Path, *, size: int) -> str:
+    """Return the sentence that tells how to write the sidecar of a file of `size` bytes."""
+    wide = f", or uint32 and {size // 4}" if size % 4 == 0 else ""
+    return f'write {{"dtype": "uint16", "tokens": {size // 2}}}{wide}, into {sidecar_path(path)}'
 
 
 class TokenWriter:

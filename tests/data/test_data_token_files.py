@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,27 +69,19 @@ def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path)
     assert "read as uint32" in str(tokens.assumed)
 
 
-def test_what_may_be_either_needs_the_key(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_may_be_either_needs_the_sidecar_that_the_message_shows(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "t.bin"
     for ids in ([70, 0, 80, 0], [0] * 400):
         np.array(ids, dtype="<u2").tofile(path)
-        with pytest.raises(UserError, match=r"16-bit or 32-bit ids.*data\.token_dtype"):
+        sidecar_path(path).unlink(missing_ok=True)
+        with pytest.raises(UserError, match="16-bit or 32-bit ids") as error:
             prepared(path, tokenizer=tokenizer)
-        assert prepared(path, tokenizer=tokenizer, token_dtype="uint16").read(0, 4).tolist() == ids[:4]
-        wide = prepared(path, tokenizer=tokenizer, token_dtype="uint32")
-        assert wide.read(0, len(wide)).tolist() == ids[::2]
-
-
-def test_the_key_may_not_contradict_the_sidecar(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "t.bin"
-    np.array([70, 0, 80, 0], dtype="<u2").tofile(path)
-    sidecar_path(path).write_text('{"dtype": "uint32", "tokens": 2}')
-    assert prepared(path, tokenizer=tokenizer).read(0, 2).tolist() == [70, 80]
-    with pytest.raises(UserError, match=r"token_dtype=uint16, but .*t\.bin\.json says uint32"):
-        prepared(path, tokenizer=tokenizer, token_dtype="uint16")
-    (tmp_path / "a.txt").write_text("words")
-    with pytest.raises(UserError, match=r"token_dtype=uint16 is for \.bin files"):
-        prepared(tmp_path / "a.txt", tokenizer=tokenizer, token_dtype="uint16")
+        narrow, count, said = re.findall(r"({.*?}), or uint32 and (\d+), into (\S+)", str(error.value))[0]
+        assert said == str(sidecar_path(path))
+        sidecar_path(path).write_text(narrow)
+        assert prepared(path, tokenizer=tokenizer).read(0, len(ids)).tolist() == ids
+        sidecar_path(path).write_text(json.dumps({"dtype": "uint32", "tokens": int(count)}))
+        assert prepared(path, tokenizer=tokenizer).read(0, int(count)).tolist() == ids[::2]
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:

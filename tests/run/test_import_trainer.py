@@ -161,7 +161,7 @@ def test_the_command_resumes_from_an_import(tmp_path: Path) -> None:
     assert f"--output {run}" in asked.stdout
     assert "has no tokenizer: name one for the run with --tokenizer" in asked.stderr
     words = ["--model", checkpoint, "--dtype", "fp32", "--data", tokens, "--tokenizer", "builtin", "--lr", LR]
-    words += ["optim.schedule=constant", "optim.warmup_steps=0", "data.shuffle=false", "data.token_dtype=uint16"]
+    words += ["optim.schedule=constant", "optim.warmup_steps=0", "data.shuffle=false"]
     words += ["optim.eps=1e-07", "optim.weight_decay=0.1", "optim.max_grad_norm=0.5", "placement.threads=1"]
     words += ["--seq-len", LENGTH, "--micro-batch", 1, "--steps", 5, "optim.kernel=torch"]
     done = call(*words, output=run)

@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "lines without the field": ("--data other.jsonl", "data.text_field"),
     "lines that are torn": ("--data torn.jsonl", "torn.jsonl"),
     "what is not text": ("--data picture.png", "picture.png"),
-    "ids without their tokenizer": ("--data large.bin data.token_dtype=uint32", "name it with --tokenizer"),
+    "ids without their tokenizer": ("--data large.bin", "name it with --tokenizer"),
     "ids of unknown width": ("--data odd.bin", "odd.bin"),
     "text where conversations are said to be": ("--data text.jsonl data.format=chat", "messages"),
     "conversations without an answer": ("--data asked.jsonl", "give them answers"),

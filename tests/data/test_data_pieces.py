@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_chats import prepared
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.config import DataSection
 from offload_trainer.data import chunked_tokenize
 from offload_trainer.data.chunked_tokenize import TextSplitter
-from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer
@@ -74,23 +73,16 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 def test_ids_are_those_of_the_text_in_one_piece(
-    suffix: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixty chunks of a text file, or of one document of a jsonl file, give the ids of the uncut text."""
+    """Sixty chunks of a text give the ids of the uncut text."""
     monkeypatch.setattr(chunked_tokenize, "PIECE", 1000)
-    path = tmp_path / f"a{suffix}"
-    path.write_text(CORPUS if suffix == ".txt" else json.dumps({"text": CORPUS}))
+    monkeypatch.setattr(chunked_tokenize, "BATCH_CHARACTERS", 3000)
+    path = tmp_path / "a.txt"
+    path.write_text(CORPUS)
     messages: list[str] = []
-    tokens = prepare_tokens(
-        DataSection(path=(str(path),)),
-        tokenizer=tokenizer,
-        vocabulary=4000,
-        seq_len=16,
-        cache=tmp_path / "cache",
-        say=messages.append,
-    )
+    tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000, say=messages.append)
     whole = tokenizer(CORPUS, add_special_tokens=False)["input_ids"]
     assert tokens.read(0, len(tokens)).tolist() == [*whole, tokenizer.eos_token_id]
     assert json.loads(sidecar_path(tokens.paths[0]).read_text())["text_bytes"] == len(CORPUS.encode())
@@ -143,12 +135,5 @@ def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(chunked_tokenize, "PIECE", 50)
     (tmp_path / "a.txt").write_text("x" * 500)
     messages: list[str] = []
-    prepare_tokens(
-        DataSection(path=(str(tmp_path / "a.txt"),)),
-        tokenizer=load_tokenizer("builtin"),
-        vocabulary=2048,
-        seq_len=16,
-        cache=tmp_path / "cache",
-        say=messages.append,
-    )
+    prepared(tmp_path / "a.txt", tokenizer=load_tokenizer("builtin"), vocabulary=2048, say=messages.append)
     assert [line for line in messages if "9 splits text that has no lines or words" in line]

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -21,11 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sample_chats
 
-from offload_trainer.config import DataSection
-from offload_trainer.data import chunked_tokenize, documents, prepare, tokenfile
-from offload_trainer.data.chunked_tokenize import TextSplitter
-from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data import documents, prepare, tokenfile
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
@@ -71,10 +65,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def prepared(*paths: Path, tokenizer: Any, cache: Path, vocabulary: int = 2048, **section: Any) -> TokenFile:
-    names = tuple(str(path) for path in paths)
-    wish = DataSection(path=names, **section)
-    return prepare_tokens(wish, tokenizer=tokenizer, vocabulary=vocabulary, seq_len=16, cache=cache, say=lambda _: None)
+prepared = partial(sample_chats.prepared, vocabulary=2048, seq_len=16)
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -88,7 +79,11 @@ def test_token_files_of_other_users_are_not_used(
     cache = tmp_path / "shared"
     cache.mkdir()
     cache.chmod(0o1777)
-    made = prepared(source, tokenizer=tokenizer, cache=cache)
+    before = os.umask(0o002)  # lets the group write, which is not followed
+    try:
+        made = prepared(source, tokenizer=tokenizer, cache=cache)
+    finally:
+        os.umask(before)
     path, sidecar = made.path, sidecar_path(made.path)
     (memory,) = cache.glob("*.sums.json")
     assert {file.stat().st_mode & 0o777 for file in (path, sidecar, memory)} == {0o644}
@@ -127,18 +122,6 @@ def test_checksums_of_other_users_are_not_used(source: Path, tokenizer: Counting
     assert json.loads(memory.read_text()).keys() == known.keys()
 
 
-def test_a_umask_that_lets_the_group_write_is_not_followed(
-    source: Path, tokenizer: CountingTokenizer, tmp_path: Path
-) -> None:
-    before = os.umask(0o002)
-    try:
-        for _ in range(2):
-            prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache").glob("*.[bj]*")} == {0o644}
-
-
 def test_documents_become_their_tokens_with_end_of_text_behind_each(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer
 ) -> None:
@@ -169,20 +152,9 @@ def test_special_tokens_in_a_text_are_their_ids_and_a_missing_end_of_text_is_rep
     endless = load_tokenizer("builtin")
     endless.eos_token = None
     messages: list[str] = []
-    wish = DataSection(path=(str(tmp_path / "a.txt"),))
-    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, seq_len=16, cache=tmp_path, say=messages.append)
+    joined = prepared(tmp_path / "a.txt", tokenizer=endless, cache=tmp_path, say=messages.append)
     assert len(joined) == len(tokens) - 1
     assert any("no end-of-text" in line for line in messages)
-
-
-def test_pieces_and_batches_of_a_long_document_leave_no_trace(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunked_tokenize, "PIECE", 100)
-    monkeypatch.setattr(chunked_tokenize, "BATCH_CHARACTERS", 250)
-    tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
-    assert tokenizer.calls > 5
-    assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(TEXT), 0]
 
 
 def test_the_cache_is_reused_until_something_changes(
@@ -314,28 +286,11 @@ def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
     assert (tmp_path / "precious").exists()
 
 
-def test_a_temporary_file_removed_before_it_was_locked_is_created_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = tokenfile.fcntl.flock
-    taken: list[Path] = []
-
-    def late(file: Any, operation: int) -> None:
-        if not taken and not operation & tokenfile.fcntl.LOCK_NB:
-            taken.append(Path(file.name))
-            Path(file.name).unlink()
-        real(file, operation)
-
-    monkeypatch.setattr(tokenfile.fcntl, "flock", late)
-    with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=9) as writer:
-        writer.write([1, 2])
-    assert len(taken) == 1
-    assert TokenFile.open(tmp_path / "t.bin").read(0, 2).tolist() == [1, 2]
-    assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
-
-
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65536, "uint16"), (65537, "uint32")])
-def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path, vocabulary: int, dtype: str) -> None:
+def test_ids_are_as_wide_as_the_vocabulary_needs(
+    tmp_path: Path, vocabulary: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 2)
     path = tmp_path / "t.bin"
     with TokenWriter(path, tokenizer=None, vocabulary=vocabulary) as writer:
         writer.write([0, vocabulary - 1])
@@ -376,14 +331,7 @@ def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
     path = tmp_path / "train.bin"
     np.array([5, 50256, 7], dtype=np.uint16).tofile(path)
     messages: list[str] = []
-    tokens = prepare_tokens(
-        DataSection(path=(str(path),)),
-        tokenizer=tokenizer,
-        vocabulary=50257,
-        seq_len=16,
-        cache=tmp_path,
-        say=messages.append,
-    )
+    tokens = prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50257, say=messages.append)
     assert tokens.read(0, len(tokens)).tolist() == [5, 50256, 7]
     assert tokens.assumed is not None
     assert "uint16" in tokens.assumed
@@ -391,23 +339,6 @@ def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
     assert tokenizer.calls == 0
     with pytest.raises(UserError, match=r"up to 50256.*below 50256"):
         prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50256)
-
-
-def test_the_largest_id_is_found_across_scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 4)
-    ids = np.random.default_rng(0).permutation(23).astype(np.uint16)
-    ids.tofile(tmp_path / "t.bin")
-    assert TokenFile.open(tmp_path / "t.bin").largest_id() == 22
-
-
-def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
-    made = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
-    again = prepared(made.path, tokenizer=tokenizer, cache=tmp_path)
-    assert again.read(0, len(again)).tolist() == made.read(0, len(made)).tolist()
-    fields = json.loads(sidecar_path(made.path).read_text())
-    sidecar_path(made.path).write_text(json.dumps(fields | {"tokenizer": "0123456789abcdef"}))
-    with pytest.raises(UserError, match=r"0123456789abcdef.*data\.tokenizer"):
-        prepared(made.path, tokenizer=tokenizer, cache=tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(
@@ -527,10 +458,8 @@ def test_one_of_three_processes_prepares_a_text(tmp_path: Path, source: Path) ->
             waiting[number].set()
 
     def prepare_as(number: int) -> Path:
-        section = DataSection(path=(str(source),))
         say = partial(hear, number)
-        settings: dict[str, Any] = {"vocabulary": 2048, "seq_len": 16, "cache": tmp_path / "cache"}
-        return prepare_tokens(section, tokenizer=others[number], say=say, **settings).path
+        return prepared(source, tokenizer=others[number], cache=tmp_path / "cache", say=say).path
 
     with ThreadPoolExecutor(3) as pool:
         begun = pool.submit(prepared, source, tokenizer=first, cache=tmp_path / "cache")
@@ -547,21 +476,6 @@ def test_one_of_three_processes_prepares_a_text(tmp_path: Path, source: Path) ->
     assert all(lines[-1].endswith("already there") for lines in said)
 
 
-def test_a_killed_process_blocks_no_other(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
-    target = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache").path
-    target.unlink()
-    script = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True)"
-    script += "; time.sleep(99)"
-    lock = target.with_suffix(".lock")
-    with subprocess.Popen([sys.executable, "-c", script, lock], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        with pytest.raises(BlockingIOError), open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        holder.kill()
-    assert prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache").path == target
-
-
 def test_without_locks_each_does_the_work(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,26 +484,3 @@ def test_without_locks_each_does_the_work(
 
     monkeypatch.setattr(locks, "try_lock", none)
     assert len(prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")) > 100
-
-
-def test_progress_is_printed(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunked_tokenize, "PIECE", 100)
-    monkeypatch.setattr(chunked_tokenize, "BATCH_PIECES", 1)
-    clock = itertools.count(step=2)
-    monkeypatch.setattr(chunked_tokenize, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    messages: list[str] = []
-    prepare_tokens(
-        DataSection(path=(str(source),)),
-        tokenizer=tokenizer,
-        vocabulary=2048,
-        seq_len=16,
-        cache=tmp_path,
-        say=messages.append,
-    )
-    progress = [line for line in messages if line.startswith("tokenised")]
-    batches = len(list(TextSplitter(tokenizer.ids).pieces([TEXT])))
-    assert batches > 20
-    assert len(progress) == batches // 3  # a batch takes 2 s, and there is at most one line in 5 s
-    assert "of 2.43 kB" in progress[0]

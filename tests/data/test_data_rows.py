@@ -58,10 +58,6 @@ def test_order_differs_by_epoch_and_seed_and_mixes() -> None:
     assert 400 < np.sum(np.diff(first) > 0) < 600
 
 
-def test_order_of_two_rows_is_not_always_the_same() -> None:
-    assert {order(0, 2, seed=0, epoch=epoch, shuffle=True) for epoch in range(20)} == {0, 1}
-
-
 def test_order_is_pinned() -> None:
     """The order never changes between machines or versions, since a resumed run depends on these numbers."""
     assert [order(i, 10, seed=0, epoch=0, shuffle=True) for i in range(10)] == [0, 6, 2, 9, 1, 7, 4, 5, 8, 3]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import sample_chats
 
 from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.mixture import TokenShards
-from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import prepare_data
-from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
@@ -28,11 +27,7 @@ def tokenizer() -> Any:
     return load_tokenizer("builtin")
 
 
-def prepared(*paths: Path, tokenizer: Any, say: Callable[[str], None] = lambda _: None, **section: Any) -> Any:
-    wish = DataSection(path=tuple(map(str, paths)), **section)
-    return prepare_tokens(
-        wish, tokenizer=tokenizer, vocabulary=200_000, seq_len=16, cache=paths[0].parent / "cache", say=say
-    )
+prepared = partial(sample_chats.prepared, vocabulary=200_000, seq_len=16)
 
 
 def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
@@ -51,12 +46,6 @@ def test_real_files_of_uint16_pass(vocabulary: int, tmp_path: Path, tokenizer: A
     for count in (4000, 4001):
         ids[:count].astype("<u2").tofile(tmp_path / "t.bin")
         assert prepared(tmp_path / "t.bin", tokenizer=tokenizer).read(0, count).tolist() == ids[:count].tolist()
-
-
-def test_the_builtin_text_as_a_nanogpt_file_passes(tmp_path: Path, tokenizer: Any) -> None:
-    ids = tokenizer(BUILTIN_CORPUS.read_text("utf-8"), add_special_tokens=False)["input_ids"]
-    np.array(ids, dtype="<u2").tofile(tmp_path / "t.bin")
-    assert TokenFile.open(tmp_path / "t.bin").read(0, len(ids)).tolist() == ids
 
 
 @pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
@@ -156,13 +145,6 @@ def test_shards_are_read_as_one_file(tmp_path: Path, tokenizer: Any) -> None:
     assert prepared(*reversed(paths), tokenizer=tokenizer).sums != shards.sums
     with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
         RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])
-
-
-def test_the_order_of_shards_belongs_to_the_identity(tmp_path: Path, tokenizer: Any) -> None:
-    for name, part in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
-        np.array(part, dtype="<u2").tofile(tmp_path / f"{name}.bin")
-    one, other = (prepared(*(tmp_path / f"{n}.bin" for n in names), tokenizer=tokenizer) for names in ("ab", "ba"))
-    assert one.sums != other.sums
 
 
 def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -12,12 +12,10 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
-from sample_chats import chat_tokenizer
+from sample_chats import prepared
 
-from offload_trainer.config import DataSection
 from offload_trainer.data import sources
 from offload_trainer.data.documents import read_records
-from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.sources import find_sources
 from offload_trainer.errors import UserError
 
@@ -52,17 +50,11 @@ def test_its_rows_are_the_splits() -> None:
 def test_it_is_read_as_any_text(tmp_path: Path) -> None:
     """A data set gives the same tokens as its rows in a jsonl file."""
 
-    def prepared(path: str) -> bytes:
-        section = DataSection(path=(path,), format="text", validation=0.0)
-        cache = tmp_path / path.replace("/", "-")
-        prepare_tokens(
-            section, tokenizer=chat_tokenizer(), vocabulary=300, seq_len=4, cache=cache, say=lambda line: None
-        )
-        (tokens,) = cache.glob("*.bin")
-        return tokens.read_bytes()
-
-    ours = prepared("hub:someone/corpus")
-    assert ours == prepared("someone/corpus/train.jsonl")
+    ours, expected = (
+        prepared(Path(path), cache=tmp_path / path.replace("/", "-"), format="text").paths[0].read_bytes()
+        for path in ("hub:someone/corpus", "someone/corpus/train.jsonl")
+    )
+    assert ours == expected
     assert len(ours) > 40
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sample_chats
 from datasets import Dataset
 from sample_chats import TEMPLATE, chat_tokenizer
 
-from offload_trainer.config import DataSection
-from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.tokenfile import IDS, NOT_LEARNED
 from offload_trainer.errors import UserError
 
@@ -58,10 +57,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         "<user>Add.\n\n1 2<end><assistant>«3<end>»",
     ),
-    "llamafactory alpaca, empty input": (
-        {"instruction": "Hi", "input": "", "output": "Ho"},
-        "<user>Hi<end><assistant>«Ho<end>»",
-    ),
     "llamafactory alpaca, input alone": (
         {"instruction": "", "input": "Hi", "output": "Ho"},
         "<user>Hi<end><assistant>«Ho<end>»",
@@ -70,12 +65,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"instruction": "b", "input": "", "output": "B", "system": "Shout.", "history": [["a", "A"]]},
         "<system>Shout.<end><user>a<end><assistant>«A<end>»<user>b<end><assistant>«B<end>»",
     ),
-    "llamafactory alpaca, empty history": (
-        {"instruction": "b", "output": "B", "system": "", "history": []},
-        "<user>b<end><assistant>«B<end>»",
-    ),
-    "llamafactory pretraining": ({"text": "Some text."}, "Some text.<end>"),
-    "llamafactory alpaca preference": ({"instruction": "a", "input": "", "chosen": "b", "rejected": "c"}, PREFERENCES),
     "llamafactory sharegpt": (
         {"conversations": shares("a", "A", "b", "B")},
         "<user>a<end><assistant>«A<end>»<user>b<end><assistant>«B<end>»",
@@ -114,10 +103,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": shares("<image>a", "A"), "images": ["1.jpg"]},
         r"'images' .*ot\.load.*library\.md",
     ),
-    "llamafactory audios": ({"messages": turns("a", "A"), "audios": ["1.wav"]}, "'audios' is not empty"),
-    "llamafactory openai": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
     "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, "<user>a<end><assistant>«A<end>»"),
-    "llamafactory input and output": ({"input": "a", "output": "A"}, "<user>a<end><assistant>«A<end>»"),
     "axolotl chat_template, content in parts": (
         {"messages": [{"role": who, "content": [{"type": "text", "text": it}]} for who, it in ((U, "a"), (A, "A"))]},
         "<user>a<end><assistant>«A<end>»",
@@ -147,10 +133,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "train": False}, *shares("b", "B")]},
         "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
     ),
-    "openai weight, in sharegpt": (
-        {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "weight": 0}, *shares("b", "B")]},
-        "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
-    ),
     "axolotl train on a question": (
         {"conversations": [{"from": "human", "value": "a", "train": True}, *shares("", "A")[1:]]},
         "has 'train': true",
@@ -163,11 +145,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": A, "content": [{"type": "text", "text": "A", "train": False}]}]},
         "message 1 mixes parts to train on with others",
     ),
-    "axolotl question and answer": ({"question": "a", "answer": "A"}, "<user>a<end><assistant>«A<end>»"),
-    "axolotl alpaca_chat": (
-        {"instruction": "a", "input": "b", "response": "A"},
-        "<user>a\n\nb<end><assistant>«A<end>»",
-    ),
     "axolotl open_orca": (
         {"system_prompt": "Shout.", "question": "a", "response": "A"},
         "<system>Shout.<end><user>a<end><assistant>«A<end>»",
@@ -176,7 +153,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         {"INSTRUCTION": "a", "RESPONSE": "A"},
         "no field 'text'; there are: INSTRUCTION, RESPONSE.*'instruction' and 'output'",
     ),
-    "axolotl summarizetldr": ({"article": "a", "summary": "A"}, "no field 'text'; .*'instruction' and 'output'"),
     "axolotl metharme": (
         {"prompt": "a", "generation": "A"},
         "prompts without answers: give each its answer, as 'completion'",
@@ -195,14 +171,12 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "trl language modeling": ({"text": "Some text."}, "Some text.<end>"),
     "trl conversational language modeling": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
-    "trl from and value": ({"conversations": shares("a", "A")}, "<user>a<end><assistant>«A<end>»"),
     "trl prompt-completion": ({"prompt": "The sky", "completion": " is blue."}, "The sky« is blue.<end>»"),
     "trl conversational prompt-completion": (
         {"prompt": turns("a", "A", "b"), "completion": turns("", "B")[1:]},
         "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
     ),
     "trl preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCES),
-    "trl implicit preference": ({"chosen": turns("a", "b"), "rejected": turns("a", "c")}, PREFERENCES),
     "trl unpaired preference": (
         {"prompt": "a", "completion": "b", "label": False},
         "'label' holds true or false: .*KTO",
@@ -219,7 +193,6 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         "'system' has no place next to",
     ),
     "a history that is none": ({"instruction": "a", "output": "b", "history": ["x"]}, "turn 1 of 'history' is no list"),
-    "an answer that is no string": ({"instruction": "a", "output": 3}, "field 'output' holds a number, where a string"),
     "content that is null beside calls": (
         {"messages": [*turns("Rain?"), {"role": A, "content": None, "tool_calls": [CALL]}]},
         '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»',
@@ -240,14 +213,7 @@ def prepared(folder: Path, *records: dict[str, Any], template: str = TOOLS, tabl
         Dataset.from_list(list(records)).to_parquet(file)
     else:
         file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-    return tokenizer, prepare_tokens(
-        DataSection(path=(str(file),), **section),
-        tokenizer=tokenizer,
-        vocabulary=300,
-        seq_len=512,
-        cache=folder / "cache",
-        say=lambda line: None,
-    )
+    return tokenizer, sample_chats.prepared(file, tokenizer=tokenizer, seq_len=512, **section)
 
 
 def shown(tokenizer: Any, tokens: Any) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sample_chats
 import torch
 from commands import TINY, call, figures, whole_and_resumed
-from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from sample_chats import chat_tokenizer
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import stream
-from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import Batch, RowReader
 from offload_trainer.data.stream import StreamedTokens
 from offload_trainer.errors import TrainerError, UserError
@@ -51,12 +51,7 @@ RECORDS = {
     "weights": lambda n: {
         "messages": [message("user", "a"), message("assistant", "b", weight=n % 2), *chat(n)["messages"]]
     },
-    "sharegpt": lambda n: {
-        "conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "x" * (n % 70)}]
-    },
     "pairs": lambda n: {"prompt": f"{n} + 1 = ", "completion": str(n + 1) * (1 + n % 9)},
-    "messages": lambda n: {"prompt": chat(n)["messages"][:1], "completion": [message("assistant", "y" * (1 + n % 30))]},
-    "alpaca": lambda n: {"instruction": "Add.", "input": f"{n} and 1" * (n % 2), "output": str(n + 1)},
 }
 
 
@@ -84,11 +79,7 @@ def streamed(path: Path, **section: Any) -> StreamedTokens:
     return StreamedTokens(f"stream:{path}", DataSection(**section), **words, say=print)
 
 
-def prepared(path: Path, **section: Any) -> Any:
-    words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "vocabulary": 300, "seq_len": LENGTH}
-    return prepare_tokens(
-        DataSection(path=(str(path),), **section), **words, cache=path.parent / "cache", say=lambda line: None
-    )
+prepared = partial(sample_chats.prepared, seq_len=LENGTH)
 
 
 def batches(tokens: Any, rows: range, *, over: int | None = None) -> Iterator[Batch]:
@@ -201,10 +192,9 @@ def talks(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["off", "on"])
-def test_a_stream_trains_as_the_prepared_conversations(packing: str, talks: Path, tmp_path: Path) -> None:
+def test_a_stream_trains_as_the_prepared_conversations(talks: Path, tmp_path: Path) -> None:
     """Beyond the first pass, too, a run has the bits of one over the prepared file without shuffling."""
-    words = [*WORDS, "--steps", "8", "--accumulate", "2", "data.validation=0", f"data.packing={packing}"]
+    words = [*WORDS, "--steps", "8", "--accumulate", "2", "data.validation=0", "data.packing=on"]
     found = call(*words, "--data", f"stream:{talks}", output=tmp_path / "streamed")
     expected = call(*words, "--data", talks, "data.shuffle=false", output=tmp_path / "prepared")
     assert figures(found) == figures(expected)
@@ -216,9 +206,9 @@ def test_a_stream_trains_as_the_prepared_conversations(packing: str, talks: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["data.shuffle_block_size=5"], ["data.packing=on", "data.shuffle_block_size=3"]])
-def test_a_killed_run_over_conversations_resumes(more: list[str], talks: Path, drive: Path, tmp_path: Path) -> None:
-    words = [*WORDS, "--steps", "6", "--accumulate", "3", "--data", f"stream:{talks}", "--nvme", drive, *more]
+def test_a_killed_run_over_conversations_resumes(talks: Path, drive: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--steps", "6", "--accumulate", "3", "--data", f"stream:{talks}", "--nvme", drive]
+    words += ["data.packing=on", "data.shuffle_block_size=3"]
     words += ["--validation-data", f"stream:{talks}", "model.overrides.resid_pdrop=0.1"]
     whole, again = whole_and_resumed(*words, folder=tmp_path)
     for path in (whole.output / "checkpoints/step-00000006").glob("*.safetensors"):
@@ -226,15 +216,3 @@ def test_a_killed_run_over_conversations_resumes(more: list[str], talks: Path, d
     changed = call(*words, "data.train_on=all", output=tmp_path / "killed", check=False)
     assert changed.code == 2
     assert "train_on=answers" in changed.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["data.packing=on", "data.shuffle_block_size=3"]])
-def test_two_ranks_take_the_conversations_of_one(more: list[str], talks: Path, tmp_path: Path) -> None:
-    words = [*WORDS, "--steps", "6", "--data", f"stream:{talks}", *more]
-    alone = call(*words, "--accumulate", "4", output=tmp_path / "alone")
-    both = call_ranks(*words, "--accumulate", "2", output=tmp_path / "both", count=2)
-    assert [run.code for run in both] == [0, 0], both
-    assert figures(both[0]) == figures(alone)
-    for path in (alone.output / "checkpoints/step-00000006").glob("*.safetensors"):
-        assert (both[0].output / "checkpoints/step-00000006" / path.name).read_bytes() == path.read_bytes()

@@ -14,12 +14,9 @@ import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
 from pyarrow import ipc, parquet
-from sample_chats import CHATS, chat_tokenizer
+from sample_chats import CHATS, prepared
 
-from offload_trainer.config import DataSection
 from offload_trainer.data import documents, sources
-from offload_trainer.data.mixture import Tokens
-from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.errors import UserError
 
 
@@ -35,17 +32,6 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 }
 TEXTS = [f"Line {n} é, of many.\nAnd more" * (n % 5 + 1) for n in range(700)]
 TALKS = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS * 60]
-
-
-def prepared(*paths: Path, say: Callable[[str], None] = lambda line: None, **section: Any) -> Tokens:
-    return prepare_tokens(
-        DataSection(path=tuple(map(str, paths)), **section),
-        tokenizer=chat_tokenizer(),
-        vocabulary=300,
-        seq_len=64,
-        cache=paths[0].parent / "cache",
-        say=say,
-    )
 
 
 def ids_of(*paths: Path, **section: Any) -> list[int]:
@@ -120,15 +106,14 @@ def test_tables_of_text_give_what_their_lines_give(tmp_path: Path) -> None:
         assert ids_of(path) == expected, name
 
 
-@pytest.mark.parametrize("packing", ["off", "on"])
-def test_tables_of_conversations_give_what_their_lines_give(packing: str, tmp_path: Path) -> None:
+def test_tables_of_conversations_give_what_their_lines_give(tmp_path: Path) -> None:
     """Tables give the rows of the same lines, although a table adds a field of some messages to all, as null."""
     records: list[dict[str, Any]] = [{"messages": talk, "source": "x"} for talk in TALKS]
     records[3] = {"messages": [*TALKS[3][:1], TALKS[3][1] | {"weight": 0}, *TALKS[4]], "source": "y"}
     (tmp_path / "a.jsonl").write_bytes(lines(records))
-    expected = prepared(tmp_path / "a.jsonl", packing=packing)
+    expected = prepared(tmp_path / "a.jsonl")
     for path in tables_of(records, tmp_path).values():
-        assert prepared(path, packing=packing).sums == expected.sums
+        assert prepared(path).sums == expected.sums
     wanted = {"messages"}
     names = {key for _, row in documents.read_records(tmp_path / "a.parquet", wanted=wanted) for key in row}
     assert names == wanted
@@ -198,11 +183,4 @@ def test_without_the_library_the_line_says_what_to_install(tmp_path: Path, monke
 
 def test_a_name_that_may_be_the_hubs_says_how_to_have_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"for a dataset of the hub use --data hub:someone/corpus"):
-        prepare_tokens(
-            DataSection(path=("someone/corpus",)),
-            tokenizer=chat_tokenizer(),
-            vocabulary=300,
-            seq_len=64,
-            cache=tmp_path,
-            say=lambda line: None,
-        )
+        prepared(Path("someone/corpus"), cache=tmp_path)

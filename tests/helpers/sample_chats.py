@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 from commands import start  # noqa: F401 - sets what forks need
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from offload_trainer.config import DataSection
+from offload_trainer.data.prepare import prepare_tokens
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
 
@@ -34,6 +41,26 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def prepared(
+    *paths: Path,
+    tokenizer: Any = None,
+    vocabulary: int = 300,
+    seq_len: int = 64,
+    cache: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    **section: Any,
+) -> Any:
+    """Return the token file of these paths, by default with `chat_tokenizer`; its cache is next to the first path."""
+    return prepare_tokens(
+        DataSection(path=tuple(map(str, paths)), **section),
+        tokenizer=tokenizer or chat_tokenizer(),
+        vocabulary=vocabulary,
+        seq_len=seq_len,
+        cache=cache or Path(paths[0]).parent / "cache",
+        say=say,
+    )
 
 
 def chats() -> Dataset:

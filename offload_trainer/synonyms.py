@@ -35,7 +35,7 @@ _SWITCHES = "no such option: `offload-train` trains and evaluates; `offload-trai
 _OWN_MODULES = "the model runs its own modules, and model.loss_chunk limits the logits in memory"
 _BLOCKS_ONLY = "the inside of blocks is compiled, by torch's default settings"
 _OF_FILES = "docs/finetune.md lists the file formats of --data"
-_PACKED = "see docs/packing.md"
+_PACKED = "docs/architectures.md says which models support it"
 _WHOLE_ROWS = "all rows have the length --seq-len; data.packing=on puts several conversations in a row"
 _LAST = "the newest checkpoints are kept (save.every, save.keep), whatever their loss"
 _SPLIT = "for a dataset from the hub: --data hub:OWNER/NAME/CONFIGURATION:SPLIT"

@@ -1,34 +1,40 @@
-"""Compare the tiered engine with plain torch on a tiny model of every causal language architecture in transformers.
+"""Check a tiny model of every causal language architecture in transformers.
 
-    every_architecture.py [--only NAME ...] [--table FILE] [--json FILE]
+    every_architecture.py [--only NAME ...] [--checks training modules packing] [--table docs/architectures.csv]
 
-transformers initialises and saves each model. Three fp32 steps then train it in three ways: transformers' module with
-torch's AdamW, the tiered engine with everything in RAM, and the tiered engine with weights and state on a drive. The
-tiered engine uses gradient checkpointing where the model supports it. The reference loss is the one that transformers
-computes from `labels`, where that is the next-token cross-entropy, else the cross-entropy of the logits.
+transformers initialises and saves each model.
 
-An architecture is right if four conditions hold. The first loss agrees within 1e-5, and later losses and a final
-evaluation within 1e-4. Gradient norms agree within a relative 1e-4, or as closely as the reference's own norms do after
-its initial weights are moved by one rounding. Weights agree within 1e-5, after steps that move them by up to 3e-3. Both
-placements give the same bits. The first three must also hold with the router loss, where transformers has one.
+training  Three fp32 steps train the model in three ways: transformers' module with torch's AdamW, the tiered engine
+          with everything in RAM, and with weights and state on a drive, with gradient checkpointing where the model
+          has it. The reference loss is the one that transformers computes from `labels`, where that is the next-token
+          cross-entropy, else the cross-entropy of the logits. The first loss must agree within 1e-5, later losses and
+          a final evaluation within 1e-4, and weights within 1e-5 after steps that move them by up to 3e-3. Gradient
+          norms must agree within a relative 1e-4, or as closely as the reference's own norms do after its initial
+          weights are moved by one rounding. The same holds with the router loss, where transformers has one. Both
+          placements must have the same bits.
+modules   Blocks that are fetched module by module, in one buffer and in two, must give the bits of whole blocks, and
+          each module must be fetched as often as planned. tests/model/test_fetches.py counts fetches of whole blocks.
+packing   The model must keep packed documents of a row apart (offload_trainer/model/probes/rows.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import re
 import signal
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -42,7 +48,10 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.init_weights import initial_weights
 from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.probes.rows import refuse_crossing
+from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.tiered import footprint, layout
 from offload_trainer.run.planning import as_wished
 from offload_trainer.settings import load_config
 from offload_trainer.storage.owned_dirs import scratch
@@ -52,24 +61,11 @@ from offload_trainer.telemetry.meters import PhaseClock
 STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps keeps rounding from deciding tiny updates
 FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # tolerances of losses, norms (relative) and weights
 SECONDS = 600  # time limit of one architecture
-WORDS = (
-    "--lr",
-    str(LR),
-    "--dtype",
-    "fp32",
-    "--steps",
-    str(STEPS),
-    "--micro-batch",
-    str(ROWS),
-    "--seq-len",
-    str(LENGTH),
-)
-OPTIM = (
-    f"optim.eps={EPS}",
-    "optim.weight_decay=0",
-    "optim.max_grad_norm=0",
-    "optim.betas=[0.9,0.95]",
-    "optim.kernel=torch",
+VECTORS = 4096  # elements of an aligned unit of vectors
+SMALL = {"all in parts": 0, "what is little stays": 1 << 20}  # elements of a block that stay on the device
+RUN = (
+    f"--lr {LR} --dtype fp32 --steps {STEPS} --micro-batch {ROWS} --seq-len {LENGTH} --engine tiered optim.eps={EPS} "
+    "optim.weight_decay=0 optim.max_grad_norm=0 optim.betas=[0.9,0.95] optim.kernel=torch"
 )
 RAM = ("--params", "cpu", "--ram-fraction", "1")
 DRIVE = ("--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192")
@@ -77,19 +73,34 @@ DRIVE = ("--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one architecture; `outcome` is right, wrong, refused, traceback, or transformers (fails there)."""
+    """The result of one check of one architecture.
 
-    name: str
+    `outcome` is right, wrong, whole (its blocks are not divided), refused, traceback, or transformers (fails there).
+    """
+
     outcome: str
     why: str = ""
-    loss: str = ""  # the reference: "labels" for transformers' own loss, "logits" for the cross-entropy of the logits
-    first: float = 0.0  # difference of the first loss
-    norm: float = 0.0  # largest relative difference of a gradient norm
-    weights: float = 0.0  # largest difference of a weight after the steps
+    notes: tuple[str, ...] = ()  # notes of the plan
     router: str = ""  # the outcome with output_router_logits, where transformers then adds a loss
     drawn: str = ""  # "equal" if random initial weights have transformers' bits, "other bits", or why there are none
-    notes: tuple[str, ...] = ()  # notes of the plan
-    seconds: float = 0.0
+    modules: int = 0  # fetched on their own
+    blocks: int = 0  # divided into those
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A tiny model that transformers saved, and what torch gives for it."""
+
+    name: str
+    folder: Path  # "model" is saved there
+    model: PreTrainedModel  # its weights are those after the steps
+    data: list[Batch]
+    expected: Trained
+    labels: bool  # the loss is the one that transformers computes from labels
+
+    @property
+    def checkpointing(self) -> str:
+        return f"model.activation_checkpointing={'on' if self.model.supports_gradient_checkpointing else 'auto'}"
 
 
 @dataclass(frozen=True)
@@ -152,67 +163,166 @@ def reference(model: PreTrainedModel, data: Sequence[Batch], *, labels: bool | N
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """Fetches of each offloaded unit in a step after the first."""
+
+    actual: dict[str, int]
+    planned: dict[str, int]
+    inside: list[str]  # the units within blocks
+    within: list[str]  # the block of each unit that is a module of a block
+
+    def differences(self, among: Collection[str]) -> list[str]:
+        """Return a sentence on the units fetched more or less often than planned, or nothing if there are none."""
+        names = [name for name in among if self.planned[name] != self.actual[name]]
+        told = ", ".join(f"{name} {self.actual[name]} times for {self.planned[name]}" for name in names)
+        actual, planned = sum(self.actual.values()), sum(self.planned.values())
+        return [f"{actual} units fetched, {planned} planned: {told}"] if names else []
+
+
 @contextmanager
-def tiered(model: Path, drive: Path, words: Sequence[str]) -> Iterator[tuple[TieredEngine, Any]]:
-    """Yield the tiered engine, built as the training command builds it, and its plan."""
+def counted_fetches() -> Iterator[tuple[list[Counter[int]], list[Counter[int]]]]:
+    """Count the fetches of each unit: a list of the actual ones, by step, and of the planned ones, by plan."""
+    actual: list[Counter[int]] = [Counter(), Counter()]  # before the first step; also of a model that streams nothing
+    planned: list[Counter[int]] = [Counter()]
+    start, begin, fetched = WeightPrefetcher._start, WeightPrefetcher.begin, footprint.fetched
+
+    def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
+        actual[-1][unit] += 1
+        start(stream, unit, number)
+
+    def begun(stream: WeightPrefetcher) -> None:
+        actual.append(Counter())
+        begin(stream)
+
+    def noted(*given: Any) -> Any:
+        found = fetched(*given)
+        planned.append(Counter())
+        for (unit, _), times in found.items():
+            planned[-1][unit] += times
+        return found
+
+    with (
+        mock.patch.object(WeightPrefetcher, "_start", started),
+        mock.patch.object(WeightPrefetcher, "begin", begun),
+        mock.patch.object(footprint, "fetched", noted),
+    ):
+        yield actual, planned
+
+
+def ours(
+    folder: Path, words: Sequence[str], data: Sequence[Batch], *, model: str = "model"
+) -> tuple[Trained, Any, Fetched]:
+    """Train with the tiered engine, built as the training command builds it; return also its plan and its fetches."""
+    drive = folder / "drive"
     drive.mkdir(exist_ok=True)
-    config = load_config(["--model", str(model), "--nvme", str(drive), "--engine", "tiered", *WORDS, *OPTIM, *words])
+    config = load_config(["--model", str(folder / model), "--nvme", str(drive), *RUN.split(), *words])
     source = as_wished(resolve_model(config.model, seed=0), config)
-    plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(drive)))
-    lease = DriveLease(drive)
-    work, drives = workload(config, source.shape), [lease.path]
-    engine = TieredEngine(source, work, config.optim, placement=plan.placement, sizes=plan.sizes, drives=drives)  # type: ignore[arg-type]
-    try:
-        yield engine, plan
-    finally:
-        engine.close()
-        lease.close()
+    work = workload(config, source.shape)
+    with counted_fetches() as (actual, planned), DriveLease(drive) as lease:
+        plan = make_plan(config, source.shape, probe_machine(config.placement, output=str(drive)))
+        given = {"placement": plan.placement, "sizes": plan.sizes, "drives": [lease.path]}
+        with closing(TieredEngine(source, work, config.optim, **given)) as engine:
+            steps = [engine.train_step([batch], lr=LR, clock=PhaseClock()) for batch in data]
+            away = [unit for unit in engine.offloaded.units if engine.offloaded.weights.resident(unit.index) is None]
+            fetched = Fetched(
+                *({unit.name: counts[unit.index] for unit in away} for counts in (actual[-2], planned[-1])),
+                inside=[unit.name for unit in away if unit.block],
+                within=[unit.within for unit in away if unit.is_part],
+            )
+            losses = [*(step.loss for step in steps), engine.eval_loss(data[0])]
+            weights = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
+    return Trained(losses, [step.grad_norm or 0.0 for step in steps], weights), plan, fetched
 
 
-def ours(model: Path, drive: Path, words: Sequence[str], data: Sequence[Batch]) -> tuple[Trained, Any]:
-    with tiered(model, drive, words) as (engine, plan):
-        steps = [engine.train_step([batch], lr=LR, clock=PhaseClock()) for batch in data]
-        losses = [*(step.loss for step in steps), engine.eval_loss(data[0])]
-        weights = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
-    return Trained(losses, [s.grad_norm or 0.0 for s in steps], weights), plan
+# -- the checks --------------------------------------------------------------------------------------------------------
 
 
-# -- one architecture --------------------------------------------------------------------------------------------------
-
-
-def examine(name: str, folder: Path) -> Result:
-    """Return the result of one architecture; a failure becomes its outcome, and no exception escapes."""
-    start, data = time.monotonic(), batches()
-    config = tiny_config(kinds()[name])
-    try:
-        model = saved(config, folder / "model")
-        how = f"model.activation_checkpointing={'on' if model.supports_gradient_checkpointing else 'auto'}"
-        expected, labels = reference(model, data)
-    except Exception as error:
-        return Result(name, "transformers", one_line(error))
-    loss = "labels" if labels else "logits"
-    try:
-        in_ram, plan = ours(folder / "model", folder / "drive", (*RAM, how), data)
-        on_drive, _ = ours(folder / "model", folder / "drive", (*DRIVE, how), data)
-        router = with_router_loss(name, folder, how, data) if labels and hasattr(config, "output_router_logits") else ""
-    except (UserError, TrainerError) as error:
-        return Result(name, "refused", one_line(error), loss)
-    except Exception as error:
-        traceback.print_exc()
-        return Result(name, "traceback", one_line(error), loss)
-    apart = differences(in_ram, expected)
-    norms = NORM if apart[1] <= NORM else max(NORM, magnified(folder / "model", data, expected, labels=labels))
-    wrong = too_far(*apart, norms=norms)
+def check_training(subject: Subject) -> Result:
+    """Compare losses, norms and weights with transformers and torch, and the bits of two placements."""
+    folder, data, config = subject.folder, subject.data, subject.model.config
+    in_ram, plan, _ = ours(folder, (*RAM, subject.checkpointing), data)
+    on_drive, _, _ = ours(folder, (*DRIVE, subject.checkpointing), data)
+    router = with_router_loss(subject) if subject.labels and hasattr(config, "output_router_logits") else ""
+    apart = differences(in_ram, subject.expected)
+    wrong = too_far(*apart, norms=NORM if apart[1] <= NORM else max(NORM, magnified(subject)))
     if not same_bits(in_ram, on_drive):
         wrong.append("homes have other bits")
     if router not in ("", "right"):
         wrong.append(f"with the routers' loss: {router}")
-    outcome, notes = (
-        "wrong" if wrong else "right",
-        tuple(n for n in plan.notes if n.startswith(("attention:", "loss:", "gradient checkpointing:"))),
-    )
-    seconds = round(time.monotonic() - start, 1)
-    return Result(name, outcome, "; ".join(wrong), loss, *apart, router, drawn(config), notes, seconds)
+    notes = tuple(n for n in plan.notes if n.startswith(("attention:", "loss:", "gradient checkpointing:")))
+    return Result("wrong" if wrong else "right", "; ".join(wrong), notes, router, drawn(tiny(subject.name)))
+
+
+def check_modules(subject: Subject) -> Result:
+    """Compare the bits of blocks that are fetched module by module with those of whole blocks, and count fetches."""
+    wrong, modules, blocks, whole, why = list[str](), 0, 0, None, ""
+    for kept, small in SMALL.items():
+        with (
+            mock.patch.object(layout, "SMALL", VECTORS),
+            mock.patch.object(layout, "_STAYS", small),
+            mock.patch.object(layout, "_WORTH", 1.0),  # experts are most weights of tiny models
+        ):
+            for buffers in (1, 2):
+                words = ["tiered.fetch_granularity=module", f"tiered.weight_buffers={buffers}"]
+                try:
+                    found, _, fetched = ours(subject.folder, [*RAM, subject.checkpointing, *words], subject.data)
+                except UserError as error:
+                    if not str(error).startswith("tiered.fetch_granularity=module: a trial"):
+                        raise
+                    why = one_line(error)
+                    break
+                if whole is None:
+                    words = ["tiered.fetch_granularity=block"]
+                    whole, _, _ = ours(subject.folder, [*RAM, subject.checkpointing, *words], subject.data)
+                if any(loss != loss for loss in found.losses):
+                    wrong.append(f"{kept}, {buffers} buffers: a loss is NaN")
+                if not same_bits(found, whole):
+                    wrong.append(f"{kept}, {buffers} buffers: other bits than whole blocks")
+                wrong += [f"{kept}, {buffers} buffers: {told}" for told in fetched.differences(fetched.inside)]
+                modules, blocks = max(modules, len(fetched.within)), max(blocks, len(set(fetched.within)))
+    if not modules and not wrong:
+        return Result("whole", why)
+    return Result("wrong" if wrong else "right", "; ".join(wrong), modules=modules, blocks=blocks)
+
+
+def check_packing(subject: Subject) -> Result:
+    """Test if packed documents of a row stay apart."""
+    refuse_crossing(subject.model, trust_remote_code=False)
+    return Result("right")
+
+
+CHECKS: dict[str, Callable[[Subject], Result]] = {
+    "training": check_training,
+    "modules": check_modules,
+    "packing": check_packing,
+}
+
+
+def examine(name: str, folder: Path, *checks: str) -> dict[str, Result]:
+    """Return the results of an architecture's checks; a failure becomes an outcome, and no exception escapes."""
+    data = batches()
+    try:
+        model = saved(tiny(name), folder / "model")
+        expected, labels = reference(model, data)
+    except Exception as error:
+        return dict.fromkeys(checks, Result("transformers", one_line(error)))
+    subject = Subject(name, folder, model, data, expected, labels)
+    return {check: carried_out(CHECKS[check], subject) for check in checks}
+
+
+def carried_out(check: Callable[[Subject], Result], subject: Subject) -> Result:
+    try:
+        return check(subject)
+    except (UserError, TrainerError) as error:
+        return Result("refused", one_line(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Result("traceback", one_line(error))
+
+
+def tiny(name: str, **changes: Any) -> transformers.PreTrainedConfig:
+    return tiny_config(kinds()[name], **changes)
 
 
 def saved(config: Any, folder: Path) -> PreTrainedModel:
@@ -222,28 +332,28 @@ def saved(config: Any, folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def with_router_loss(name: str, folder: Path, how: str, data: Sequence[Batch]) -> str:
+def with_router_loss(subject: Subject) -> str:
     """Return "right", a description of the difference, or "" if output_router_logits adds no loss to this model."""
-    model = saved(tiny_config(kinds()[name], output_router_logits=True), folder / "router")
+    model = saved(tiny(subject.name, output_router_logits=True), subject.folder / "router")
     with torch.no_grad():
-        wanted, added = (reference_loss(model, data[0], labels=labels)[0] for labels in (False, True))
+        wanted, added = (reference_loss(model, subject.data[0], labels=labels)[0] for labels in (False, True))
     if torch.equal(wanted, added):
         return ""
-    expected, _ = reference(model, data, labels=True)
-    found, _ = ours(folder / "router", folder / "drive", (*RAM, how), data)
+    expected, _ = reference(model, subject.data, labels=True)
+    found, _, _ = ours(subject.folder, (*RAM, subject.checkpointing), subject.data, model="router")
     return "; ".join(too_far(*differences(found, expected))) or "right"
 
 
-def magnified(folder: Path, data: Sequence[Batch], expected: Trained, *, labels: bool) -> float:
+def magnified(subject: Subject) -> float:
     """Return how far the reference's norms move when its initial weights are moved by one rounding.
 
     For Gemma4Text this is 1.2e-3.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(subject.folder / "model", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + torch.finfo(torch.float32).eps)
-    return differences(reference(model, data, labels=labels)[0], expected)[1]
+    return differences(reference(model, subject.data, labels=subject.labels)[0], subject.expected)[1]
 
 
 def drawn(config: Any) -> str:
@@ -288,86 +398,67 @@ def one_line(error: BaseException) -> str:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def in_a_child(name: str, examine: Callable[[str, Path], Any], kind: Callable[..., Any]) -> Any:
-    """Run `examine` in a child process, so that a crash ends one architecture only; return its result as a `kind`."""
+def in_a_child(name: str, *checks: str) -> dict[str, Result]:
+    """Run `examine` in a child process, so that a crash ends one architecture only."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             signal.alarm(SECONDS)
             with scratch(f"architecture-{name}") as folder:
-                result = examine(name, folder)
-            os.write(write, json.dumps(asdict(result)).encode())
+                results = examine(name, folder, *checks)
+            os.write(write, json.dumps({check: asdict(result) for check, result in results.items()}).encode())
         finally:
             os._exit(0)  # also after an exception, which must not reach the parent's caller in a second process
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         told = pipe.read()
     _, status = os.waitpid(child, 0)
-    return kind(**json.loads(told)) if told else kind(name, "traceback", f"the process ended with status {status}")
+    if not told:
+        return dict.fromkeys(checks, Result("traceback", f"the process ended with status {status}"))
+    return {check: Result(**result) for check, result in json.loads(told).items()}
+
+
+def counts(results: Sequence[Result]) -> str:
+    """Return how many results have each outcome."""
+    return ", ".join(f"{count} {outcome}" for outcome, count in Counter(one.outcome for one in results).most_common())
+
+
+def rows_of(found: dict[str, dict[str, Result]]) -> Iterator[list[str]]:
+    """Yield the rows of the table: results of training and packing, what the plan says, and random weights.
+
+    `random_weights` is empty if they have the bits of transformers' own initialisation.
+    """
+    yield ["architecture", "training", "packing", "the plan says", "random_weights"]
+    for name, results in found.items():
+        training, packing = results["training"], results["packing"]
+        says = "; ".join(note.split(",")[0] for note in training.notes)
+        why = f": {training.why[:120]}" if training.why else ""
+        yield [name, training.outcome + why, packing.outcome, says, training.drawn.removeprefix("equal")]
 
 
 def main() -> None:
     """Read the command line, examine each architecture, write the results, and exit with 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llama")
-    parser.add_argument("--table", type=Path, help="the page to write")
-    parser.add_argument("--json", type=Path)
-    wishes = parser.parse_args()
+    parser.add_argument("--checks", nargs="*", choices=tuple(CHECKS), default=tuple(CHECKS))
+    parser.add_argument("--table", type=Path, help="the CSV to write, with the results of training and packing")
+    asked = parser.parse_args()
+    if asked.table and not {"training", "packing"} <= set(asked.checks):
+        parser.error("--table needs the checks training and packing")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    results = []
-    for name in wishes.only or kinds():
-        results.append(in_a_child(name, examine, Result))
-        print(f"{name:28} {results[-1].outcome:12} {results[-1].why}", flush=True)
-    if wishes.json:
-        wishes.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    if wishes.table:
-        wishes.table.write_text(table(results))
-    print(counts(results))
-    sys.exit(any(result.outcome in ("wrong", "traceback") for result in results))
-
-
-def counts(results: Sequence[Result]) -> str:
-    """Return how many architectures had each outcome."""
-    runs = [result for result in results if result.outcome != "transformers"]
-    right = sum(result.outcome == "right" for result in runs)
-    others = [f"{sum(r.outcome == o for r in runs)} {o}" for o in ("refused", "wrong", "traceback")]
-    return f"{right} of {len(runs)} right, {', '.join(others)}; {len(results) - len(runs)} do not run in transformers"
-
-
-_FIGURES = (("loss", "first"), ("norm", "norm"), ("weights", "weights"))
-
-
-def table(results: Sequence[Result]) -> str:
-    """Return the Markdown page: names of those that are right, what the plan says of some, and reasons of failures."""
-    lines = [
-        "# Every causal language model of transformers",
-        "",
-        "Look up your architecture: whether it trains here as in plain torch.",
-        "",
-        f"Written by `scripts/every_architecture.py --table docs/architectures.md`: transformers "
-        f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",
-        "",
-        *(" ".join(part.split()) + "\n" for part in str(__doc__).split("\n\n")[2:]),
-        "Names are those of transformers' configurations, whose defaults `scripts/tiny_models.py` shrinks.",
-        "",
-    ]
-    right = [r for r in results if r.outcome == "right"]
-    figures = ", ".join(f"{key} {max(getattr(r, field) for r in right):.0e}" for key, field in _FIGURES if right)
-    lines += [f"Largest differences of those that are right: {figures}.", "", "## Right", ""]
-    lines += [", ".join(r.name for r in right) + ".", ""]
-    lines += ["## What the plan says", "", "| architecture | |", "| --- | --- |"]
-    for r in results:
-        said = "; ".join([*(note.split(",")[0] for note in r.notes), *([r.why] if r.why else [])])
-        if r.outcome != "transformers" and (said or r.outcome != "right"):
-            lines.append(f"| {r.name} | {said if r.outcome == 'right' else f'{r.outcome}: {said}'} |")
-    lines += ["", "## What transformers itself does not run", "", "| architecture | its error |", "| --- | --- |"]
-    lines += [f"| {r.name} | {r.why.replace('|', ' ')[:120]} |" for r in results if r.outcome == "transformers"]
-    lines += ["", "## Random weights that are not drawn here", "", "| architecture | why |", "| --- | --- |"]
-    lines += [f"| {r.name} | {r.drawn.replace('|', ' ')} |" for r in results if r.drawn not in ("equal", "")]
-    return "\n".join(lines) + "\n"
+    found: dict[str, dict[str, Result]] = {}
+    for name in asked.only or kinds():
+        found[name] = in_a_child(name, *asked.checks)
+        print(*(f"{name} {check}: {one.outcome} {one.why}" for check, one in found[name].items()), sep="\n", flush=True)
+    if asked.table:
+        with asked.table.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows_of(found))
+    for check in asked.checks:
+        print(f"{check}: {counts([one[check] for one in found.values()])}")
+    sys.exit(any(one.outcome in ("wrong", "traceback") for each in found.values() for one in each.values()))
 
 
 if __name__ == "__main__":

@@ -6,21 +6,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from small_architectures import ARCHITECTURES, reference
 
+from offload_trainer.errors import UserError
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.shape import block_names
 from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
+from offload_trainer.plan.tiered import layout
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.weight_streaming import as_gradients_come, orders, with_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import parts_of_all
+import every_architecture
 import tiny_models
-from every_architecture import in_a_child, one_line, saved
+from every_architecture import CHECKS, RAM, VECTORS, Result, Subject, in_a_child, ours
 
 SELECTED = {
     "Bart": "a decoder, whose embeddings have a norm",
@@ -31,20 +34,35 @@ SELECTED = {
     "Roberta": "embeddings in a block",
 }
 OTHERWISE = {
-    "runs that cannot be counted, of towers or not as they are registered": {"Bert", "Blt", "Git"},
+    "runs that cannot be counted, of towers or not as they are registered": {"Bert", "Blt"},
     "runs that cannot be counted, of blocks that run several times": {"HrmText"},
     "blocks are not known": {"OpenAIGPT", "XLM", "XLNet"},
 }
 
 
-def examine(name: str, folder: Path) -> parts_of_all.Result:
-    try:
-        model = saved(tiny_models.tiny_config(tiny_models.kinds()[name]), folder / "model")
-    except Exception as error:  # An error in transformers itself; docs/architectures.md lists those.
-        return parts_of_all.Result(name, "transformers", one_line(error))
-    how = f"model.activation_checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
-    wrong = parts_of_all.whole_blocks(folder / "model", folder / "drive", how)
-    return parts_of_all.Result(name, "wrong" if wrong else "right", "; ".join(wrong))
+def check_whole_blocks(subject: Subject) -> Result:
+    """Compare fetches of whole blocks with the plan, with one and two buffers, where so few suffice."""
+    wrong = []
+    for buffers in (1, 2):
+        words = ["tiered.fetch_granularity=block", f"tiered.weight_buffers={buffers}"]
+        try:
+            with mock.patch.object(layout, "SMALL", VECTORS):
+                _, _, fetched = ours(subject.folder, [*RAM, *words, subject.checkpointing], subject.data)
+        except UserError as error:
+            if "weight_buffers must be" not in str(error):
+                raise
+            continue
+        wrong += [f"{buffers} buffers: {told}" for told in fetched.differences(fetched.actual)]
+    return Result("wrong" if wrong else "right", "; ".join(wrong))
+
+
+@pytest.fixture(autouse=True)
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHECKS, "fetches", check_whole_blocks)
+
+
+def examine(name: str, folder: Path) -> Result:
+    return every_architecture.examine(name, folder, "fetches")["fetches"]
 
 
 @pytest.mark.parametrize("name", SELECTED)
@@ -58,9 +76,9 @@ def test_units_of_every_architecture_are_fetched_as_often_as_planned(request: py
     """Without --exhaustive, only the known exceptions are tested."""
     known = {name for names in OTHERWISE.values() for name in names}
     names = tiny_models.kinds() if request.config.getoption("--exhaustive") else known
-    found = [in_a_child(name, examine, parts_of_all.Result) for name in sorted(names)]
-    assert {one.name for one in found if one.outcome == "wrong"} == known
-    assert {one.outcome for one in found} <= {"right", "wrong", "transformers"}
+    found = {name: in_a_child(name, "fetches")["fetches"].outcome for name in names}
+    assert {name for name, outcome in found.items() if outcome == "wrong"} == known
+    assert set(found.values()) <= {"right", "wrong", "transformers"}
 
 
 def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

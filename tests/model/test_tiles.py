@@ -14,7 +14,7 @@ from late_cuda_streams import queued
 from late_engines import late_engine
 from small_architectures import ARCHITECTURES
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import offload_trainer.plan.tiered.layout as layout
@@ -201,12 +201,6 @@ def test_routers_whose_logits_are_a_loss_are_not_tiled() -> None:
         assert bool(tileable(model, trust_remote_code=False)[0]) != asked
 
 
-def test_recurrent_modules_are_not_tiled() -> None:
-    config = RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=64)
-    model = AutoModelForCausalLM.from_config(config)
-    assert tileable(model, trust_remote_code=False)[0] == []
-
-
 # -- in the engines ---------------------------------------------------------------------------------------------------
 
 
@@ -215,16 +209,11 @@ def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "SMALL", 0)
 
 
+BUFFERS = "tiered.weight_buffers=2"
 HOMES = {
-    "in RAM": ["--params", "cpu", "tiered.weight_buffers=2", "model.activation_checkpointing=off"],
-    "in RAM, one block recomputed": ["--params", "cpu", "tiered.weight_buffers=2", "model.activation_checkpointing=1"],
-    "drive": [
-        "--params",
-        "nvme",
-        "placement.gradients=nvme",
-        "tiered.weight_buffers=2",
-        "model.activation_checkpointing=on",
-    ],
+    "in RAM": ["--params", "cpu", "model.activation_checkpointing=off"],
+    "in RAM, one block recomputed": ["--params", "cpu", "model.activation_checkpointing=1"],
+    "drive": ["--params", "nvme", "placement.gradients=nvme", "model.activation_checkpointing=on"],
 }
 
 
@@ -250,15 +239,16 @@ def test_no_placement_changes_a_bit_and_losses_are_those_of_whole_rows(name: str
         (tmp_path / home).mkdir()
         with (
             pytest.MonkeyPatch.context() as patch,
-            late_engine(patch, model, *words, *more, drives=[tmp_path / home]) as ours,
+            late_engine(patch, model, *words, *more, BUFFERS, drives=[tmp_path / home]) as ours,
         ):
             assert train(ours, batches(6), accumulate=2) == tiled, home
             assert_same(masters(ours), bits)
 
 
+@pytest.mark.slow
 def test_late_streams_change_no_bit(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "qwen3", "qwen3")
-    words = ["model.mlp_chunk=7", "model.activation_checkpointing=on", "--params", "cpu", "tiered.weight_buffers=2"]
+    words = ["model.mlp_chunk=7", "model.activation_checkpointing=on", "--params", "cpu", BUFFERS]
     with engine(model, *words) as ours:
         expected = train(ours, batches(3))
     with pytest.MonkeyPatch.context() as patch, queued(patch, haste=0.05) as cuda:
@@ -281,14 +271,8 @@ def test_a_piece_fetches_no_weights_again(tmp_path: Path) -> None:
     model, counts = model_directory(tmp_path / "qwen3", "qwen3"), {}
     for chunk in ("off", "5"):
         device = Fetching()
-        words = [
-            f"model.mlp_chunk={chunk}",
-            "model.activation_checkpointing=on",
-            "--params",
-            "cpu",
-            "tiered.weight_buffers=2",
-        ]
-        with engine(model, *words, device=device) as ours:
+        words = [f"model.mlp_chunk={chunk}", "model.activation_checkpointing=on", "--params", "cpu"]
+        with engine(model, *words, BUFFERS, device=device) as ours:
             train(ours, batches(3))
         counts[chunk] = device.fetched
     assert counts["off"] == counts["5"] > 3 * 5

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from offload_trainer.config import DataSection
 from offload_trainer.data.conversations import Example, example_of
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED, TokenWriter
@@ -59,11 +60,17 @@ def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
-    """Set a plain chat template on a tokenizer without one. Exports of the model then contain it too."""
+def row_options(
+    section: DataSection, form: str, *, tokenizer: PreTrainedTokenizerBase, length: int, say: Callable[[str], None]
+) -> RowOptions:
+    """Return how conversations of `form` become rows of `length` tokens, in a token file and in a stream.
+
+    A tokenizer without a chat template gets a plain one, which exports of the model then contain too.
+    """
     if not tokenizer.chat_template:
         tokenizer.chat_template = _PLAIN_TEMPLATE.read_text()
         say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
+    return RowOptions(form, everything=section.train_on == "all", length=length, packed=section.packing == "on")
 
 
 def write_rows(

@@ -32,7 +32,7 @@ from offload_trainer.data.chunked_tokenize import tokenize_documents
 from offload_trainer.data.conversations import COLUMNS, TEXT, form_of_files
 from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.mixture import Tokens, joined
-from offload_trainer.data.packing import RowOptions, set_template, write_rows
+from offload_trainer.data.packing import RowOptions, row_options, write_rows
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, refuse_not_owned
 from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
@@ -95,9 +95,7 @@ def prepare_tokens(
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
     rows = None
     if form != TEXT:
-        set_template(tokenizer, say=say)
-        packed = section.packing == "on"
-        rows = RowOptions(form, everything=section.train_on == "all", length=seq_len, packed=packed)
+        rows = row_options(section, form, tokenizer=tokenizer, length=seq_len, say=say)
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: document boundaries are not marked")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, fingerprint=fingerprint, cache=cache, say=say)

@@ -110,23 +110,26 @@ def prepare_data(
 
     A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
-    from offload_trainer.data.prepare import prepare_tokens
+    from offload_trainer.data.prepare import prepare_tokens, refuse_large_vocabulary
     from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint
     from offload_trainer.ranks import rank_zero_first
 
     tokenizer = _tokenizer(section, source, say=say)
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     vocabulary = source.shape.vocabulary
+    fingerprint = tokenizer_fingerprint(tokenizer)
     prepared = partial(
         prepare_tokens,
         tokenizer=tokenizer,
+        fingerprint=fingerprint,
         vocabulary=vocabulary,
         seq_len=seq_len,
         cache=cache,
         say=say,
-        fingerprint=tokenizer_fingerprint(tokenizer),
     )
-    opened = partial(_opened_stream, section, tokenizer, seq_len=seq_len, vocabulary=vocabulary, say=say)
+    if section.streamed or section.validation_streamed:
+        refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
+    opened = partial(_opened_stream, section, tokenizer=tokenizer, fingerprint=fingerprint, seq_len=seq_len, say=say)
     if section.streamed:
         tokens = held_out = opened(section.path[0])
     else:
@@ -184,30 +187,17 @@ def _describe(section: DataSection, tokens: Any, held_out: Any, split: Any, *, s
         yield tokens.shares.told(section.path)
 
 
-def _opened_stream(
-    section: DataSection,
-    tokenizer: Any,
-    name: str,
-    *,
-    seq_len: int,
-    vocabulary: int,
-    say: Callable[[str], None],
-    first: int | None = None,
-) -> Any:
-    """Return the tokens of a stream whose first records have been read, or its `first` rows alone. Collective."""
-    from offload_trainer.data.prepare import refuse_large_vocabulary
-    from offload_trainer.data.stream import StreamedTokens
-    from offload_trainer.data.tokenizer import tokenizer_fingerprint
-    from offload_trainer.ranks import rank_zero_first
+def _opened_stream(section: DataSection, name: str, *, first: int | None = None, **given: Any) -> Any:
+    """Return the tokens of a stream whose first records have been read, or its `first` rows alone. Collective.
 
-    refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
-    fingerprint = tokenizer_fingerprint(tokenizer)
+    `given` are the other arguments of `StreamedTokens`.
+    """
+    from offload_trainer.data.stream import StreamedTokens
+    from offload_trainer.ranks import rank_zero_first
 
     def opened() -> Any:
         try:
-            tokens = StreamedTokens(
-                name, section, tokenizer=tokenizer, fingerprint=fingerprint, seq_len=seq_len, say=say
-            )
+            tokens = StreamedTokens(name, section, **given)
             if first is not None:
                 return tokens.first(first)
             tokens.read(0, 1)

@@ -36,7 +36,7 @@ from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.chunked_tokenize import DocumentEncoder
 from offload_trainer.data.conversations import TEXT, Example, example_of, form_of_record
 from offload_trainer.data.documents import TABLES, kind_of, text_in, without_nulls
-from offload_trainer.data.packing import RowEncoder, RowOptions, set_template, template_digest
+from offload_trainer.data.packing import RowEncoder, row_options, template_digest
 from offload_trainer.data.sources import hub_name
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import end_of_text
@@ -102,9 +102,7 @@ class StreamedTokens:
         self._documents = DocumentEncoder(tokenizer, separator=end)
         self._rows: RowEncoder | None = None
         if self._form != TEXT:
-            set_template(tokenizer, say=say)
-            packed = section.packing == "on"
-            options = RowOptions(self._form, everything=section.train_on == "all", length=seq_len, packed=packed)
+            options = row_options(section, self._form, tokenizer=tokenizer, length=seq_len, say=say)
             self._rows = RowEncoder(options, tokenizer=tokenizer, end_of_text=end)
             content += options.key(tokenizer)
             settings = f"train_on={section.train_on}, packing={section.packing}"

@@ -13,7 +13,7 @@ import glob
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -507,18 +507,26 @@ def load_config(words: list[str]) -> TrainConfig:
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
     draft.expand_patterns()
-    config = None
+    return validated(draft.values, draft.mistakes)
+
+
+def validated(values: dict[str, dict[str, Any]], mistakes: Sequence[str] = ()) -> TrainConfig:
+    """Return the configuration with these values, by section and name.
+
+    Raises UserError that lists all mistakes, those already found first.
+    """
+    config, found = None, list(mistakes)
     try:
         # Strict validation accepts a list for a tuple only when the input is JSON.
-        config = TrainConfig.model_validate_json(json.dumps(draft.values, default=str))
+        config = TrainConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        draft.mistakes.extend(_validation_mistakes(error))
+        found.extend(_validation_mistakes(error))
     if config is not None:
-        draft.mistakes.extend(combination_mistakes(config))
-    if config is None or draft.mistakes:
-        plural = "mistake" if len(draft.mistakes) == 1 else "mistakes"
-        listed = "\n".join(f"  - {mistake}" for mistake in draft.mistakes)
-        raise UserError(f"{len(draft.mistakes)} {plural} in the configuration:\n{listed}")
+        found.extend(combination_mistakes(config))
+    if config is None or found:
+        plural = "mistake" if len(found) == 1 else "mistakes"
+        listed = "\n".join(f"  - {mistake}" for mistake in found)
+        raise UserError(f"{len(found)} {plural} in the configuration:\n{listed}")
     return config
 
 

@@ -44,10 +44,9 @@ from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
 from offload_trainer.run.directory import environment
 from offload_trainer.run.planning import Planned, lacks_room, machine_here
 from offload_trainer.run.process_setup import ranks_of_environment
-from offload_trainer.session.kwargs import SessionKeys, session_words, translate_errors
+from offload_trainer.session.kwargs import SessionKeys, session_config, translate_errors
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
-from offload_trainer.settings import load_config
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease, hold
@@ -76,9 +75,8 @@ def load(
 
     Raises UserError for invalid keys, an unusable model, or a plan that does not fit.
     """
-    words = session_words(str(name), keys)
+    config = session_config(str(name), keys)
     with translate_errors():
-        config = load_config(words)
         if image_patches != "auto" and (type(image_patches) is not int or image_patches < 0):
             raise UserError(f"image_patches={image_patches!r}: must be a number of patches, 0 or more, or 'auto'")
         say = _joined(say)
@@ -126,10 +124,10 @@ def offload(
     """
     _refuse_unusable(module)
     parameters = dict(module.named_parameters())
-    words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **keys})
+    config = session_config(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **keys})
     shape = shape_of(module, blocks=blocks)
     with translate_errors():
-        config, say = load_config(words), _joined(say)
+        say = _joined(say)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         config, plan = _planned(config, shape, say=say, moves=here)
         with ExitStack() as stack:

@@ -1,12 +1,10 @@
-"""Convert keyword arguments of `ot.load` and `ot.offload` to command-line words, and error messages back.
+"""Keyword arguments of `ot.load` and `ot.offload`: keys of the configuration without their sections.
 
-The library reuses the parser and planner of the command line. Their errors name flags and keys, which
-`translate_errors` replaces by keywords.
+Errors of the configuration and of the planner name flags and keys, which `translate_errors` replaces by keywords.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from offload_trainer.config import RuleName
+from offload_trainer.config import RuleName, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.settings import FLAGS, all_keys
+from offload_trainer.settings import FLAGS, all_keys, validated
 
 _Home = Literal["auto", "gpu", "cpu", "nvme"]
 
@@ -88,10 +86,10 @@ _OF_LOAD = dict.fromkeys(
 ) | {"freeze": "call requires_grad_(False) of the module's parameters instead, before it is offloaded"}
 
 
-def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
-    """Return the command-line words for the model `name`, or for a module in memory if it is None.
+def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration for the model `name`, or for a module in memory if it is None.
 
-    Without gradient_accumulation_steps, the plan allows for accumulation. Raises UserError for unknown keywords.
+    Without gradient_accumulation_steps, the plan allows for accumulation. Raises UserError for wrong keywords.
     """
     for key, value in given.items():
         if key not in KEYS:
@@ -103,19 +101,19 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
             "overlap='backward': in a session, learning rate and clipping factor are known only after the backward; "
             "use overlap='forward'"
         )
-    words = ["--engine", "tiered", "--save-every", "1"]  # makes the plan count memory for saves
-    words += ["--model", name] if name is not None else ["model.activation_checkpointing=off"]
-    if "gradient_accumulation_steps" not in given:
-        words.append("train.gradient_accumulation_steps=2")
+    values: dict[str, dict[str, Any]] = {
+        "model": {"activation_checkpointing": "off"} if name is None else {"name": name},
+        "placement": {"engine": "tiered"},
+        "save": {"every": 1},  # makes the plan count memory for saves
+        "train": {"gradient_accumulation_steps": 2},
+    }
     for key, value in given.items():
         if key == "nvme":
             value = [value] if isinstance(value, str | Path) else list(value or ())
-            if not value:
-                continue
-        # json writes tuples as lists, and passes sets and paths to `default`.
-        text = json.dumps(value, default=lambda one: list(one) if isinstance(one, set | frozenset) else str(one))
-        words.append(f"{KEYS[key]}={value if isinstance(value, str) else text}")
-    return words
+        section, _, leaf = KEYS[key].partition(".")
+        values.setdefault(section, {})[leaf] = value
+    with translate_errors():
+        return validated(values)
 
 
 def _unknown(key: str) -> str:

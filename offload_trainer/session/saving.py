@@ -66,7 +66,7 @@ class _SessionState:
 
     groups: list[dict[str, Any]]  # param_groups, with names in place of parameters
     stateful: list[dict[str, Any]]  # state_dicts of the caller's objects
-    base: Crc32 | None = None  # checksum of the model's weights if all are frozen
+    base: Crc32 | None  # checksum of the model's weights if all are frozen
 
 
 @dataclass(frozen=True)

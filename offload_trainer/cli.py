@@ -242,7 +242,7 @@ def _export(given: Namespace, _: list[str]) -> None:
 
         done = export_trainer(given.source, given.destination, **how)
     else:
-        from offload_trainer.export.export_command import export
+        from offload_trainer.export.directory import export
 
         done = export(given.source, given.destination, dtype=dtype, mixed=given.mixed, **how)
     compared = f"; read back: every header, {done.compared} tensors equal" if given.check else ""

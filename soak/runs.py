@@ -44,7 +44,7 @@ def load_libraries() -> None:
     quieten()
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
-    import offload_trainer.export.export_command
+    import offload_trainer.export.directory
     import offload_trainer.run.train  # noqa: F401
 
 

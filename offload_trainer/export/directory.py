@@ -34,6 +34,7 @@ from offload_trainer.export.sources import (
     Source,
     final_export,
     finite_weights,
+    opened,
 )
 from offload_trainer.model.checkpoint_mapping import Group, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
@@ -50,11 +51,33 @@ _SAMPLE = 32  # number of groups of tensors that --check compares
 
 
 @dataclass(frozen=True)
-class Written:
-    """The size of an export, and how many of its tensors were read back and compared."""
+class Exported:
+    """The result of an export."""
 
+    source: str
     bytes: int
-    compared: int
+    compared: int  # tensors read back and found equal to the source
+
+
+def export(
+    source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool, mixed: bool = False
+) -> Exported:
+    """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
+
+    Args:
+        source: run directory, checkpoint, or directory of page files.
+        destination: a new directory.
+        dtype: fp16, bf16 or fp32.
+        shard_bytes: largest size of a shard.
+        check: read all headers and a sample of tensors back.
+        mixed: accept page files of a run that died in the middle of an update.
+
+    Raises:
+        UserError: the source is incomplete, the destination exists, space is short, or values do not fit fp16.
+        TrainerError: the disk fails.
+    """
+    with opened(source, mixed=mixed) as found:
+        return write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
 
 
 def write_model(
@@ -66,7 +89,7 @@ def write_model(
     replace: bool = False,
     check: bool = False,
     also: Callable[[Path], None] = lambda directory: None,
-) -> Written:
+) -> Exported:
     """Write the weights of `source` in `dtype` and its buffers in their dtypes; with `check` read them back.
 
     `also` writes further files into the directory before it gets its name.
@@ -111,7 +134,7 @@ def write_model(
             f"{destination}: {reason(error, destination.parent)}; nothing is left there. The export takes "
             f"{format_bytes(total)}"
         ) from error
-    return Written(total, compared)
+    return Exported(source.description, total, compared)
 
 
 def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:

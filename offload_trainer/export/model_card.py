@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import with_config
+from typing_extensions import TypedDict
 
 from offload_trainer.checkpoint import read_state
 from offload_trainer.plan.tiered.state_formats import ADAMW, RULES
-from offload_trainer.safe_files import LENIENT, Flag, Number, Steps, read_back
+from offload_trainer.safe_files import Flag, Number, Steps, read_back
 from offload_trainer.telemetry.metrics import read_evaluations, read_metrics
 from offload_trainer.units import format_count, format_seconds, shown
 
@@ -28,18 +27,18 @@ tags:
 _ROUNDED = "the frozen matrices of blocks were rounded to {} when they were loaded"
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Model:
+# The parts of a run.json that a card uses, and of an export.json. Other keys are ignored.
+
+
+class _Model(TypedDict):
     name: str
     dtype: str
     overrides: dict[str, Any]
-    base: str = "model"
+    base: str
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Optim:
+class _Optim(TypedDict):
+    name: str
     lr: Number
     betas: tuple[Number, Number]
     weight_decay: Number
@@ -48,49 +47,33 @@ class _Optim:
     moment_dtype: str
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Data:
+class _Data(TypedDict):
     path: list[str]
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Train:
+class _Train(TypedDict):
     steps: Steps
     seed: int
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Config:
+class _Config(TypedDict):
     model: _Model
     optim: _Optim
     data: _Data
     train: _Train
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Environment:
-    packages: dict[str, str | None] = field(default_factory=dict)
+class _Environment(TypedDict, total=False):
+    packages: dict[str, str | None]
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Run:
-    """The part of a run.json that a card uses."""
-
+class _Run(TypedDict, total=False):
     config: _Config
     random: Flag
-    environment: _Environment = _Environment()
+    environment: _Environment
 
 
-@with_config(LENIENT)
-@dataclass(frozen=True)
-class _Final:
-    """The part of an export.json that a card uses."""
-
+class _Final(TypedDict):
     step: Steps
     run: _Run
 
@@ -113,13 +96,13 @@ def model_card(
     facts: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if config:
         model, optim = config["model"], config["optim"]
-        rule = RULES.get(optim.get("name"), ADAMW).title
+        rule = RULES.get(optim["name"], ADAMW).title
         changes = ", ".join(f"{key}={value}" for key, value in model["overrides"].items())
         start = "random weights" if run["random"] else "its weights"
         facts += [
             ("Model", f"{model['name']}, from {start}" + (f" ({changes})" if changes else "")),
             ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['moment_dtype']}"),
-            ("Base", None if model.get("base", "model") == "model" else _ROUNDED.format(model["base"])),
+            ("Base", None if model["base"] == "model" else _ROUNDED.format(model["base"])),
             ("Text", ", ".join(Path(path).name for path in config["data"]["path"])),
             (
                 "Optimizer",
@@ -161,20 +144,16 @@ def model_card(
 
 def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
     """Return the card of a checkpoint, with the metrics of its run directory if it is still inside one."""
-    fix = "Export another checkpoint of the run"
-    run = read_back(checkpoint / "run.json", dict[str, Any], fix=fix)
-    if run.get("config"):
-        read_back(checkpoint / "run.json", _Run, fix=fix)
+    run = read_back(checkpoint / "run.json", _Run, fix="Export another checkpoint of the run")
     step = read_state(checkpoint).step
     return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
 
 
 def final_card(record: Path, *, dtype: str) -> str:
     """Return the card of a run's final weights; `record` is the run's export.json."""
-    fix = f"Move it and {record.parent / 'export'} away"
-    step = read_back(record, _Final, fix=fix).step
-    run = read_back(record, dict[str, Any], fix=fix)["run"]
-    return model_card(record.parent, dtype=dtype, source=f"the run after step {step}", run=run, step=step)
+    found = read_back(record, _Final, fix=f"Move it and {record.parent / 'export'} away")
+    step = found["step"]
+    return model_card(record.parent, dtype=dtype, source=f"the run after step {step}", run=found["run"], step=step)
 
 
 def _plain(text: object) -> str:

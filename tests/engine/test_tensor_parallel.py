@@ -23,7 +23,7 @@ from uneven_targets import masked, plain_alone, random_weights, transformers_alo
 from offload_trainer.config import ModelSection
 from offload_trainer.engine.deepspeed import Parts
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.export_command import export
+from offload_trainer.export.directory import export
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan

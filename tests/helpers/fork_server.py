@@ -165,7 +165,7 @@ def _load_libraries() -> None:
 
     import offload_trainer.engine.plain
     import offload_trainer.engine.tiered
-    import offload_trainer.export.export_command
+    import offload_trainer.export.directory
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.export_command import export
+from offload_trainer.export.directory import export
 from offload_trainer.export.sources import opened
 from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
 from offload_trainer.run.commands.generate import chat, inference_model, sample

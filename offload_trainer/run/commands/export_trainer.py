@@ -19,8 +19,7 @@ import torch
 from offload_trainer.checkpoint import configuration_of, find_checkpoint, read_manifest, read_state
 from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.errors import UserError
-from offload_trainer.export.directory import check_destination, write_model
-from offload_trainer.export.export_command import Exported
+from offload_trainer.export.directory import Exported, check_destination, write_model
 from offload_trainer.export.sources import opened
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.optim.state_files import EngineState, read_engine_state, read_tensors

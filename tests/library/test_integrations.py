@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch
 from hf_trainers import model_folder
-from sample_chats import chat_tokenizer, chats, labelled, preferences, prompts
+from sample_chats import chat_tokenizer, chats, preferences, prompts
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import offload_trainer.hf as hf
@@ -25,7 +25,6 @@ DATA = {
     ),
     "trl-lib/Capybara": chats,
     "trl-lib/ultrafeedback_binarized": preferences,
-    "trl-lib/kto-mix-14k": labelled,
     "trl-lib/ultrafeedback-prompt": prompts,
 }
 

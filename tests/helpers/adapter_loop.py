@@ -13,7 +13,7 @@ from torch import nn
 
 import offload_trainer as ot
 
-STEPS, ACCUMULATE = 20, 3
+STEPS, ACCUMULATE = 10, 3
 
 
 def adapted(model: Any, **changes: Any) -> PeftModel:

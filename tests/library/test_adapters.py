@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapter_loop import adapted, adapters_of, by_peft, one_cycle, trained, with_norms
-from commands import run_script
 from engine_bench import assert_same
+from forked_child import in_a_fork
 from hf_trainers import model_folder, rows
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -22,9 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot
-import offload_trainer.plan.tiered.layout as layout
-from offload_trainer.export.export_command import export
-from offload_trainer.manifest import MANIFEST
+from offload_trainer.export.directory import export
 from offload_trainer.session import saving
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -37,7 +33,7 @@ HOMES: dict[str, dict[str, Any]] = {
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "DoRA": {"use_dora": True},
-    "rslora with dropout": {"use_rslora": True, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "lm_head"]},
+    "dropout": {"use_rslora": True, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "lm_head"]},
 }
 FROZEN = ["."]
 ALL_BUT_NORMS = [r"^(?!.*norm)"]
@@ -66,8 +62,9 @@ def references(folder: Path) -> dict[str, tuple[list[Any], PeftModel]]:
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(
+    ("home", "kind"), [("resident", "DoRA"), ("in RAM", "plain"), ("on the drive", "DoRA"), ("on the drive", "dropout")]
+)
 def test_a_loop_has_the_bits_of_plain_peft(
     home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
 ) -> None:
@@ -111,8 +108,7 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["off", "forward"])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(("home", "overlap"), [("resident", "off"), ("in RAM", "forward"), ("on the drive", "forward")])
 def test_offloaded_norms_are_trained_with_adapters(
     home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
@@ -136,25 +132,32 @@ def test_offloaded_norms_are_trained_with_adapters(
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
+def killed(folder: Path, drive: Path, out: Path) -> None:
+    """Save after five steps, and die during the second save."""
+    session = opened(folder, drive, freeze=ALL_BUT_NORMS)
+    model = with_norms(adapted(session.model))
+    optimizer = session.adamw(model.parameters(), lr=1e-2)
+    scheduler = one_cycle(optimizer)
+    for number, _ in enumerate(trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session), 1):
+        if number == 7:
+            saving.finish_checkpoint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        if number in (5, 7):
+            session.save(out / "saves", scheduler)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("freeze", [FROZEN, ALL_BUT_NORMS], ids=["frozen", "norms"])
 def test_killed_and_resumed_in_another_placement_it_has_the_same_bits(
-    freeze: list[str], folder: Path, drive: Path, tmp_path: Path
+    folder: Path, drive: Path, tmp_path: Path
 ) -> None:
     """After SIGKILL during the second save, the first one resumes with the bits of an uninterrupted run.
 
     The resumed session has another placement and newly initialised adapters.
     """
-    whole = freeze == FROZEN
-    model = adapted(plain(folder))
-    reference = model if whole else with_norms(model)
+    assert in_a_fork(partial(killed, folder, drive, tmp_path)) == -signal.SIGKILL
+    reference = with_norms(adapted(plain(folder)))
     expected = by_peft(reference)
-    done = run_script(__file__, folder, drive, tmp_path, freeze[0])
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    with opened(folder, drive, home="in RAM", freeze=freeze) as session:
-        model = adapted(session.model, init_lora_weights=False)
-        if not whole:
-            with_norms(model)
+    with opened(folder, drive, home="in RAM", freeze=ALL_BUT_NORMS) as session:
+        model = with_norms(adapted(session.model, init_lora_weights=False))
         optimizer = session.adamw(model.parameters())
         scheduler = one_cycle(optimizer)
         start = session.resume(tmp_path / "saves", scheduler)
@@ -162,7 +165,6 @@ def test_killed_and_resumed_in_another_placement_it_has_the_same_bits(
         clip = session.clip_grad_norm_
         assert list(trained(model, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[start:]
         assert_same(adapters_of(model), adapters_of(reference))
-    assert (tmp_path / "saves" / "fixed.safetensors").exists() != whole  # a frozen base is in no save
 
 
 @pytest.fixture
@@ -194,12 +196,10 @@ def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
-        ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.default\.weight: it has .*, this run none"),
-        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"o_proj\.lora_A\.default\.weight: it has none"),
         (None, "it has .*, this run none"),
         ({"model": 5}, "made with other weights"),
     ],
-    ids=["shape", "fewer", "more", "none", "another base"],
+    ids=["shape", "none", "another base"],
 )
 def test_other_adapters_and_another_base_are_refused(
     changes: dict[str, Any] | None, message: str, save: Path, folder: Path, drive: Path, tmp_path: Path
@@ -217,22 +217,6 @@ def test_other_adapters_and_another_base_are_refused(
             session.resume(save)
         assert_same(adapters_of(model), before)
         assert not any(optimizer.state.values())
-
-
-@pytest.mark.slow
-def test_a_save_of_earlier_versions_is_resumed(folder: Path, drive: Path, tmp_path: Path) -> None:
-    """Saves of versions that knew only offloaded weights are resumed."""
-    with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
-        session.adamw()
-        session.save(tmp_path / "save")
-        told = json.loads((tmp_path / "save" / "session.json").read_text())
-        assert told.pop("base") is None
-        text = json.dumps(told)
-        (tmp_path / "save" / "session.json").write_text(text)
-        manifest = json.loads((tmp_path / "save" / MANIFEST).read_text())
-        manifest["files"]["session.json"] = {"bytes": len(text), "crc32": zlib.crc32(text.encode())}
-        (tmp_path / "save" / MANIFEST).write_text(json.dumps(manifest))
-        session.resume(tmp_path / "save")
 
 
 class WithValue(nn.Module):
@@ -344,26 +328,3 @@ def test_nothing_to_train_and_unmergeable_adapters_are_refused(folder: Path, dri
         adapted(session.model, lora_bias=True, target_modules=["q_proj"])
         with pytest.raises(ot.UserError, match=r"cannot be merged .*lora_A.*merge=False"):
             session.export(tmp_path / "out")
-
-
-# -- as a script: what is killed -------------------------------------------------------------------------------------
-
-
-def killed(folder: Path, drive: Path, out: Path, freeze: str) -> None:
-    """Save after five steps, and die during the second save."""
-    layout.SMALL = 0
-    session = opened(folder, drive, freeze=[freeze])
-    model = adapted(session.model)
-    if [freeze] != FROZEN:
-        with_norms(model)
-    optimizer = session.adamw(model.parameters(), lr=1e-2)
-    scheduler = one_cycle(optimizer)
-    for number, _ in enumerate(trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session), 1):
-        if number == 7:
-            saving.finish_checkpoint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        if number in (5, 7):
-            session.save(out / "saves", scheduler)
-
-
-if __name__ == "__main__":
-    killed(*map(Path, sys.argv[1:4]), sys.argv[4])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compare_trainers import assert_same, told, weights
-from hf_trainers import HOMES, arguments, loaded, model_folder, ours, rows, stock
+from hf_trainers import arguments, loaded, model_folder, ours, rows, stock
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -26,8 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_neftune(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_neftune(folder: Path, drive: Path, tmp_path: Path) -> None:
     """Noise on the embeddings is drawn as in the stock Trainer, not in evaluations, and its hook is removed."""
     words: dict[str, Any] = {"max_steps": 6, "eval_steps": 3, "save_strategy": "no"}
     without = stock(folder, tmp_path / "without", **words)
@@ -36,7 +35,7 @@ def test_neftune(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     expected = stock(folder, tmp_path / "stock", **words)
     expected.train()
     assert told(expected)[0]["loss"] != told(without)[0]["loss"]
-    with loaded(folder, drive, home=home) as model:
+    with loaded(folder, drive) as model:
         embeddings = model.get_input_embeddings()
         before = len(embeddings._forward_hooks)
         trainer = ours(model, tmp_path / "ours", **words)
@@ -94,10 +93,9 @@ def names_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_pushes_hold_a_model_and_no_state(home: str, folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
+def test_pushes_hold_a_model_and_no_state(folder: Path, drive: Path, hub: Hub, tmp_path: Path) -> None:
     """Each save and the end push the stock Trainer's model, which transformers loads, and nothing of the session."""
-    with loaded(folder, drive, home=home) as model:
+    with loaded(folder, drive) as model:
         trainer = ours(model, tmp_path / "ours", **PUSHES)
         trainer.train()
         trainer.push_to_hub()
@@ -127,20 +125,6 @@ def test_pushes_of_checkpoints(strategy: str, place: str, folder: Path, drive: P
     assert found.keys() == {"", place}
     assert "trainer_state.json" in found[place]
     assert not any("offload" in name for name in found[place])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"use_liger_kernel": True}, r"use_liger_kernel=True: .*apply liger_kernel to the module before ot\.offload"),
-        ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*load\(\.\.\., micro_batch_size=N\)"),
-    ],
-)
-def test_switches_that_are_refused(
-    words: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=message):
-        ours(model, tmp_path, **words)
 
 
 class Foreign(Trainer):

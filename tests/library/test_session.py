@@ -6,18 +6,18 @@ import copy
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import run_script
 from engine_bench import VOCABULARY, assert_same, batches, model_directory
+from forked_child import in_a_fork
 from late_transfers import LateDevice, LateTransfers
 from safetensors.torch import load_file
 from torch import nn
@@ -27,10 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
-import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.config import PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.export.export_command import export
+from offload_trainer.export.directory import export
 from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
@@ -44,18 +43,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
     pytest.mark.usefixtures("nothing_is_small"),
 ]
-STEPS, ACCUMULATE = 20, 3
+STEPS, ACCUMULATE = 10, 3
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
     "in RAM": {"params": "cpu", "weight_buffers": 2},
     "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 2},
 }
-
-
-@pytest.fixture
-def drive(tmp_path: Path) -> Path:
-    (tmp_path / "drive").mkdir()
-    return tmp_path / "drive"
 
 
 class Tower(nn.Module):
@@ -159,40 +152,8 @@ def test_a_loop_has_the_bits_of_torch(home: str, kind: str, tmp_path: Path, driv
         optimizer = session.adamw(groups(model), lr=1e-2)
         found = list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
         assert found == expected
-        for name, master in session.named_masters():
-            assert torch.equal(master, weights[name]), name
+        assert_same(dict(session.named_masters()), weights)
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
-@pytest.mark.parametrize("home", ["resident", "on the drive"])
-def test_the_update_overlaps_the_loop(
-    home: str, explicit: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights read right after `step` have their new values, although a slow update overlaps the loop."""
-    update = Updater._update
-    monkeypatch.setattr(Updater, "_update", lambda *given, **words: (time.sleep(0.001), update(*given, **words)))
-    model = tower(tmp_path)
-
-    def loop(model: nn.Module, optimizer: Any, inside: Callable[[], Any]) -> Iterator[list[float]]:
-        names = [name for name, _ in model.named_parameters()]
-        for step, batch in enumerate(batches(8)):
-            with inside():
-                loss = loss_of(model, batch)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            read = [model.get_parameter(names[-1 - step % 3]).sum().item()] if step % 2 else []
-            yield [loss.item(), *read]
-
-    other = copy.deepcopy(model)
-    expected = list(loop(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
-    with ot.offload(model, nvme=drive, page_size=4096, overlap="forward", **HOMES[home]) as session:
-        inside = session.micro_batch if explicit else nullcontext
-        assert list(loop(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
-        for name, weight in session.named_weights():
-            assert torch.equal(weight, other.get_parameter(name)), name
 
 
 class Spare(Tower):
@@ -211,60 +172,57 @@ class Spare(Tower):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("explicit", [True, False], ids=["micro_batch", "alone"])
-def test_a_backward_waits_for_units_that_its_forward_skipped(
-    explicit: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("slow", ["each page", "the last page"])
+def test_the_update_overlaps_the_loop(slow: str, explicit: bool, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights read right after `step` have their new values, although a slow update overlaps the loop.
+
+    A backward waits for the last page, whose unit its forward has skipped.
+    """
     update = Updater._update
 
-    def slow(updater: Updater, kernel: Any, route: Any, *given: Any, **words: Any) -> None:
-        time.sleep(0.2 if route.number == len(updater._store.pages) - 1 else 0)
+    def slowly(updater: Updater, kernel: Any, route: Any, *given: Any, **words: Any) -> None:
+        last = route.number == len(updater._store.pages) - 1
+        time.sleep(0.001 if slow == "each page" else 0.2 * last)
         update(updater, kernel, route, *given, **words)
 
-    monkeypatch.setattr(Updater, "_update", slow)
+    monkeypatch.setattr(Updater, "_update", slowly)
     torch.manual_seed(3)
     model = Spare()
 
-    def losses(model: nn.Module, optimizer: Any, inside: Callable[[], Any]) -> Iterator[float]:
-        for batch in batches(5):
+    def loop(model: nn.Module, optimizer: Any, inside: Callable[[], Any]) -> Iterator[list[float]]:
+        names = [name for name, _ in model.named_parameters()]
+        for step, batch in enumerate(batches(6)):
             with inside():
                 loss = loss_of(model, batch)
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            yield loss.item()
+            read = [model.get_parameter(names[-1 - step % 3]).sum().item()] if slow == "each page" and step % 2 else []
+            yield [loss.item(), *read]
 
     other = copy.deepcopy(model)
-    expected = list(losses(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
-    with ot.offload(model, nvme=drive, optimizer="nvme", overlap="forward") as session:
+    expected = list(loop(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
+    keys = HOMES["on the drive"] if slow == "each page" else {"optimizer": "nvme"}
+    with ot.offload(model, nvme=drive, page_size=4096, overlap="forward", **keys) as session:
         inside = session.micro_batch if explicit else nullcontext
-        assert list(losses(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
+        assert list(loop(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
         for name, weight in session.named_weights():
             assert torch.equal(weight, other.get_parameter(name)), name
 
 
 @pytest.mark.slow
-def test_an_update_that_begins_before_its_step_is_decided_is_refused(drive: Path) -> None:
-    with pytest.raises(UserError, match=r"overlap='backward': .* use overlap='forward'"):
-        ot.offload(Spare(), nvme=drive, optimizer="nvme", overlap="backward")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
 def test_copies_and_reads_that_complete_late_change_nothing(
-    kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
     monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
-    model = MODELS[kind](tmp_path)
+    model = tower(tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:
         optimizer = session.adamw(groups(model), lr=1e-2)
-        assert (
-            list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
-            == expected
-        )
-        for name, master in session.named_masters():
-            assert torch.equal(master, weights[name]), name
+        found = list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
+        assert found == expected
+        assert_same(dict(session.named_masters()), weights)
 
 
 @pytest.mark.slow
@@ -300,33 +258,7 @@ def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_narrow_moments_resume_bit_for_bit(states: str, tmp_path: Path, drive: Path) -> None:
-    """A resumed run with narrow moments has the same bits, since rounding depends on the seed and the step only."""
-    after = []
-    for stops in (False, True):
-        model = tower(tmp_path)
-        keys = {"nvme": drive, "optimizer": "nvme", "moment_dtype": states, "seed": 5}
-        session = ot.offload(model, **keys)
-        optimizer = session.adamw(lr=1e-2)
-        for step, batch in enumerate(batches(6), 1):
-            loss_of(model, batch).backward()
-            optimizer.step()
-            if stops and step == 3:
-                session.save(tmp_path / states)
-                session.close()
-                model = tower(tmp_path)
-                session = ot.offload(model, **keys)
-                optimizer = session.adamw(lr=1e-2)
-                assert session.resume(tmp_path / states) == 3
-        after.append({name: master.clone() for name, master in session.named_masters()})
-        session.close()
-    assert all(torch.equal(after[0][name], master) for name, master in after[1].items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("home", ["resident", "on the drive"])
+@pytest.mark.parametrize(("home", "kind"), [("resident", "any module"), ("on the drive", "transformers")])
 def test_a_resumed_session_has_the_bits_of_an_uninterrupted_one(
     home: str, kind: str, tmp_path: Path, drive: Path
 ) -> None:
@@ -352,8 +284,7 @@ def test_a_resumed_session_has_the_bits_of_an_uninterrupted_one(
         assert start == 8
         clip = session.clip_grad_norm_
         assert list(trained(other, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[8:]
-        for name, master in session.named_masters():
-            assert torch.equal(master, weights[name]), name
+        assert_same(dict(session.named_masters()), weights)
 
 
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, fatal call, remaining save
@@ -365,15 +296,40 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, f
 }
 
 
+def killed(moment: str, folder: Path, drive: Path) -> None:
+    """Save after two steps, and die in the middle of the next operation."""
+    model = tower(folder)
+    session = ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"])
+    optimizer = session.adamw(groups(model), lr=1e-2)
+    scheduler = one_cycle(optimizer)
+    steps = trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session)
+    for number, _ in enumerate(steps, 1):
+        if number in (2, 4):
+            session.save(folder / "save", scheduler)
+        if number == 2:
+            where, name, nth, _ = MOMENTS[moment]
+            _kill_in(where, name, nth=nth)
+
+
+def _kill_in(where: Any, name: str, *, nth: int) -> None:
+    whole, calls = getattr(where, name), iter(range(1, 1 << 30))
+
+    def killing(*args: Any, **words: Any) -> Any:
+        if next(calls) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*args, **words)
+
+    setattr(where, name, killing)
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str, tmp_path: Path, drive: Path) -> None:
     """After SIGKILL during a save or an update, one complete save remains and resumes with the same bits."""
+    assert in_a_fork(partial(killed, moment, tmp_path, drive)) == -signal.SIGKILL
     model = tower(tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     left = MOMENTS[moment][3]
     keys = {"nvme": drive, "page_size": 4096, **HOMES["on the drive"]}
-    done = run_script(__file__, moment, tmp_path, drive)
-    assert done.returncode == -signal.SIGKILL, done.stderr
     with ot.offload(model, **keys) as session:
         optimizer = session.adamw(groups(model), lr=1e-2)
         scheduler = one_cycle(optimizer)
@@ -381,19 +337,17 @@ def test_a_session_killed_at_any_moment_resumes_from_a_complete_save(moment: str
         assert start == left
         clip = session.clip_grad_norm_
         assert list(trained(model, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[start:]
-        for name, master in session.named_masters():
-            assert torch.equal(master, weights[name]), name
+        assert_same(dict(session.named_masters()), weights)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert list((drive / "offload-trainer").iterdir()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", ["in RAM", "on the drive"])
-def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path) -> None:
+def test_resumed_in_the_middle_of_a_step(tmp_path: Path, drive: Path) -> None:
     """Resuming within a step discards prefetched state and gradients of the interrupted step."""
     model = tower(tmp_path)
     data = batches(4)
-    with ot.offload(model, nvme=drive, page_size=4096, **HOMES[home]) as session:
+    with ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"]) as session:
         optimizer = session.adamw(lr=1e-2)
         session.save(tmp_path / "save")
         found = []
@@ -453,70 +407,6 @@ def test_weights_for_a_server_are_read_once_and_held_one_at_a_time(
             assert_same(streamed(session.named_masters), taken)
             assert not any(torch.equal(weight, taken[name]) for name, weight in before.items())
             before = taken
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
-def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive: Path) -> None:
-    model = Tower()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with ot.offload(model, nvme=drive, **HOMES[home]) as session:
-        held = list(model.named_parameters())
-        for name, parameter in held:
-            assert torch.equal(parameter, before[name]), name
-            assert torch.equal(parameter.detach(), before[name]), name
-            assert torch.equal(parameter.data.cpu(), before[name]), name
-            assert parameter.sum().item() == before[name].sum().item(), name
-            with torch.no_grad():
-                assert torch.equal(torch.stack([parameter, parameter])[1], before[name]), name
-        with torch.inference_mode():
-            assert torch.equal(model.head.weight.t(), before["head.weight"].t())
-        for name, weight in session.named_weights():
-            assert torch.equal(weight, before[name]), name
-        optimizer = session.adamw()
-        loss_of(model, batches(1)[0]).backward()
-        assert torch.equal(model.head.weight, before["head.weight"])  # borrowed until the step changes it
-        optimizer.step()
-        after = dict(session.named_masters())
-        assert torch.equal(model.head.weight, after["head.weight"])
-        for name, parameter in held:
-            assert torch.equal(parameter, after[name]), name
-            assert not torch.equal(parameter, before[name]), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
-def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: Path) -> None:
-    """Autograd keeps views of several weights, and a layer norm's whole weight, while other weights are fetched."""
-
-    def loss_of_hand(model: Tower) -> torch.Tensor:
-        x = model(torch.arange(12).view(2, 6)).tanh()
-        for floor in model.floors:
-            norm, wide = floor[0], floor[1]
-            x = x[..., :32] + functional.layer_norm(
-                x[..., :32] @ wide.weight.t()[:, :32], (32,), norm.weight, norm.bias
-            )
-        by_hand = (x @ model.table.weight.t()).square().mean()
-        return by_hand + model(torch.arange(6).view(1, 6)).square().mean()  # fetched before the backward
-
-    torch.manual_seed(1)
-    model = Tower()
-    reference = copy.deepcopy(model)
-    loss = loss_of_hand(reference)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
-    with ot.offload(model, nvme=drive, **HOMES[home]) as session:
-        session.adamw()
-        if inside:
-            with session.micro_batch(last=True):
-                found = loss_of_hand(model)
-                found.backward()
-        else:
-            found = loss_of_hand(model)
-            found.backward()
-        assert found.item() == loss.item()
-        assert session.clip_grad_norm_(1.0) == norm
 
 
 class Checkpointed(Tower):
@@ -585,9 +475,7 @@ def test_changes_that_would_be_lost_are_refused(drive: Path) -> None:
         optimizer = session.adamw()
         weight = model.floors[0][1].weight
         for refused, words in (
-            (lambda: nn.init.zeros_(weight), r"floors\.0\.1\.weight"),
             (lambda: weight.mul_(2), "the next step would undo it"),
-            (lambda: torch.add(weight, 1, out=weight), "the next step would undo it"),
             (model.half, "neither moved nor converted"),
             (lambda: model.to(torch.bfloat16), "neither moved nor converted"),
             (model.state_dict, "session.export"),
@@ -707,16 +595,14 @@ def test_an_export_of_any_module_has_its_buffers(drive: Path, tmp_path: Path) ->
     assert not (tmp_path / "odd").exists()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("shape", [(257, 511), (400, 501), (1001, 999)], ids=str)
-@pytest.mark.parametrize("home", ["resident", "on the drive"])
-def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], seed: int, drive: Path) -> None:
+@pytest.mark.parametrize(("home", "shape"), [("resident", (400, 501)), ("on the drive", (1001, 999))])
+def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], drive: Path) -> None:
     """The norm of gradients over 131,072 elements, the chunk size, is within 1e-6 of fp64's and of torch's over equal
     chunks.
 
     In one piece, torch's own norm of a million elements is off by up to 1e-4.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(shape[1], shape[0]), nn.Linear(shape[0], 7))
     reference, given, weight = copy.deepcopy(model), torch.randn(16, shape[1]), torch.randn(16, 7)
     (reference(given) * weight).sum().backward()
@@ -760,6 +646,7 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
         ({"dtype": "fp16"}, "no loss scale, so no fp16"),
         ({"params": "nvme"}, 'params="nvme" needs a drive: add nvme='),
         ({"page_size": 7}, "page_size: 7 is not allowed"),
+        ({"overlap": "backward"}, r"overlap='backward': .* use overlap='forward'"),
         ({"blocks": ["flors"]}, "no submodule of that name; it has table, floors"),
         ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True runs it anyway\)"),
     ],
@@ -799,14 +686,10 @@ def test_fewer_buffers_are_used_if_memory_is_short(monkeypatch: pytest.MonkeyPat
         trained(less, weight_buffers=3)
 
 
-@pytest.mark.slow
-def test_blocks_are_found_or_named(drive: Path) -> None:
-    found, named = [], []
-    for told, blocks in ((found, None), (named, ["floors.0", "floors.1"])):
-        with ot.offload(Tower(), blocks=blocks, nvme=drive, **HOMES["in RAM"]) as session:
-            told += [unit.name for unit in session._offloaded.units if unit.block]
-    assert found == [f"floors.{number}" for number in range(4)]
-    assert named == ["floors.0", "floors.1"]
+def test_blocks_are_found_or_named() -> None:
+    for blocks, names in ((None, [f"floors.{number}" for number in range(4)]), (["floors.1"], ["floors.1"])):
+        units = {weight.unit for weight in api.shape_of(Tower(), blocks=blocks).weights if weight.block}
+        assert sorted(units) == names
 
 
 # -- ot.load ---------------------------------------------------------------------------------------------------------
@@ -835,43 +718,6 @@ def test_a_directory_is_loaded_trained_exported_and_saved_as_by_transformers(tmp
             )
         session.save(tmp_path / "save")
         session.export(tmp_path / "out", dtype="fp32")
+    export(tmp_path / "save", tmp_path / "of the command", dtype="fp32", check=True)
     for place in (tmp_path / "out", tmp_path / "of the command"):
-        if place.name != "out":
-            export(tmp_path / "save", place, dtype="fp32", check=True)
-        loaded = AutoModelForCausalLM.from_pretrained(place)
-        for name, parameter in loaded.named_parameters():
-            assert torch.equal(parameter, weights[name]), name
-
-
-# -- as a script: what is killed -------------------------------------------------------------------------------------
-
-
-def killed(moment: str, folder: Path, drive: Path) -> None:
-    """Save after two steps, and die in the middle of the next operation."""
-    layout.SMALL = 0
-    model = tower(folder)
-    session = ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"])
-    optimizer = session.adamw(groups(model), lr=1e-2)
-    scheduler = one_cycle(optimizer)
-    steps = trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session)
-    for number, _ in enumerate(steps, 1):
-        if number in (2, 4):
-            session.save(folder / "save", scheduler)
-        if number == 2:
-            where, name, nth, _ = MOMENTS[moment]
-            _kill_in(where, name, nth=nth)
-
-
-def _kill_in(where: Any, name: str, *, nth: int) -> None:
-    whole, calls = getattr(where, name), iter(range(1, 1 << 30))
-
-    def killing(*args: Any, **words: Any) -> Any:
-        if next(calls) == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(*args, **words)
-
-    setattr(where, name, killing)
-
-
-if __name__ == "__main__":
-    killed(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+        assert_same(dict(AutoModelForCausalLM.from_pretrained(place).named_parameters()), weights)

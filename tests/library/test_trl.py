@@ -1,7 +1,8 @@
-"""Tests of TRL's trainers over an offloaded model: SFT on chats, and DPO, compared with the stock ones."""
+"""Tests of TRL's trainers over an offloaded model, compared with the stock ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,48 @@ import torch
 from compare_trainers import assert_same, told, weights
 from hf_trainers import HOMES, loaded, model_folder
 from peft import LoraConfig
-from sample_chats import chat_tokenizer, chats, preferences
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from sample_chats import chat_tokenizer, chats, labelled, preferences, prompts
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
+from offload_trainer import offload
 from offload_trainer.errors import UserError
-from offload_trainer.hf import Offloaded
+from offload_trainer.hf import Offloaded, attach, session_of
+
+
+def distinct(completions: list[Any], **_: Any) -> list[float]:
+    """Reward completions of many distinct characters."""
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+
+
+GENERATES = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.0}
+# The stock trainer, its arguments' class, its data, its arguments, and further words for the trainer.
+KINDS: dict[str, tuple[Any, Any, Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
+    "SFT": (SFTTrainer, SFTConfig, chats, {}, {}),
+    "DPO": (DPOTrainer, DPOConfig, preferences, {"precompute_ref_log_probs": True}, {}),
+    "KTO": (KTOTrainer, KTOConfig, labelled, {"precompute_ref_log_probs": True}, {}),
+    "GRPO": (GRPOTrainer, GRPOConfig, prompts, GENERATES | {"num_iterations": 2}, {"reward_funcs": distinct}),
+    "RLOO": (RLOOTrainer, RLOOConfig, prompts, GENERATES | {"num_iterations": 2}, {"reward_funcs": distinct}),
+}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return chat_tokenizer()
-
-
-class SFT(Offloaded, SFTTrainer):
-    pass
-
-
-class DPO(Offloaded, DPOTrainer):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -41,106 +65,201 @@ def words(output: Path, **changes: Any) -> dict[str, Any]:
     return {
         "output_dir": str(output),
         "bf16": False,
-        "max_steps": 8,
+        "max_steps": 6,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
         "logging_steps": 1,
         "report_to": "none",
         "disable_tqdm": True,
     } | changes
 
 
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def trainer_of(kind: str, model: Any, output: Path, *, ours: bool, more: Any = None, **changes: Any) -> Any:
+    """Return the stock trainer, or with `ours` the offloaded one; `more`: further words for it."""
+    stock, config, data, arguments, given = KINDS[kind]
+    made = type("OffloadedTrainer", (Offloaded, stock), {}) if ours else stock
+    given = {"train_dataset": data(), "processing_class": chat_tokenizer()} | given | (more or {})
+    return made(model, args=config(**words(output, **(arguments | changes))), **given)
 
 
-def assert_loads(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Check that transformers loads the model with the logits of `model`, and the tokenizer next to it."""
-    tokens = tokenizer("What follows one?", return_tensors="pt").input_ids
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
-    assert PreTrainedTokenizerFast.from_pretrained(folder).chat_template == tokenizer.chat_template
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_sft(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """SFT matches the stock trainer, although its loss reads the head's weight without calling the head."""
-    rate = {"learning_rate": 1e-3}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = SFTConfig(**words(tmp_path / "stock", **rate))
-    stock = SFTTrainer(model, config, train_dataset=chats(), processing_class=tokenizer)
-    stock.train()
-    with loaded(folder, drive, home=home, seq_len=64) as model:
-        config = SFTConfig(**words(tmp_path / "ours", **rate))
-        trainer = SFT(model, config, train_dataset=chats(), processing_class=tokenizer)
-        trainer.train()
-        assert told(trainer) == told(stock)
-        assert losses(trainer)[-1] < losses(trainer)[0]
-        trainer.save_model(str(tmp_path / "final"))
-        assert_loads(tmp_path / "final", model, tokenizer)
-    assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
+def losses(trainer: Any) -> list[tuple[float, float]]:
+    """Return the loss and the gradient norm of each step."""
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
-def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """DPO matches the stock trainer, with reference log-probabilities computed before the first step."""
-    more = {"learning_rate": 1e-3, "precompute_ref_log_probs": True}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = DPOConfig(**words(tmp_path / "stock", **more))
-    stock = DPOTrainer(model, args=config, train_dataset=preferences(), processing_class=tokenizer)
+def assert_learned(trainer: Any) -> None:
+    """Check that at least every other step had a gradient; RLOO clips completions that it uses a second time."""
+    norms = [norm for _, norm in losses(trainer)]
+    assert sum(norm > 0 for norm in norms) >= len(norms) / 2 > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "home"),
+    [
+        *(("SFT", home) for home in HOMES),
+        *(pytest.param(kind, "drive", marks=pytest.mark.slow) for kind in KINDS if kind != "SFT"),
+    ],
+)
+def test_logs_and_weights_are_the_stock_trainers(
+    kind: str, home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """SFT's loss reads the head's weight without calling it; GRPO and RLOO use each completion for two steps."""
+    stock = trainer_of(kind, plain(folder), tmp_path / "stock", ours=False)
     stock.train()
     with loaded(folder, drive, home=home, seq_len=64, micro_batch_size=4) as model:
-        config = DPOConfig(**words(tmp_path / "ours", **more))
-        trainer = DPO(model, args=config, train_dataset=preferences(), processing_class=tokenizer)
+        trainer = trainer_of(kind, model, tmp_path / "ours", ours=True)
         trainer.train()
         assert told(trainer) == told(stock)
-        assert losses(trainer)[-1] < losses(trainer)[0]
+        assert_learned(trainer)
         trainer.save_model(str(tmp_path / "final"))
-        assert_loads(tmp_path / "final", model, tokenizer)
     assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "final").chat_template == tokenizer.chat_template
 
 
 @pytest.mark.slow
-def test_dpo_of_adapters(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """DPO with adapters matches the stock trainer, with the base model as the reference in each step."""
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    given = {"train_dataset": preferences(), "processing_class": tokenizer, "peft_config": adapters}
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("DPO", {"precompute_ref_log_probs": False}), ("GRPO", {"beta": 0.1, "num_iterations": 1})]
+)
+def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path, tmp_path: Path) -> None:
+    """The base model is the reference in each step, for GRPO in a KL term."""
+    words = {"more": {"peft_config": LORA}, "learning_rate": 1e-2, **changes}
     torch.manual_seed(0)  # TRL 1.10 initialises adapters before it seeds
-    stock = DPOTrainer(model, args=DPOConfig(**words(tmp_path / "stock", learning_rate=1e-2)), **given)
+    stock = trainer_of(kind, plain(folder), tmp_path / "stock", ours=False, **words)
     stock.train()
     with loaded(folder, drive, seq_len=64, micro_batch_size=4, freeze=["."]) as model:
         torch.manual_seed(0)
-        trainer = DPO(model, args=DPOConfig(**words(tmp_path / "ours", learning_rate=1e-2)), **given)
+        trainer = trainer_of(kind, model, tmp_path / "ours", ours=True, **words)
         trainer.train()
         assert told(trainer) == told(stock)
-        assert losses(trainer)[-1] < losses(trainer)[0]
+        assert_learned(trainer)
+
+
+# -- reward models -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_reference_model_in_memory_is_refused(
-    folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+@pytest.mark.usefixtures("nothing_is_small")
+def test_reward_model(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A reward model that was offloaded from memory matches the stock trainer, resumes, and loads in transformers."""
+    torch.manual_seed(2)
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+
+    def read(place: str) -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / place, num_labels=1, dtype=torch.float32)
+
+    class Reward(Offloaded, RewardTrainer):
+        pass
+
+    given = {"train_dataset": preferences(), "processing_class": tokenizer}
+    stock = RewardTrainer(read("model"), args=RewardConfig(**words(tmp_path / "stock", save_steps=3)), **given)
+    stock.train()
+    keys: dict[str, Any] = {"seq_len": 64, "micro_batch_size": 4, "page_size": 8192, "kernel": "torch"}
+    for resume in (None, str(tmp_path / "ours/checkpoint-3")):
+        with offload(read("model"), nvme=drive, say=lambda _: None, **keys, **HOMES["drive"]) as session:
+            model = attach(session)
+            trainer = Reward(model, args=RewardConfig(**words(tmp_path / "ours", save_steps=3)), **given)
+            trainer.train(resume_from_checkpoint=resume)
+            assert losses(trainer) == losses(stock)
+            assert_learned(trainer)
+            trainer.save_model(str(tmp_path / "final"))
+    assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
+    tokens = tokenizer("What follows one?", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(read("final").eval()(tokens).logits, stock.model.eval()(tokens).logits)
+    keys["micro_batch_size"] = 2  # an example is a pair of rows
+    with offload(read("model"), nvme=drive, say=lambda _: None, **keys, **HOMES["drive"]) as session:
+        model = attach(session)
+        with pytest.raises(UserError, match=r"4 rows in a micro-batch, and the plan counts 2"):
+            Reward(model, args=RewardConfig(**words(tmp_path)), **given)
+
+
+# -- completions that are generated elsewhere --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rollout_function_sees_the_current_weights(
+    folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with loaded(folder, drive) as model, pytest.raises(UserError, match=r"precompute_ref_log_probs=True"):
-        DPO(model, args=DPOConfig(**words(tmp_path)), train_dataset=preferences(), processing_class=tokenizer)
+    """`named_weights` gives a generation server the stock trainer's weights in each step."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def rollout(seen: list[dict[str, torch.Tensor]], weights_of: Callable[[Any], Any]) -> Callable[..., dict[str, Any]]:
+        def complete(conversations: list[Any], trainer: Any) -> dict[str, Any]:
+            seen.append({name: weight.detach().clone() for name, weight in weights_of(trainer.model)})
+            asked = tokenizer.apply_chat_template(
+                conversations, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+            answers = [[20 + len(seen) + (row % 4) * token for token in range(4)] for row in range(len(asked))]
+            return {"prompt_ids": asked, "completion_ids": answers, "logprobs": None}
+
+        return complete
+
+    expected: list[dict[str, torch.Tensor]] = []
+    found: list[dict[str, torch.Tensor]] = []
+    more = {"rollout_func": rollout(expected, lambda model: model.named_parameters())}
+    stock = trainer_of("GRPO", plain(folder), tmp_path / "stock", ours=False, more=more, num_iterations=1)
+    stock.train()
+    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model:
+        more = {"rollout_func": rollout(found, lambda model: session_of(model).named_weights())}
+        trainer = trainer_of("GRPO", model, tmp_path / "ours", ours=True, more=more, num_iterations=1)
+        trainer.train()
+        assert told(trainer) == told(stock)
+    assert len(found) == len(expected) == 6
+    assert not torch.equal(found[0]["lm_head.weight"], found[1]["lm_head.weight"])
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("DPO", {"precompute_ref_log_probs": False}, r"precompute_ref_log_probs=True"),
+        ("KTO", {"precompute_ref_log_probs": False}, r"precompute_ref_log_probs=True"),
+        ("GRPO", {"beta": 0.1}, r"beta=0\.1: the reference would be a second model in memory: beta=0\.0, or adapters"),
+        ("GRPO", {"use_vllm": True}, r"use_vllm=True: .*rollout_func may send session\.named_weights\(\)"),
+        (
+            "GRPO",
+            {"use_transformers_continuous_batching": True},
+            r"use_transformers_continuous_batching=True: .*thread",
+        ),
+        (
+            "GRPO",
+            {"cast_lm_head_to_fp32": True},
+            r"cast_lm_head_to_fp32=True: it converts an offloaded weight in place",
+        ),
+    ],
+)
+def test_arguments_that_are_refused(
+    kind: str, changes: dict[str, Any], message: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model, pytest.raises(UserError, match=message):
+        trainer_of(kind, model, tmp_path, ours=True, **changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync_ref_model", "IterableDataset", "vision"])
-def test_modes_that_need_the_reference_in_memory_are_refused(
-    mode: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+def test_modes_of_dpo_that_need_the_reference_in_memory_are_refused(
+    mode: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """The three modes that cannot precompute the reference are refused by name, with it or without it."""
+    """TRL itself refuses by name to precompute the reference for them."""
     data: Any = preferences()
     if mode == "IterableDataset":
         data = data.to_iterable_dataset()
     if mode == "vision":
         data = data.add_column("images", [[] for _ in data])
     changes = {"sync_ref_model": True} if mode == "sync_ref_model" else {}
-    with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model:
-        for precompute in (False, True):
-            config = DPOConfig(**words(tmp_path, precompute_ref_log_probs=precompute, **changes))
-            with pytest.raises((UserError, ValueError), match=mode if precompute else "precompute_ref_log_probs=True"):
-                DPO(model, args=config, train_dataset=data, processing_class=tokenizer)
+    with (
+        loaded(folder, drive, seq_len=64, micro_batch_size=4) as model,
+        pytest.raises((UserError, ValueError), match=mode),
+    ):
+        trainer_of("DPO", model, tmp_path, ours=True, more={"train_dataset": data}, **changes)

@@ -154,15 +154,15 @@ class Saves:
 
     def resume(
         self, directory: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
-    ) -> int:
+    ) -> int | None:
         """Load a save into the model, the optimizer and the `stateful` objects; return its step count.
 
-        All ranks call it. Returns 0 if there is no save. The save is checked before anything is changed. Raises
+        All ranks call it. Returns None if there is no save. The save is checked before anything is changed. Raises
         UserError if it is damaged or does not fit this session.
         """
         save: Path | None = from_rank_zero(lambda: _newest(directory.absolute()), Path | None)
         if save is None:
-            return 0
+            return None
         manifest = checked_manifest(save, moments=True, fix=_FIX)
         residents = optimizer.residents
         refuse_other_run(save, manifest.layout, {**self.record.layout, **layout_of(residents)})

@@ -421,8 +421,9 @@ class Session:
         self._refuse_closed()
         self._clear()
         steps = self._saves.resume(Path(directory), self._offloaded, self.optimizer, stateful)
-        if steps:
-            forget_writes(self._model_parameters)
+        if steps is None:
+            return 0
+        forget_writes(self._model_parameters)
         return steps
 
     def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:

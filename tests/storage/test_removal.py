@@ -66,7 +66,6 @@ ELSEWHERE = {
     "build_release.py",
     "damage.py",
     "kill_and_resume.py",
-    "parameter_operations.py",
 }
 
 

@@ -35,10 +35,11 @@ def copy_and_run(name: str, data: Dataset, drive: Path, monkeypatch: pytest.Monk
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     assert cli.main(["cp", name]) == 0
     words = ["--model", "model", "--data", "data.jsonl", "--nvme", str(drive), "--dtype", "fp32", *words]
-    words += ["--seq-len", "64", "--rows", "2", "--accumulate", "2", "--steps", "4", "--save-every", "2"]
+    words += ["--max_length", "64", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    words += ["--max_steps", "4", "--save_steps", "2", "--warmup_steps", "0"]
 
     def run(output: str) -> list[float]:
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--output", output])
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--output_dir", output])
         runpy.run_path(f"{name}.py", run_name="__main__")
         (state,) = Path(output).glob("checkpoint-4/trainer_state.json")
         return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
@@ -53,7 +54,7 @@ def copy_and_run(name: str, data: Dataset, drive: Path, monkeypatch: pytest.Monk
 
 def test_dpo(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runs have the same reference model."""
-    copy_and_run("dpo", preferences(), drive, monkeypatch, ["--lr", "1e-3"])
+    copy_and_run("dpo", preferences(), drive, monkeypatch, ["--learning_rate", "1e-3"])
     assert_same(weights(Path("parted/final")), weights(Path("whole/final")))
     before, after = (
         AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in ("model", "whole/final")
@@ -63,7 +64,7 @@ def test_dpo(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_qlora(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapters load over an ordinary base, and the merged model says how its base was rounded."""
-    copy_and_run("qlora", chats(), drive, monkeypatch, ["--lr", "1e-2", "--merge"])
+    copy_and_run("qlora", chats(), drive, monkeypatch, ["--learning_rate", "1e-2", "--merge"])
     assert_same(*(load_file(f"{name}/adapters/adapter_model.safetensors") for name in ("parted", "whole")))
     before, merged = (
         AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in ("model", "whole/merged")

@@ -290,34 +290,42 @@ def what_lacks(folder: Path, *, state: bool) -> str | None:
 # -- arguments that do not fit ----------------------------------------------------------------------------------------
 
 
+_AUTOCAST = "the weights have the dtype that load() gave them, and autocast would copy and round them again"
+_IN_PLACE, _TWICE = "it converts offloaded weights in place", "it would place the weights a second time"
+_REFUSED = {  # arguments that must not be set, of the Trainer and of TRL, and why
+    "bf16": f"{_AUTOCAST}: bf16=False, and load(..., dtype='bf16')",
+    "fp16": f"{_AUTOCAST}: fp16=False",
+    "bf16_full_eval": f"{_IN_PLACE}: leave it out",
+    "fp16_full_eval": f"{_IN_PLACE}: leave it out",
+    "cast_lm_head_to_fp32": f"{_IN_PLACE}: leave it out",
+    "torch_compile": (
+        "compiled code keeps weights that have moved, so a session runs eagerly: leave it out; the command compiles "
+        "the inside of blocks, with `offload-train ... model.compile=on`"
+    ),
+    "deepspeed": f"{_TWICE}: leave it out",
+    "fsdp": f"{_TWICE}: leave it out",
+    "auto_find_batch_size": (
+        "it starts again with fewer rows in the middle of a step: leave it out, and give the number of rows to "
+        "load(..., micro_batch_size=N), whose plan says what they need and is refused if they do not fit"
+    ),
+    "use_liger_kernel": (
+        "it would replace modules whose weights are offloaded already, which was not tried: leave it out, and apply "
+        "liger_kernel to the module before ot.offload(module, ...)"
+    ),
+    "activation_offloading": "it would keep weights: leave it out",
+    "use_vllm": (
+        "TRL would hand vLLM parameters whose memory is reused: leave it out, so that the model itself generates; "
+        "GRPOTrainer's rollout_func may send session.named_weights() to a server of yours"
+    ),
+    "use_transformers_continuous_batching": (
+        "it runs the model in another thread, which was not tried with offloaded weights: leave it out"
+    ),
+}
+
+
 def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     """Return one message for each training argument that cannot work with offloaded weights, with the remedy."""
-    precision = "the weights have the dtype that load() gave them, and autocast would copy and round them again"
-    wrong = {
-        "bf16": (args.bf16, f"{precision}: bf16=False, and load(..., dtype='bf16')"),
-        "fp16": (args.fp16, f"{precision}: fp16=False"),
-        "bf16_full_eval": (args.bf16_full_eval, "it converts the model in place: leave it out"),
-        "fp16_full_eval": (args.fp16_full_eval, "it converts the model in place: leave it out"),
-        "torch_compile": (
-            args.torch_compile,
-            "compiled code keeps weights that have moved, so a session runs eagerly: leave it out; the command "
-            "compiles the inside of blocks, with `offload-train ... model.compile=on`",
-        ),
-        "deepspeed": (args.deepspeed, "it would place the weights a second time: leave it out"),
-        "fsdp": (args.fsdp, "it would place the weights a second time: leave it out"),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "it starts again with fewer rows in the middle of a step: leave it out, and give the number of rows to "
-            "load(..., micro_batch_size=N), whose plan says what they need and is refused if they do not fit",
-        ),
-        "use_liger_kernel": (
-            args.use_liger_kernel,
-            "it would replace modules whose weights are offloaded already, which was not tried: leave it out, and "
-            "apply liger_kernel to the module before ot.offload(module, ...)",
-        ),
-        "activation_offloading": (getattr(args, "activation_offloading", False), "it would keep weights: leave it out"),
-    }
-    mistakes = [f"{name}={value}: {why}" for name, (value, why) in wrong.items() if value]
+    mistakes = [f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None))]
     mistakes += _hub_mistakes(args, session) + _generation_mistakes(args, session)
     if session.trained and args.optim not in _ADAMW:
         mistakes.append(f"optim={str(getattr(args.optim, 'value', args.optim))!r}: AdamW alone, {' or '.join(_ADAMW)}")
@@ -356,31 +364,14 @@ def _hub_mistakes(args: TrainingArguments, session: Session) -> list[str]:
 
 
 def _generation_mistakes(args: TrainingArguments, session: Session) -> list[str]:
-    """Return a message for each argument of TRL's trainers that generate which cannot work with offloaded weights."""
-    generates = _is_one_of(args, _GENERATING) or getattr(args, "predict_with_generate", False)
-    needs_reference = session.trained and _is_one_of(args, _GENERATING)
-    wrong = {
-        "use_vllm": (
-            getattr(args, "use_vllm", False),
-            "TRL would hand vLLM parameters whose memory is reused: leave it out, so that the model itself generates; "
-            "GRPOTrainer's rollout_func may send session.named_weights() to a server of yours",
-        ),
-        "use_transformers_continuous_batching": (
-            getattr(args, "use_transformers_continuous_batching", False),
-            "it runs the model in another thread, which was not tried with offloaded weights: leave it out",
-        ),
-        "cast_lm_head_to_fp32": (
-            getattr(args, "cast_lm_head_to_fp32", False),
-            "it converts an offloaded weight in place: leave it out",
-        ),
-        "beta": (
-            getattr(args, "beta", 0.0) if needs_reference else 0.0,
-            "the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, which is then "
-            "the reference",
-        ),
-    }
-    mistakes = [f"{name}={value}: {why}" for name, (value, why) in wrong.items() if value]
-    if generates and session.fetches_together:
+    """Return a message for a reference model of TRL's trainers that generate, and for ranks that cannot generate."""
+    mistakes, of_trl = [], _is_one_of(args, _GENERATING)
+    if session.trained and of_trl and (beta := getattr(args, "beta", 0.0)):
+        mistakes.append(
+            f"beta={beta}: the reference would be a second model in memory: beta=0.0, or adapters over a frozen base, "
+            "which is then the reference"
+        )
+    if session.fetches_together and (of_trl or getattr(args, "predict_with_generate", False)):
         mistakes.append(
             f"generation on {session.world} ranks that fetch weights together, for which all would have to generate as "
             "many tokens: load(..., params='gpu') keeps the weights on the device of each rank"

@@ -1,15 +1,9 @@
-"""Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows; as a script, run one that is
-killed.
-
-hf_trainers.py FOLDER OUTPUT DRIVE HOME WHEN: the run of test_hf.py with the model in FOLDER, killed (SIGKILL) at WHEN:
-`step:N` after step N, `saving:N` during the checkpoint of step N.
-"""
+"""Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows, and run one that is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,10 +121,11 @@ class _Dies(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: str, output: str, drive: str, home: str, when: str) -> None:
+def train_and_die(folder: Path, output: Path, drive: Path, when: str) -> None:
+    """Run `ours` until SIGKILL: `step:N` after step N, `saving:N` during the checkpoint of step N."""
     moment, _, step = when.partition(":")
-    with loaded(Path(folder), Path(drive), home=home) as model:
-        trainer = ours(model, Path(output))
+    with loaded(folder, drive) as model:
+        trainer = ours(model, output)
         if moment == "step":
             trainer.add_callback(_Dies(int(step)))
         else:
@@ -143,7 +138,3 @@ def main(folder: str, output: str, drive: str, home: str, when: str) -> None:
 
             trainer._save_rng_state = dies
         trainer.train()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

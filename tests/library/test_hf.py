@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import HELPERS, start
 from compare_trainers import assert_same, told, weights
-from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock
+from forked_child import in_a_fork
+from hf_trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock, train_and_die
 from reference_muon import MuonWithAdamW
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
@@ -108,10 +110,7 @@ def test_killed_and_resumed(
     tmp_path: Path,
 ) -> None:
     """A killed run resumes from the newest complete checkpoint, also with another placement."""
-    script = HELPERS / "hf_trainers.py"
-    said = tmp_path / "said"
-    code = start(script, folder, tmp_path / "run", drive, "drive", when, stdout=said, stderr=said).wait(timeout=300)
-    assert code == -9, said.read_text()
+    assert in_a_fork(partial(train_and_die, folder, tmp_path / "run", drive, when)) == -signal.SIGKILL
     assert (tmp_path / "run/checkpoint-10").is_dir()
     expected, theirs = reference
     with loaded(folder, drive, home="resident") as model:

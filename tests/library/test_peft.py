@@ -31,6 +31,8 @@ from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS = "adapter_model.safetensors"
 FROZEN = {"freeze": ["."]}
 
@@ -90,7 +92,6 @@ class Stops(TrainerCallback):
         control.should_training_stop = state.global_step == 10
 
 
-@pytest.mark.slow
 def test_resumed(folder: Path, reference: Trainer, drive: Path, tmp_path: Path) -> None:
     def run(home: str, **resume: Any) -> Trainer:
         with loaded(folder, drive, home=home, **FROZEN) as base:
@@ -107,7 +108,6 @@ def test_resumed(folder: Path, reference: Trainer, drive: Path, tmp_path: Path) 
     assert_same(load_file(tmp_path / "checkpoint-20" / ADAPTERS), theirs)
 
 
-@pytest.mark.slow
 def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
     with loaded(folder, drive) as base, pytest.raises(UserError, match=r"freeze"):
         Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
@@ -132,7 +132,6 @@ def with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("biases"), attention_bias=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_adapters_are_trained_saved_and_resumed(
     kind: str, folder: Path, with_biases: Path, drive: Path, tmp_path: Path
@@ -174,7 +173,6 @@ PROMPTS: dict[str, PeftConfig] = {  # adapters that are no LoRA
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path) -> None:
     """A loop without `micro_batch` and without the Trainer has plain torch's bits."""
@@ -197,7 +195,6 @@ def test_prompts_and_scales_in_a_bare_loop(kind: str, folder: Path, drive: Path)
         assert losses(base) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -214,7 +211,6 @@ def test_adapters_that_change_or_copy_the_base_are_refused(
         Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
 
 
-@pytest.mark.slow
 def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> None:
     """A run or a plan of the command with all weights frozen is refused."""
     config = load_config(["--model", str(folder), "model.freeze=['.']"])

@@ -32,6 +32,8 @@ from offload_trainer import offload
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded, attach, session_of
 
+pytestmark = pytest.mark.slow
+
 
 def distinct(completions: list[Any], **_: Any) -> list[float]:
     """Reward completions of many distinct characters."""
@@ -98,13 +100,7 @@ def assert_learned(trainer: Any) -> None:
     assert sum(norm > 0 for norm in norms) >= len(norms) / 2 > 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "home"),
-    [
-        *(("SFT", home) for home in HOMES),
-        *(pytest.param(kind, "drive", marks=pytest.mark.slow) for kind in KINDS if kind != "SFT"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "home"), [("SFT", "resident"), *((kind, "drive") for kind in KINDS)])
 def test_logs_and_weights_are_the_stock_trainers(
     kind: str, home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -121,7 +117,6 @@ def test_logs_and_weights_are_the_stock_trainers(
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "final").chat_template == tokenizer.chat_template
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes"), [("DPO", {"precompute_ref_log_probs": False}), ("GRPO", {"beta": 0.1, "num_iterations": 1})]
 )
@@ -142,7 +137,6 @@ def test_adapters(kind: str, changes: dict[str, Any], folder: Path, drive: Path,
 # -- reward models -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 def test_reward_model(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """A reward model that was offloaded from memory matches the stock trainer, resumes, and loads in transformers."""
@@ -182,7 +176,6 @@ def test_reward_model(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreT
 # -- completions that are generated elsewhere --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_rollout_function_sees_the_current_weights(
     folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +212,6 @@ def test_a_rollout_function_sees_the_current_weights(
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -235,7 +227,7 @@ def test_a_rollout_function_sees_the_current_weights(
         (
             "GRPO",
             {"cast_lm_head_to_fp32": True},
-            r"cast_lm_head_to_fp32=True: it converts an offloaded weight in place",
+            r"cast_lm_head_to_fp32=True: it converts offloaded weights in place",
         ),
     ],
 )
@@ -246,7 +238,6 @@ def test_arguments_that_are_refused(
         trainer_of(kind, model, tmp_path, ours=True, **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync_ref_model", "IterableDataset", "vision"])
 def test_modes_of_dpo_that_need_the_reference_in_memory_are_refused(
     mode: str, folder: Path, drive: Path, tmp_path: Path

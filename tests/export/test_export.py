@@ -290,11 +290,14 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
             stored = read_store(lease)
             assert (stored.step, stored.updating) == (3, False)
             assert_equal(dict(stored.weights()), masters(made))
-        told = json.loads((leases[0] / "store.json").read_text())
-        (leases[0] / "store.json").write_text(json.dumps(told | {"boot": "another"}))
-        assert read_store(leases[0]).updating  # what the machine had written before it booted is not trusted
         made.offloaded.manifest.note(3, updating=True)
         assert read_store(leases[1]).updating
+        made.offloaded.manifest.note(3, updating=False)
+        assert not read_store(leases[1]).updating
+        for lease in leases:  # what the machine had written before it booted is not trusted
+            told = json.loads((lease / "store.json").read_text())
+            (lease / "store.json").write_text(json.dumps(told | {"boot": "another"}))
+        assert read_store(leases[0]).updating
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ WHOLE = {
     "run.planning",
     "run.train",
     "session.api",  # the entry point of the library
+    "session.kwargs",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

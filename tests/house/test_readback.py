@@ -145,7 +145,6 @@ def test_a_manifest_may_hold_more_than_is_read(tmp_path: Path) -> None:
 
 def test_a_card_needs_a_usable_run_record(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 2)
-    assert "Trained weights" in checkpoint_card(checkpoint, dtype="fp16")
     _edit(checkpoint, lambda run: run.update(config={"model": {"name": 1}}), name="run.json")
     with pytest.raises(UserError, match=r"run\.json cannot be read: config.model.name should be"):
         checkpoint_card(checkpoint, dtype="fp16")

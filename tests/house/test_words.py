@@ -93,8 +93,9 @@ def test_contents_of_files_are_escaped_for_the_terminal(capsys: pytest.CaptureFi
 
 def test_a_card_shows_names_unchanged(tmp_path: Path) -> None:
     config = {
-        "model": {"name": f"a|b<img src=x>`{STEERING}", "dtype": "bf16", "overrides": {}},
+        "model": {"name": f"a|b<img src=x>`{STEERING}", "dtype": "bf16", "overrides": {}, "base": "model"},
         "optim": {
+            "name": "adamw",
             "lr": 1.0,
             "betas": [0.9, 0.9],
             "weight_decay": 0.0,

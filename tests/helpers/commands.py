@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from offload_trainer.engine import cpu_matmul
 
 HELPERS = Path(__file__).resolve().parent
+FAULTY = HELPERS / "run_with_fault.py"
 
 # Variables that a launcher of ranks sets.
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -153,7 +154,7 @@ def call_and_kill(
     metrics = output / "metrics.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         said, go = Path(folder) / "told", Path(folder) / "go"
-        argv = [COMMAND] if hold is None else [Path(__file__).with_name("run_and_pause.py"), hold, go]
+        argv = [COMMAND] if hold is None else [FAULTY, f"pause~{go}@line={hold}"]
         process = start(*argv, *words, "--output", output, stdout=said, stderr=said)
         deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
@@ -163,17 +164,6 @@ def call_and_kill(
             time.sleep(0.005)
         go.touch()
         return Run(process.wait(300), said.read_text(errors="replace"), output)
-
-
-def fill(directory: Path) -> None:
-    """Fill the filesystem of `directory` to its last byte."""
-    with open(directory / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                pass
 
 
 @contextmanager

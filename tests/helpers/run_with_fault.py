@@ -1,114 +1,165 @@
-"""run_with_fault.py FAULT ARGUMENT WORDS...: run the command with one injected fault.
+"""run_with_fault.py FAULT WORDS...: run the command, in which something happens at an exact moment.
 
-full-save DIRECTORY     the filesystem of DIRECTORY fills up once the second save has begun
-full-step DIRECTORY     it fills up before the line of step 8, once the preceding checkpoint is complete
-low-save DIRECTORY      it has one MB left when the second save checks the free space
-full-export DIRECTORY   it fills up once an export has begun
-read-error N, write-error N     the Nth transfer of page files fails with EIO
-clock SEED              the system's clock jumps by days, forwards and backwards, at every reading
+FAULT is [RANK:]ACTION[+ACTION...]@MOMENT[=NUMBER]: before the moment's call of that NUMBER (1), the actions happen one
+after the other. With RANK they happen in that rank only. Several FAULTs of one start are separated by semicolons. Those
+separated by commas count for one start after the other, where torchrun starts ranks again; after the last one nothing
+happens. The ranks that `--gpus` starts are run with the same fault.
+
+kill, INT, TERM, HUP, ...    this process gets the signal
+pause~FILE                   it waits until FILE exists (5 minutes)
+full~DIR, low~DIR            the filesystem of DIR has no byte left, or 1 MB
+EIO                          the call fails with an input/output error
+broken                       the file of a writer becomes one that is always full
+lose~pipe, lose~terminal     stdout and stderr have no reader any more
+clock                        the system's clock jumps by days at every reading
 """
 
+from __future__ import annotations
+
 import errno
+import importlib
 import itertools
 import json
 import os
 import random
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from commands import fill
+from forked_child import lose_streams
 
 from offload_trainer.cli import main
 
-
-def full_save(directory: str) -> None:
-    from offload_trainer.offloading.pages.named_state import TieredSnapshot
-
-    write, saves = TieredSnapshot.write, itertools.count(1)
-
-    def then_full(self: Any, place: Path, *group: Any) -> Any:
-        if next(saves) == 2:
-            fill(Path(directory))
-        return write(self, place, *group)
-
-    TieredSnapshot.write = then_full  # type: ignore[method-assign]
+PATIENCE = 300.0  # seconds
 
 
-def full_part(rank: str) -> None:
-    """Fill the disk for one rank only, in the second save, after its first page."""
-    if os.environ["RANK"] != rank:
-        return
-    from offload_trainer.storage.tensorfile import PlacedWriter
-
-    put, pages = PlacedWriter.put, itertools.count(1)
-
-    def then_full(self: Any, *given: Any) -> None:
-        if self.path.name == "exp_avg.safetensors" and "step-00000004" in str(self.path) and next(pages) == 2:
-            self._file.close()
-            self._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - until the process ends
-        put(self, *given)
-
-    PlacedWriter.put = then_full  # type: ignore[method-assign]
+def of_file(name: str) -> Callable[..., bool]:
+    return lambda _, descriptor, *__: os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{name}")
 
 
-def full_step(directory: str) -> None:
-    from offload_trainer.telemetry.sinks import JsonLines
-
-    write = JsonLines.write
-
-    def then_full(self: Any, line: str) -> None:
-        if json.loads(line)["step"] == 8:
-            while not list(Path(directory).glob("*/checkpoints/step-*")):
-                time.sleep(0.005)
-            fill(Path(directory))
-        write(self, line)
-
-    JsonLines.write = then_full  # type: ignore[method-assign]
+def of_a_step(_: int, descriptor: int, data: bytes, *__: Any) -> bool:
+    """Return True for a record of a step, not for the first one, which is written before any step."""
+    return os.readlink(f"/proc/self/fd/{descriptor}").endswith("/record") and b'"newest": ""' not in data
 
 
-def low_save(directory: str) -> None:
-    from offload_trainer.checkpoint import Checkpoints
+def second_page_of_step_4(_: int, writer: Any, *__: Any) -> bool:
+    return writer.path.name == "exp_avg.safetensors" and "step-00000004" in str(writer.path)
 
-    look, saves = Checkpoints._make_room, itertools.count(1)
 
-    def in_a_low_disk(self: Any) -> None:
-        if next(saves) == 2:
-            fill(Path(directory))
-            filler = Path(directory) / "filler"
+ENGINE = "offload_trainer.engine.tiered:TieredEngine"
+# The call of each moment, and which calls count: all, or those of which (number, *arguments) says so. A moment with
+# `BY_STEP` is that of the step NUMBER.
+MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
+    "start": ("offload_trainer.cli:prepare_process", lambda *_: True),
+    "plan": ("offload_trainer.run.planning:resolve_and_plan", lambda *_: True),
+    "compile": ("offload_trainer.optim.kernel_cache:subprocess.run", lambda *_: True),
+    "build": (f"{ENGINE}.__init__", lambda *_: True),
+    "load": (f"{ENGINE}.load", lambda *_: True),
+    "takeover": (f"{ENGINE}.resume_from_pages", lambda *_: True),
+    "step": (f"{ENGINE}.train_step", lambda *_: True),
+    "evaluation": (f"{ENGINE}.eval_loss", lambda *_: True),
+    "read": ("os:preadv", of_file("state")),
+    "page": ("os:pwritev", of_file("state")),
+    "flip": ("offload_trainer.offloading.pages.store:PageStore.flip", lambda *_: True),
+    "half": ("os:pwrite", of_a_step),  # half of the record is written
+    "record": ("os:pwrite", of_a_step),  # after the record was written
+    "metrics": ("offload_trainer.telemetry.sinks:JsonLines.write", lambda n, _, line: json.loads(line)["step"] == n),
+    "line": ("offload_trainer.telemetry.sinks:Telemetry.step", lambda n, _, record: record.step == n),
+    "room": ("offload_trainer.checkpoint:remove_leftovers", lambda *_: True),  # looks for room for a checkpoint
+    "save": ("offload_trainer.offloading.pages.named_state:TieredSnapshot.write", lambda *_: True),
+    "put": ("offload_trainer.storage.tensorfile:PlacedWriter.put", second_page_of_step_4),
+    "manifest": ("offload_trainer.checkpoint:finish_checkpoint", lambda *_: True),
+    "saved": (
+        "offload_trainer.checkpoint:Checkpoints._report_save",
+        lambda n, _, final, *__: final.name == f"step-{n:08d}",
+    ),
+    "prune": ("offload_trainer.checkpoint:prune", lambda *_: True),
+    "export": ("offload_trainer.export.directory:_write_shards", lambda *_: True),
+    "end": ("offload_trainer.run.resume:drop", lambda *_: True),
+}
+BY_STEP = ("metrics", "line", "saved")
+AFTER = {"loaded": "load", "record": "record", "line": "line", "dropped": "end"}  # moments after a call
+
+
+def fill(directory: Path) -> None:
+    """Fill the filesystem of `directory` to its last byte."""
+    with open(directory / "filler", "wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                pass
+
+
+def happen(action: str, given: tuple[Any, ...]) -> None:
+    name, _, argument = action.partition("~")
+    until = time.monotonic() + PATIENCE
+    if name == "pause":
+        while not Path(argument).exists() and time.monotonic() < until:
+            time.sleep(0.005)
+    elif name in ("full", "low"):
+        fill(Path(argument))
+        if name == "low":
+            filler = Path(argument) / "filler"
             os.truncate(filler, filler.stat().st_size - (1 << 20))
-        look(self)
-
-    Checkpoints._make_room = in_a_low_disk  # type: ignore[method-assign]
-
-
-def full_export(directory: str) -> None:
-    from offload_trainer.export import directory as exports
-
-    copy = exports.copy_tree
-
-    def then_full(*places: Path) -> None:
-        copy(*places)
-        fill(Path(directory))
-
-    exports.copy_tree = then_full  # type: ignore[assignment]
+    elif name == "EIO":
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    elif name == "broken":
+        given[0]._file.close()
+        given[0]._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - until the process ends
+    elif name == "lose":
+        lose_streams(argument)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.Signals[f"SIG{name}"])
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.5)  # Handlers run in the main thread, and a second signal must find the first one handled.
 
 
-def transfer_error(name: str, number: str) -> None:
-    call, calls = getattr(os, name), itertools.count(1)
-
-    def failing(descriptor: int, buffers: Any, offset: int) -> int:
-        about = os.readlink(f"/proc/self/fd/{descriptor}")
-        if about.endswith("/state") and next(calls) == int(number):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return call(descriptor, buffers, offset)
-
-    setattr(os, name, failing)
+to_come: list[str] = []
 
 
-def clock(seed: str) -> None:
-    dice, real, written = random.Random(seed), time.time, time.strftime
+def arm(actions: str, moment: str, number: int) -> None:
+    """Let the actions happen at the moment."""
+    place, counts = MOMENTS[AFTER.get(moment, moment)]
+    module, _, path = place.partition(":")
+    *outer, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in outer:
+        owner = getattr(owner, part)
+    call, calls = getattr(owner, name), itertools.count(1)
+    wanted = 1 if moment in BY_STEP else number
+    to_come.append(moment)
+
+    def act(actions: list[str], given: tuple[Any, ...]) -> None:
+        try:
+            happen(actions[0], given)
+        finally:  # Before there is anything to save, the first of two signals raises from there.
+            if actions[1:]:
+                act(actions[1:], given)
+
+    def armed(*given: Any, **words: Any) -> Any:
+        now = counts(number, *given) and next(calls) == wanted
+        if now:
+            to_come.remove(moment)
+        if now and moment == "half":
+            call(given[0], given[1][: len(given[1]) // 2], *given[2:])
+        if now and moment not in AFTER:
+            act(actions.split("+"), given)
+        found = call(*given, **words)
+        if now and moment in AFTER:
+            act(actions.split("+"), given)
+        return found
+
+    setattr(owner, name, armed)
+
+
+def turn_clock() -> None:
+    dice, real, written = random.Random(7), time.time, time.strftime
 
     def jumping() -> float:
         return real() + dice.uniform(-20, 20) * 86400
@@ -117,16 +168,30 @@ def clock(seed: str) -> None:
     time.strftime = lambda form, *rest: written(form, time.gmtime(jumping()))
 
 
-FAULTS = {
-    "full-save": full_save,
-    "full-part": full_part,
-    "full-step": full_step,
-    "low-save": low_save,
-    "full-export": full_export,
-    "read-error": lambda number: transfer_error("preadv", number),
-    "write-error": lambda number: transfer_error("pwritev", number),
-    "clock": clock,
-}
+def start_ranks_with_the_fault() -> None:
+    from offload_trainer.run import launcher
 
-FAULTS[sys.argv[1]](sys.argv[2])
-raise SystemExit(main(sys.argv[3:]))
+    start = launcher._Ranks.start
+
+    def start_script(self: Any, command: list[str], *, count: int) -> None:
+        start(self, [sys.executable, __file__, sys.argv[1], *command[command.index("train") :]], count=count)
+
+    launcher._Ranks.start = start_script  # type: ignore[assignment, method-assign]
+
+
+if __name__ == "__main__":
+    faults, attempt = sys.argv[1].split(","), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if faults == ["clock"]:
+        turn_clock()
+    elif "--gpus" in sys.argv and "RANK" not in os.environ:
+        start_ranks_with_the_fault()
+    for fault in faults[attempt : attempt + 1] and faults[attempt].split(";"):
+        what, _, when = fault.partition("@")
+        moment, _, number = when.partition("=")
+        rank, _, what = what.rpartition(":")
+        if when and rank in ("", os.environ.get("RANK")):
+            arm(what, moment, int(number or 1))
+    code = main(sys.argv[2:])
+    if to_come and not code and "RANK" not in os.environ:
+        raise SystemExit(f"the command ended without {to_come}")
+    raise SystemExit(code)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from commands import HELPERS, TINY, Run, assert_same_run, call, start
+from commands import FAULTY, TINY, Run, assert_same_run, call, start
 from forked_ranks import held_port
 
 from offload_trainer.ranks import SECRET
@@ -62,11 +62,10 @@ def torchrun(
 def test_killed_ranks_are_restarted(nodes: int, alone: Run, seed: int, tmp_path: Path) -> None:
     """A rank is killed three times: before a random step, before a random write of an update, and in a save."""
     dice, output = random.Random(seed), tmp_path / "out"
-    places = f"{dice.randrange(2)}:step,{dice.randrange(2)}:page,0:saving"
-    numbers = f"{dice.randrange(2, 9)},{dice.randrange(1, 10)},1"
-    script = [HELPERS / "run_and_kill.py", places, numbers]
-    codes, text = torchrun("--output", output, folder=tmp_path / "nodes", script=script, nodes=nodes)
-    assert codes == [0] * nodes, f"{places} {numbers}: {text[-6000:]}"
+    faults = f"{dice.randrange(2)}:kill@step={dice.randrange(2, 9)}"
+    faults += f",{dice.randrange(2)}:kill@page={dice.randrange(1, 10)},0:kill@manifest"
+    codes, text = torchrun("--output", output, folder=tmp_path / "nodes", script=[FAULTY, faults], nodes=nodes)
+    assert codes == [0] * nodes, f"{faults}: {text[-6000:]}"
     assert text.count("failed (exitcode: -9)") == 3, text[-6000:]
     assert_same_run(Run(0, text, output), alone)
 
@@ -88,7 +87,7 @@ def test_a_run_whose_torchrun_is_told_to_stop_is_not_restarted(alone: Run, tmp_p
         wait_for(lambda: "finishing this step" in told.read_text(errors="replace"), "SIGTERM")
         go.touch()
 
-    held = [HELPERS / "run_and_pause.py", 5, go]  # rank 0 waits there for the signal
+    held = [FAULTY, f"pause~{go}@line=5"]  # rank 0 waits there for the signal
     codes, text = torchrun(*words, folder=tmp_path / "first", script=held, meanwhile=stop)
     assert codes == [1], text[-6000:]
     assert text.count("stopped after step") == 1  # no rank was started again

@@ -1,52 +1,148 @@
-"""Tests of a run's end: every signal in every phase on every kind of stream, and runs without checkpoints."""
+"""Tests of a run's end: signals in each phase, with and without readers of its output; runs without checkpoints."""
 
 from __future__ import annotations
 
-import json
-from itertools import combinations
+import signal
 from pathlib import Path
 
 import pytest
-from command_sequences import STORIES
-from commands import HELPERS, run_script
-from signal_matrix import PHASES, SIGNALS, STREAMS, Cell, all_cells, pairs
+from commands import COMMAND, FAULTY, Run, call, run_script
+from safetensors.torch import load_file
+
+from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 
 pytestmark = pytest.mark.slow
 
-
-def script(name: str, *words: object) -> str:
-    """Run a script in a forked process, which forks the script's own processes; return its output."""
-    done = run_script(HELPERS / name, *words)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-@pytest.mark.parametrize("phases", [PHASES[first : first + 2] for first in range(0, len(PHASES), 2)], ids=" and ".join)
-def test_every_signal_in_every_phase_on_every_stream(
-    phases: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Ends match the table in docs/faults.md: exit code, saved state, no remains, no traceback, the reason in log.txt.
-
-    Without --exhaustive, every pair of signal, phase and stream occurs, but not every triple.
-    """
-    whole = request.config.getoption("--exhaustive")
-    words = [tmp_path, "--phases", ",".join(phases), *([] if whole else ["--pairs"])]
-    ends = [json.loads(line) for line in script("signal_matrix.py", *words).splitlines()]
-    assert len(ends) == len(SIGNALS) * 2 * len(phases) * (len(STREAMS) if whole else 1)
-    wrong = [end for end in ends if end["wrong"]]
-    assert not wrong, json.dumps(wrong, indent=1)
+SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=32", "model.overrides.n_head=2", "--seq-len", 16]
+SMALL += ["--micro-batch", 1, "placement.threads=1"]
+SAVING = [*SMALL, "--steps", 6, "--save-every", 2, "save.keep=1", "train.eval_every=3", "train.eval_rows=1"]
+ON_DRIVE = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.page_size=16384"]
+NEVER = [*SMALL, "--steps", 5, "--save-every", 0, "train.eval_every=0"]
 
 
-def test_a_quarter_has_each_pair() -> None:
-    def found(cells: list[Cell]) -> set[tuple[object, ...]]:
-        kinds = [((cell.signal, cell.times), cell.phase, cell.stream) for cell in cells]
-        return {pair for kind in kinds for pair in combinations(kind, 2)}
+def faulty(fault: str, *words: object, output: Path, **extra: str) -> Run:
+    """Run the command with a fault; the exit code is what a shell reports."""
+    script = [FAULTY, fault] if fault else [COMMAND]
+    done = run_script(*script, *words, "--output", output, **extra)
+    code = done.returncode if done.returncode >= 0 else 128 - done.returncode
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return Run(code, done.stdout + done.stderr, output)
 
-    assert found(pairs()) == found(all_cells())
-    assert 4 * len(pairs()) == len(all_cells())
+
+@pytest.mark.parametrize(
+    ("fault", "code", "outcome"),
+    [
+        ("TERM@start", 143, "nothing"),
+        ("lose~pipe+INT@plan", 130, "nothing"),
+        ("lose~terminal+HUP+HUP@plan", 129, "nothing"),
+        ("QUIT+QUIT@compile", 131, "killed"),
+        ("USR1@plan", 0, "saved"),
+        ("lose~terminal+HUP+HUP@step=3", 129, "saved"),
+        ("USR1+USR1@step=3", 0, "saved"),
+        ("INT@save", 130, "saved"),
+        ("lose~pipe+TERM+TERM@save", 143, "either"),
+        ("lose~pipe+TERM@prune=2", 143, "saved"),
+        ("QUIT@evaluation", 131, "saved"),
+        ("lose~terminal+INT+INT@evaluation", 130, "either"),
+        ("HUP@export", 129, "exported"),
+        ("lose~pipe+USR1@export", 0, "exported"),
+        ("TERM+TERM@export", 143, "nothing"),
+    ],
+)
+def test_signals_in_each_phase(fault: str, code: int, outcome: str, drive: Path, tmp_path: Path) -> None:
+    """Exit code and what is saved are those of docs/faults.md; nothing is left over, and log.txt has the reason."""
+    words = NEVER if fault.endswith("export") else SAVING
+    own_cache = {"OFFLOAD_TRAINER_CACHE": str(tmp_path / "cache")} if "compile" in fault else {}
+    run = faulty(fault, *words, *ON_DRIVE, "--nvme", drive, output=tmp_path / "out", **own_cache)
+    assert run.code == code, run.text
+    checkpoints = complete_checkpoints(run.output / "checkpoints")
+    for checkpoint in checkpoints:
+        read_manifest(checkpoint)
+    steps = len(run.steps) if (run.output / "metrics.jsonl").exists() else 0
+    saved = bool(steps) and steps in [int(path.name.removeprefix("step-")) for path in checkpoints]
+    exported = (run.output / "export/model.safetensors").exists()
+    assert outcome == "either" or (saved, exported) == (outcome == "saved", outcome == "exported"), run.text
+    log = run.output / "log.txt"
+    if outcome != "killed":
+        assert not list(drive.glob("offload-trainer/run-*"))
+        assert not list(run.output.glob("checkpoints/.*"))
+        assert not log.exists() or log.read_text().splitlines()[-1][20:].startswith("ended: " if code else "done:")
+    assert not list(run.output.glob(".*.tmp"))
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_runs_without_checkpoints(name: str, tmp_path: Path) -> None:
-    """The scenarios of tests/helpers/command_sequences.py hold."""
-    assert script("command_sequences.py", tmp_path, name).split() == [name]
+# -- runs without checkpoints ------------------------------------------------------------------------------------------
+
+
+def state(output: Path) -> dict[str, bytes | None]:
+    """Return the contents of files that a refused command must not change."""
+    names = ("metrics.jsonl", "config.yaml", "export.json", "export/model.safetensors", "export/README.md", "log.txt")
+    return {name: (output / name).read_bytes() if (output / name).exists() else None for name in names}
+
+
+def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
+    """Repeating the command trains and overwrites nothing; a command with other settings is refused."""
+    output = tmp_path / "out"
+    call(*NEVER, output=output)
+    before = state(output)
+    assert "done before: 5 steps; the weights are in" in call(*NEVER, output=output).text
+    for words, told in (
+        (["--steps", 7], "differs in train.steps"),
+        (["--save-every", 2, "--lr", "0.1"], "differs in optim.lr"),
+        (["--resume", "never"], "ended after step 5"),
+    ):
+        refused = call(*NEVER, *words, output=output, check=False)
+        assert (refused.code, told in refused.text) == (2, True), refused.text
+    assert state(output) == before
+    (output / "export").rename(tmp_path / "mine")
+    assert "step 1" in call(*NEVER, output=output).text
+    weights = "model.safetensors"
+    assert (tmp_path / "mine" / weights).read_bytes() == (output / "export" / weights).read_bytes()
+    (output / "export.json").unlink()  # The export is no longer known to be this run's.
+    before = state(output)
+    refused = call(*NEVER, output=output, check=False)
+    assert (refused.code, "is where this run would leave its weights" in refused.text) == (2, True), refused.text
+    assert state(output) == before
+
+
+def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
+    """`export RUN` uses the final weights, not an older checkpoint that a user had requested."""
+    output = tmp_path / "out"
+    assert faulty("USR1@step=2", *NEVER, output=output).code == 0
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
+    done = run_script(COMMAND, "export", output, tmp_path / "hf", "--dtype", "fp32", "--check")
+    assert (done.returncode, "export, after step 5" in done.stdout + done.stderr) == (0, True), done.stderr
+    held, given = (load_file(place / "model.safetensors") for place in (tmp_path / "hf", output / "export"))
+    assert held.keys() == given.keys()
+    assert all(held[name].equal(given[name]) for name in given)
+    assert "| Steps | 5 of 5 |" in (tmp_path / "hf/README.md").read_text()
+
+
+def test_a_signal_without_checkpoints_saves_one(tmp_path: Path) -> None:
+    """The same command resumes from that checkpoint, and its results match those of an uninterrupted run."""
+    whole = call(*NEVER, output=tmp_path / "whole")
+    stopped = faulty("TERM@step=3", *NEVER, output=tmp_path / "out")
+    assert stopped.code == 128 + signal.SIGTERM
+    assert "SIGTERM: finishing this step, then saving" in stopped.text
+    assert "stopped after step 3, everything saved" in stopped.text
+    assert not (stopped.output / "export").exists()
+    again = call(*NEVER, output=stopped.output)
+    assert "resumed from" in again.text
+    assert again.losses == whole.losses
+    assert state(again.output)["export/model.safetensors"] == state(whole.output)["export/model.safetensors"]
+
+
+def test_no_room_for_a_checkpoint_at_a_signal(tmp_path: Path) -> None:
+    """Only the weights are kept then. The run says so, and the next start does not overwrite them."""
+    output = tmp_path / "out"
+    stopped = faulty("INT@step=3;EIO@room", *NEVER, output=output)
+    assert stopped.code == 128 + signal.SIGINT
+    assert "no checkpoint was made" in stopped.text
+    assert (
+        f"stopped after step 3; the weights are in {output / 'export'}, but no checkpoint could be made" in stopped.text
+    )
+    kept = state(output)
+    refused = call(*NEVER, output=output, check=False)
+    assert (refused.code, "ended after step 3 and left no checkpoint" in refused.text) == (2, True), refused.text
+    assert state(output) == kept
+    words = [word for word in NEVER if "overrides" not in str(word)]
+    assert "done: 5 steps" in call(*words, "--model", output / "export", output=tmp_path / "on").text

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import COMMAND, HELPERS, KILL, TINY, Run, call, start
+from commands import COMMAND, FAULTY, KILL, TINY, Run, call, start
 from forked_ranks import held_port
 
 from offload_trainer import ranks
@@ -25,7 +24,6 @@ from offload_trainer.run.checks import refuse_unseen
 pytestmark = pytest.mark.slow
 
 NODES = 2
-HELD = HELPERS / "run_and_pause.py"
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
@@ -109,7 +107,7 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
     output, go = tmp_path / "killed", tmp_path / "go"
-    held = [HELD, 4, go]  # the ranks wait there for the kill
+    held = [FAULTY, f"pause~{go}@line=4"]  # rank 0 waits there for the kill
     nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=held)
     until = time.monotonic() + 300
     while not (output / "checkpoints/step-00000002/MANIFEST.json").exists() and time.monotonic() < until:
@@ -130,25 +128,13 @@ def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
     """They join although the addresses of the ranks before them are still in the launcher's store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [*WORDS, *HALF, *by(2), "--output", tmp_path / "out"]
-    dying = [HELPERS / "run_and_kill.py", "1:step", 4]
+    dying = [FAULTY, "1:kill@step=4"]
     nodes = Nodes(*words, each=1, folder=tmp_path / "first", script=dying, restarted=(store, 0))
     assert nodes.wait() == [LOST, -KILL], nodes.text
     nodes = Nodes(*words, each=1, folder=tmp_path / "again", restarted=(store, 1))
     assert nodes.wait() == [0, 0], nodes.text
     assert "resumed from" in nodes.text
     assert [step["step"] for step in Run(0, "", tmp_path / "out").steps] == [1, 2, 3, 4, 5, 6]
-
-
-def test_only_the_store_listens_on_the_port() -> None:
-    bound, port = held_port()
-    with bound:
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", int(port)))
-        master, client = (
-            dist.TCPStore("127.0.0.1", int(port), is_master=first, wait_for_workers=False) for first in (True, False)
-        )
-        client.set("key", "value")
-        assert master.get("key") == b"value"
 
 
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import call, start
+from commands import FAULTY, call, start
 from fork_server import COMMAND
 from forked_ranks import call_ranks
-from test_page_files import ALL, DYING, gone_on, left, place  # noqa: F401  # a fixture
+from test_page_files import ALL, gone_on, left, place  # noqa: F401  # a fixture
 from test_page_files import killed as killed_alone
 
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.slow
 
 TIERED = [*ALL, "--engine", "tiered"]
 MOMENTS = [  # rank and moment of the kill, and by how many steps the files may advance
-    ("1:page", 3, [0]),
-    ("0:flip", 2, [1]),
-    ("1:flip", 1, [0, 1]),
-    ("1:page", 16, [0, 1]),
-    ("0:half", 1, [0]),
-    ("0:record", 1, [1]),
-    ("0:line", 5, [0, 1, 2]),
+    ("1:kill@page=3", [0]),
+    ("0:kill@flip=2", [1]),
+    ("1:kill@flip=1", [0, 1]),
+    ("1:kill@page=16", [0, 1]),
+    ("0:kill@half", [0]),
+    ("0:kill@record", [1]),
+    ("0:kill@line=5", [0, 1, 2]),
 ]
 
 
@@ -48,10 +48,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str,
     return made
 
 
-def killed(moment: str, number: int, *words: object, output: Path, count: int) -> None:
+def killed(fault: str, *words: object, output: Path, count: int) -> None:
     """Kill one rank, and check that the others end without a message."""
-    rank = int(moment.split(":")[0])
-    ended = call_ranks(*words, output=output, count=count, script=[DYING, moment, number])
+    rank = int(fault.split(":")[0])
+    ended = call_ranks(*words, output=output, count=count, script=[FAULTY, fault])
     codes = [run.code for run in ended]
     assert codes == [-9 if one == rank else 69 for one in range(count)], [run.text[-2000:] for run in ended]
 
@@ -67,8 +67,8 @@ def test_whichever_rank_is_killed(
     """After a kill at any moment of writing pages or the record, ranks resume from the step that all of them have."""
     words = ["--nvme", place, *TIERED, f"tiered.overlap={overlap}"]
     output, before = tmp_path / "run", 0
-    for moment, number, expected in MOMENTS:
-        killed(moment, number, *words, output=output, count=count)
+    for fault, expected in MOMENTS:
+        killed(fault, *words, output=output, count=count)
         folders = folders_in(output / "pages")
         assert len(folders) == len(list((place / "offload-trainer").iterdir())) == 1
         newest = read_newest(read_description(folders[0]))
@@ -101,8 +101,8 @@ def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(
 ) -> None:
     """Page files of the smallest size resume with another number of ranks, since their pages are the same."""
     words, output = ["--nvme", place, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
-    killed("1:flip", 3, *words, output=output, count=2)
-    killed_alone("record", 2, *words, "--accumulate", 2, output=output)
+    killed("1:kill@flip=3", *words, output=output, count=2)
+    killed_alone("record=2", *words, "--accumulate", 2, output=output)
     (ended, _) = call_ranks(*words, output=output, count=2)
     assert gone_on(ended) in (4, 5)
     assert left(output) == alone(2)
@@ -111,7 +111,7 @@ def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(
 def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> None:  # noqa: F811
     """A start waits for a rank that still runs, since it may write to the files to resume from."""
     words = ["--nvme", place, *ALL, "--output", tmp_path / "run"]
-    killed_alone("record", 2, *words[:-2], output=tmp_path / "run")
+    killed_alone("record=2", *words[:-2], output=tmp_path / "run")
     (folder,) = folders_in(tmp_path / "run/pages")
     rank, told = hold(folder), tmp_path / "told"
     told.touch()  # the child process opens it

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands import HELPERS, TINY, call
+from commands import FAULTY, TINY, call
 from forked_ranks import call_ranks
 
 from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 
 pytestmark = pytest.mark.slow
 
-FAULTY = HELPERS / "run_with_fault.py"
 FOUR = [*TINY, "--engine", "tiered", "--steps", 6, "--save-every", 2, "train.eval_every=0", "--micro-batch", "1"]
 
 
@@ -22,7 +21,7 @@ def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
     A rerun with another number of ranks has the bits of one rank.
     """
     alone = call(*FOUR, "--accumulate", 6, output=tmp_path / "alone")
-    ended = call_ranks(*FOUR, "--accumulate", 2, output=tmp_path / "out", script=[FAULTY, "full-part", 1])
+    ended = call_ranks(*FOUR, "--accumulate", 2, output=tmp_path / "out", script=[FAULTY, "1:broken@put=2"])
     assert [run.code for run in ended] == [1, 1, 1]
     printed = [[line for line in run.text.splitlines() if line.startswith("offload-train")] for run in ended]
     assert [len(lines) for lines in printed] == [0, 1, 0], printed

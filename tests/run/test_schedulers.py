@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import HELPERS, TINY, Run, assert_same_run, call, environment
+from commands import FAULTY, HELPERS, TINY, Run, assert_same_run, call, environment
 
 from offload_trainer import cli
 
@@ -145,8 +145,8 @@ def test_a_job_preempted_three_times_has_the_bits_of_a_run_left_alone(tmp_path: 
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin/offload-train"
     command.write_text(
-        f"#!/bin/sh\nstart=${{SLURM_RESTART_COUNT:-0}}\nexec {sys.executable} {HELPERS}/run_and_pause.py "
-        f'$(({EVERY} * (start + 1))) {tmp_path}/warned-$start "$@"\n'
+        f"#!/bin/sh\nstart=${{SLURM_RESTART_COUNT:-0}}\nexec {sys.executable} {FAULTY} "
+        f'"pause~{tmp_path}/warned-$start@line=$(({EVERY} * (start + 1)))" "$@"\n'
     )
     command.chmod(0o755)
     (tmp_path / f"warned-{PREEMPTIONS}").touch()  # the last start trains to the end

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import HELPERS, TINY, call, run_script, start
+from commands import FAULTY, HELPERS, TINY, call, run_script, start
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_another_user_reaches_nothing_of_two_ranks(tmp_path: Path, open_director
     output, go, told = tmp_path / "out", tmp_path / "go", tmp_path / "told"
     open_to_all = Path(open_directory)
     open_to_all.chmod(0o777)
-    two = [HELPERS / "run_paused_ranks.py", 4, go, *WORDS, "--accumulate", 1, "--gpus", 2, "--output", output]
+    two = [FAULTY, f"pause~{go}@line=4", *WORDS, "--accumulate", 1, "--gpus", 2, "--output", output]
     run = start(*two, stdout=told, stderr=told, own=True)
     wait_for(output / "checkpoints/step-00000003/MANIFEST.json", run)
     pids = [run.pid, *children(run.pid)]

@@ -14,12 +14,13 @@ import json
 import math
 import os
 import zlib
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -99,30 +100,27 @@ class PlacedWriter:
     `make` must have written the header and given the file its size. Raises TrainerError if the disk refuses.
     """
 
-    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
+    def __init__(
+        self, path: Path, entries: Sequence[TensorEntry], *, metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
         self._entries = {entry.name: entry for entry in entries}
-        _, self._starts, _ = _laid_out(entries, {})
+        _, self._starts, self.size = _laid_out(entries, metadata)
         self._pieces: list[Piece] = []
         self._written = self._passed = 0
-        try:
-            # write-only: over NFS the client then sends only these bytes
-            opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            self._file = os.fdopen(opened, "wb", buffering=0)
-        except OSError as error:
-            raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
+        self._file = _opened(path, os.O_WRONLY)  # write-only: over NFS the client then sends only these bytes
 
     @staticmethod
-    def make(path: Path, entries: Sequence[TensorEntry]) -> Piece:
+    def make(path: Path, entries: Sequence[TensorEntry], *, metadata: Mapping[str, str] | None = None) -> Piece:
         """Create the file with its header and its full size, and return the header's piece."""
-        header, _, size = _laid_out(entries, {})
-        try:
-            with open(path, "wb", buffering=0) as file:
+        header, _, size = _laid_out(entries, metadata)
+        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            try:
                 _write_all(file.fileno(), memoryview(header), 0)
                 os.ftruncate(file.fileno(), size)
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise _full(path, error, written=0) from error
+            except OSError as error:
+                raise _full(path, error, written=0) from error
         return Piece(0, len(header), zlib.crc32(header))
 
     def put(self, name: str, start: int, stretch: torch.Tensor) -> None:
@@ -163,9 +161,16 @@ class PlacedWriter:
         return self._pieces
 
 
-def _laid_out(entries: Sequence[TensorEntry], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+def _opened(path: Path, flags: int) -> BinaryIO:
+    try:
+        return os.fdopen(os.open(path, flags | os.O_CLOEXEC, 0o666), "wb", buffering=0)
+    except OSError as error:
+        raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
+
+
+def _laid_out(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int], int]:
     """Return the file's header bytes, the byte offset at which each tensor starts, and the size of the whole file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     starts, offset = {}, 0
     for entry in entries:
         starts[entry.name] = offset
@@ -194,74 +199,32 @@ def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
 
 
 class TensorFileWriter:
-    """A writer of a safetensors file: write the tensors of `entries` in that order, then `close`.
+    """A writer of a whole safetensors file: the elements of each tensor of `entries` in order, then `close`.
 
     Raises TrainerError if the disk refuses.
     """
 
-    def __init__(self, path: Path, entries: list[TensorEntry], *, metadata: dict[str, str] | None = None) -> None:
-        header, _, _ = _laid_out(entries, metadata or {})
-        self.path = path
-        self._entries = deque(entries)
-        self._given = 0  # elements of the first entry that have been written
-        self._crc = 0
-        self._written = self._passed = 0
-        try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
-        except OSError as error:
-            raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
-        self._put(header)
+    def __init__(
+        self, path: Path, entries: Sequence[TensorEntry], *, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self._header = PlacedWriter.make(path, entries, metadata=metadata)
+        self._writer = PlacedWriter(path, entries, metadata=metadata)
+        self._given: Counter[str] = Counter()  # elements of each tensor that have been written
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor whole, from any device and layout."""
+        """Write a tensor whole, from any device and layout."""
         self.append(name, tensor.detach().to("cpu").contiguous().reshape(-1))
 
     def append(self, name: str, stretch: torch.Tensor) -> None:
         """Write the next elements of a tensor: 1-D, contiguous, on the CPU, in the entry's dtype."""
-        while self._entries[0].name != name:
-            self._end_tensor()
-        self._given += stretch.numel()
-        entry = self._entries[0]
-        assert entry.dtype == stretch.dtype, f"{entry} expected, {stretch.dtype} given"
-        assert self._given <= entry.numel, f"{self._given} elements given for {entry}"
-        if stretch.numel():
-            self._put(stretch.view(torch.uint8).numpy().data)
-
-    def _end_tensor(self) -> None:
-        entry = self._entries.popleft()
-        assert self._given == entry.numel, f"{self._given} elements given for {entry}"
-        self._given = 0
-
-    def _put(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        try:
-            while view:
-                done = self._file.write(view)
-                self._crc = zlib.crc32(view[:done], self._crc)
-                self._written += done
-                view = view[done:]
-            if self._written - self._passed >= _PASSING:
-                self._pass()
-        except OSError as error:
-            self._file.close()
-            raise _full(self.path, error, written=self._written) from error
-
-    def _pass(self) -> None:
-        """Sync the written data and drop it from the page cache, where it would evict data that is needed again."""
-        os.fdatasync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), self._passed, self._written - self._passed, os.POSIX_FADV_DONTNEED)
-        self._passed = self._written
+        self._writer.put(name, self._given[name], stretch)
+        self._given[name] += stretch.numel()
 
     def close(self) -> WrittenFile:
         """Finish and sync the file. Every entry must have been written completely."""
-        while self._entries:
-            self._end_tensor()
-        try:
-            os.fsync(self._file.fileno())
-            self._file.close()
-        except OSError as error:
-            raise TrainerError(f"{self.path}: {reason(error, self.path.parent)} after {self._written} bytes") from error
-        return WrittenFile(self._written, self._crc)
+        written = file_of([self._header, *self._writer.close()])
+        assert written.bytes == self._writer.size, f"{written.bytes} of {self._writer.size} bytes were written"
+        return written
 
 
 class TensorFileReader:

@@ -1,20 +1,16 @@
-"""Tests of drive leases, and of safetensors files written one tensor at a time."""
+"""Tests of drive leases."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage.scratch_dir import DriveLease, hold, named_in, wait_for_ranks
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 
 def test_two_leases_do_not_touch_each_other(tmp_path: Path) -> None:
@@ -89,30 +85,3 @@ def test_a_directory_is_free_once_no_rank_holds_it(tmp_path: Path) -> None:
 def test_no_place_for_a_lease() -> None:
     with pytest.raises(TrainerError, match="cannot make a private directory"):
         DriveLease(Path("/proc"))
-
-
-def test_safetensors_reads_what_was_streamed(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.randn(3, 5),
-        "b.c": torch.randn(7).to(torch.bfloat16),
-        "empty": torch.zeros(0, 4),
-        "half": torch.randn(2, 2, 2).half(),
-        "strided": torch.randn(4, 6).t(),
-    }
-    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    writer = TensorFileWriter(tmp_path / "x.safetensors", entries)
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    written = writer.close()
-    data = (tmp_path / "x.safetensors").read_bytes()
-    assert written.bytes == len(data)
-    assert written.crc32 == zlib.crc32(data)
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor), name
-
-
-def test_full_disk_is_one_clear_message() -> None:
-    with pytest.raises(TrainerError, match=r"No space left on device after \d+ bytes"):
-        TensorFileWriter(Path("/dev/full"), [TensorEntry("a", torch.float32, (1 << 20,))])

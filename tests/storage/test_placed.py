@@ -1,4 +1,4 @@
-"""Tests of files with several writers: each writes its ranges, and the checksums equal those of the whole."""
+"""Tests of safetensors files written in parts by one writer or several: their tensors, and the sums of the whole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, TensorFileWriter, combined, file_of
@@ -29,13 +30,18 @@ def test_sums_of_parts_make_the_sum_of_the_whole(seed: int) -> None:
 
 
 def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None:
-    """Several writers make the same file as one, in any order and with any division."""
+    """safetensors reads what one writer has written, and several make the same file in any order and division."""
     torch.manual_seed(1)
     tensors = {entry.name: torch.randint(0, 200, entry.shape).to(entry.dtype) for entry in ENTRIES}
     alone = TensorFileWriter(tmp_path / "alone", ENTRIES)
     for name, tensor in tensors.items():
-        alone.write(name, tensor)
+        alone.write(name, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor)  # not contiguous
     expected = alone.close()
+    data = (tmp_path / "alone").read_bytes()
+    assert (expected.bytes, expected.crc32) == (len(data), zlib.crc32(data))
+    loaded = load_file(tmp_path / "alone")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     header = PlacedWriter.make(tmp_path / "parts", ENTRIES)
     writers = [PlacedWriter(tmp_path / "parts", ENTRIES) for _ in range(3)]
     parts = [(e.name, start, min(61, e.numel - start)) for e in ENTRIES for start in range(0, e.numel, 61)]
@@ -43,12 +49,16 @@ def test_several_writers_make_the_file_of_one(tmp_path: Path, seed: int) -> None
     for number, (name, start, count) in enumerate(parts):
         writers[number % 3].put(name, start, tensors[name].view(-1)[start : start + count])
     assert file_of([header, *(piece for writer in writers for piece in writer.close())]) == expected
-    assert (tmp_path / "parts").read_bytes() == (tmp_path / "alone").read_bytes()
+    assert (tmp_path / "parts").read_bytes() == data
 
 
-def test_unwritten_parts_make_no_file() -> None:
+def test_unwritten_parts_make_no_file(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="follows byte 8"):
         file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
+    writer = TensorFileWriter(tmp_path / "x", ENTRIES)
+    writer.append("a", torch.zeros(5))
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ bytes were written"):
+        writer.close()
 
 
 def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
@@ -56,3 +66,5 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     writer = PlacedWriter(tmp_path / "x", ENTRIES)
     with pytest.raises(TrainerError, match=r"x: No space left on device after 0 bytes; free space"):
         writer.put("c", 0, torch.zeros(77, dtype=torch.uint8))
+    with pytest.raises(TrainerError, match=r"No space left on device after \d+ bytes"):
+        TensorFileWriter(Path("/dev/full"), ENTRIES)

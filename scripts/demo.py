@@ -9,9 +9,10 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from offload_trainer.storage.owned_dirs import fresh_directory
+from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-run"
@@ -25,7 +26,9 @@ def offload_train(*words: str) -> None:
 
 
 def main() -> int:
-    fresh_directory(OUT, what="the demo in")
+    with suppress(FileNotFoundError):
+        remove_dead(OUT, what="the demo in")
+    ScratchDirectory(OUT, what="the demo in")
     (OUT / "drive").mkdir()
     run = OUT / "run"
     half_on_the_drive = ("--nvme", str(OUT / "drive"), "--ram-fraction", "0.5")

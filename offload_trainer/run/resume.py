@@ -38,7 +38,7 @@ from pydantic import with_config
 from offload_trainer.checkpoint import MADE, TrainState, changed_settings, check_resume
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.directory import done_before
 from offload_trainer.manifest import differences
 from offload_trainer.offloading.pages.manifest import (
@@ -60,7 +60,7 @@ from offload_trainer.run.checks import refuse, refuse_output
 from offload_trainer.run.directory import held
 from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.owned_dirs import ScratchDirectory
+from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
 from offload_trainer.storage.scratch_dir import (
     clear,
     empty_list,
@@ -205,7 +205,7 @@ def clear_drives(setup: Setup) -> None:
         try:
             clear(drive, say=setup.log.say, listed=setup.listed)
         except (OSError, UserError) as error:
-            setup.log.say(f"note: files of ended runs in {drive} could not be removed: {_sentence(error)}")
+            setup.log.say(f"note: files of ended runs in {drive} could not be removed: {reason(error)}")
 
 
 def _why_never(setup: Setup) -> str:
@@ -296,7 +296,7 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
             wait_for_ranks(folder, say=setup.log.say)
         return PageFiles(train, newest, len(manifest.pages), torn_record(manifest), instead, places)
     except (OSError, ValueError, TrainerError) as error:
-        raise _refused(_sentence(error), step=step, instead=instead) from error
+        raise _refused(reason(error), step=step, instead=instead) from error
 
 
 def _refused(why: str, *, step: int, instead: str) -> UserError:
@@ -306,10 +306,6 @@ def _refused(why: str, *, step: int, instead: str) -> UserError:
         f"the page files that this run has left, {of}, cannot be resumed from, and are kept: {why}. Once that is "
         f"fixed, the same command resumes from them; start without them with {instead}"
     )
-
-
-def _sentence(error: BaseException) -> str:
-    return reason(error) if isinstance(error, OSError) else str(error)
 
 
 def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:

@@ -125,16 +125,6 @@ def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
         yield place
 
 
-def fresh_directory(path: Path, *, what: str) -> Path:
-    """Create a scratch directory that stays, replacing the one an earlier process created at this path.
-
-    Raises NotOwned if the existing directory is not this program's.
-    """
-    with suppress(FileNotFoundError):
-        remove_dead(path, what=what)
-    return ScratchDirectory(path, what=what).path
-
-
 # -- replacing a directory ---------------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,7 @@ from offload_trainer.checkpoint import read_state
 from offload_trainer.errors import UserError
 from offload_trainer.run.foreign.distributed_checkpoint import _Chunk, _Stored
 
-CASES = [(2, "numbered", "-"), (2, "flat", "-"), (1, "numbered", "-")]
-CASES += [(2, "trainer", "-"), (2, "trainer", "embed_tokens"), (1, "trainer", "layers.1.")]
+CASES = [(1, "numbered", "-"), (2, "flat", "-"), (2, "trainer", "embed_tokens")]
 
 
 @pytest.mark.slow
@@ -75,11 +74,8 @@ DEEPSPEED = r"a checkpoint of DeepSpeed, .*zero_to_fp32\.py \. DIR --safe_serial
 FSDP = r"a checkpoint of FSDP .*SHARDED_STATE_DICT; .* start with --model DIR"
 OTHERS = {
     "ZeRO": (["latest", "global_step3/mp_rank_00_model_states.pt", "zero_to_fp32.py"], DEEPSPEED),
-    "a tag of ZeRO": (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], DEEPSPEED),
     "a Trainer's of ZeRO": (["trainer_state.json", "latest", "model.safetensors", "config.json"], DEEPSPEED),
-    "universal": (["zero/model.norm.weight/fp32.pt"], DEEPSPEED),
     "FSDP, whole": (["trainer_state.json", "pytorch_model_fsdp.bin", "optimizer.bin"], FSDP),
-    "FSDP, of ranks": (["pytorch_model_fsdp_rank0.bin"], FSDP),
     "FSDP, without moments": (["pytorch_model_fsdp_0/.metadata"], r"without optimizer_0, .*SHARDED_STATE_DICT"),
 }
 

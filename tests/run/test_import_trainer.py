@@ -29,7 +29,6 @@ SETTINGS = ["optim.betas=[0.8, 0.99]", "optim.eps=1e-07", "optim.weight_decay=0.
 # The frozen weights leave gaps between the numbers that the optimizer gives to weights and the model's order.
 MODELS: dict[str, tuple[str, bool, list[str]]] = {
     "gpt2, tied": ("gpt2", True, []),
-    "qwen3": ("qwen3", False, []),
     "qwen3, frozen": ("qwen3", False, ["embed_tokens", r"layers\.1\."]),
 }
 
@@ -123,16 +122,13 @@ def test_state_is_the_trainers_bit_for_bit(source: tuple[Recording, Path, list],
     assert f"--steps {STEPS}" in done.words
 
 
-@pytest.mark.parametrize("words", [["--engine", "plain"], ["--ram-fraction", "1"]])
-def test_the_next_losses_are_the_trainers(
-    words: list[str], source: tuple[Recording, Path, list], tmp_path: Path
-) -> None:
+def test_the_next_losses_are_the_trainers(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
     """An engine that loads the checkpoint of step 3 has the losses that the Trainer had in steps 4 to 6."""
     trainer, output, frozen = source
     checkpoint = output / f"checkpoint-{HALF}"
     done = imported(checkpoint, tmp_path / "run", *freezing(frozen), "--dtype", "fp32")
     batch = Batch(row()[:-1].expand(2, -1), row()[1:].expand(2, -1), state=DataState(0), seed=0)
-    told = [*SETTINGS, *freezing(frozen), "--accumulate", "2", *words]
+    told = [*SETTINGS, *freezing(frozen), "--accumulate", "2", "--ram-fraction", "1"]
     found = continued(done.checkpoint, checkpoint, [batch] * 2 * (STEPS - HALF), *told, accumulate=2, lr=LR)
     expected = [sum(trainer.losses[2 * step : 2 * step + 2]) for step in range(HALF, STEPS)]
     assert [loss for loss, _ in found] == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -235,7 +231,6 @@ def all_groups(saved: dict[str, Any], **values: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "amsgrad": (lambda saved: all_groups(saved, amsgrad=True), "its optimizer has amsgrad=True"),
     "L2 decay": (
         lambda saved: all_groups(saved, weight_decay=0.1, decoupled_weight_decay=False),
         r"Adam with weight_decay=0\.1 added to the gradient",
@@ -244,17 +239,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda saved: (saved.update(state={0: {"momentum_buffer": torch.zeros(2)}}), all_groups(saved))[0],
         "neither torch's Adam nor its AdamW: parameter 0 has momentum_buffer, expected exp_avg, exp_avg_sq, step",
     ),
-    "RAdam": (
-        lambda saved: [group.pop("amsgrad") for group in saved["param_groups"]],
-        "neither Adam nor AdamW: its groups have no amsgrad",
-    ),
     "fewer parameters": (
         lambda saved: saved["param_groups"][0]["params"].pop(),
         r"groups of \[\d+, \d+\] parameters; the model has \d+ with weight decay and \d+ without",
-    ),
-    "another shape": (
-        lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)),
-        r"1 moments do not have the shapes of the model's weights, the first: parameter 0 \(3,\)",
     ),
     "a negative second moment": (
         lambda saved: saved["state"][0]["exp_avg_sq"].fill_(-1),

@@ -13,7 +13,6 @@ from offload_trainer.errors import LOST, UserError
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.run import launcher
 from offload_trainer.run.launcher import Ended, first_failure
-from offload_trainer.run.resume_point import with_resume_hint
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
 
@@ -162,26 +161,6 @@ def test_the_launcher_ends_ranks_and_passes_signals_on(
     assert done.returncode == code, done.stderr
     assert [path.read_text().strip() for path in sorted(tmp_path.glob("told-*"))] == expected_text
     assert done.stderr == ("offload-train: stopped by SIGTERM; it goes on\n" if code == 128 + 15 else "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("expected_text", "whole"),
-    [
-        (
-            "a rank has not come; the same command resumes",
-            "a rank has not come; nothing was saved yet: the same command starts from step 0",
-        ),
-        (
-            "everything saved; the same command resumes from there",
-            "everything saved; the same command resumes from there",
-        ),
-    ],
-)
-def test_an_error_says_where_the_run_resumes(expected_text: str, whole: str, tmp_path: Path) -> None:
-    """A training error says where the rerun resumes, unless the message says so already."""
-    assert with_resume_hint(expected_text, ["train", "--output", str(tmp_path)]) == whole
-    assert with_resume_hint(expected_text, ["export", str(tmp_path)]) == expected_text
 
 
 LEFT = """

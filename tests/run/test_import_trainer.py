@@ -231,6 +231,15 @@ def all_groups(saved: dict[str, Any], **values: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
+    "amsgrad": (lambda saved: all_groups(saved, amsgrad=True), "its optimizer has amsgrad=True"),
+    "RAdam": (
+        lambda saved: [group.pop("amsgrad") for group in saved["param_groups"]],
+        "neither Adam nor AdamW: its groups have no amsgrad",
+    ),
+    "another shape": (
+        lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)),
+        r"1 moments do not have the shapes of the model's weights, the first: parameter 0 \(3,\)",
+    ),
     "L2 decay": (
         lambda saved: all_groups(saved, weight_decay=0.1, decoupled_weight_decay=False),
         r"Adam with weight_decay=0\.1 added to the gradient",

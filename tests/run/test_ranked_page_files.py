@@ -29,7 +29,6 @@ MOMENTS = [  # rank and moment of the kill, and by how many steps the files may 
     ("1:kill@page=3", [0]),
     ("0:kill@flip=2", [1]),
     ("1:kill@flip=1", [0, 1]),
-    ("1:kill@page=16", [0, 1]),
     ("0:kill@half", [0]),
     ("0:kill@record", [1]),
     ("0:kill@line=5", [0, 1, 2]),
@@ -56,42 +55,32 @@ def killed(fault: str, *words: object, output: Path, count: int) -> None:
     assert codes == [-9 if one == rank else 69 for one in range(count)], [run.text[-2000:] for run in ended]
 
 
-@pytest.mark.parametrize(("count", "overlap"), [(2, "forward"), (3, "backward")])
 def test_whichever_rank_is_killed(
-    count: int,
-    overlap: str,
     place: Path,  # noqa: F811
     tmp_path: Path,
     alone: Callable[[int], dict[str, Any]],
 ) -> None:
     """After a kill at any moment of writing pages or the record, ranks resume from the step that all of them have."""
-    words = ["--nvme", place, *TIERED, f"tiered.overlap={overlap}"]
+    words = ["--nvme", place, *TIERED, "tiered.overlap=backward"]
     output, before = tmp_path / "run", 0
     for fault, expected in MOMENTS:
-        killed(fault, *words, output=output, count=count)
-        folders = folders_in(output / "pages")
-        assert len(folders) == len(list((place / "offload-trainer").iterdir())) == 1
-        newest = read_newest(read_description(folders[0]))
+        killed(fault, *words, output=output, count=3)
+        (folder,) = folders_in(output / "pages")
+        assert list((place / "offload-trainer").iterdir()) == [folder]
+        newest = read_newest(read_description(folder))
         step = newest.step if newest else 0
         assert step - before in expected
         before = step
-    if overlap == "forward":
-        _refused_by_another_number(*words, output=output)
+    ended = call_ranks(*words, output=output, count=2)
+    assert [run.code for run in ended] == [2] * 2, ended
+    assert "3 rank(s), and this run has 2: use --gpus 3" in ended[0].text
+    assert folders_in(output / "pages") == [folder]
     said_nothing_of_places = [word for word in words if word != "tiered.state_copies=2"]
-    ended = call_ranks(*said_nothing_of_places, output=output, count=count)
-    assert [run.code for run in ended] == [0] * count, ended
+    ended = call_ranks(*said_nothing_of_places, output=output, count=3)
+    assert [run.code for run in ended] == [0] * 3, ended
     assert gone_on(ended[0]) == before == 4
-    assert left(output) == alone(count)
+    assert left(output) == alone(3)
     assert not list((place / "offload-trainer").iterdir())
-
-
-def _refused_by_another_number(*words: object, output: Path) -> None:
-    (folder,) = folders_in(output / "pages")
-    for count in (1, 3):
-        ended = call_ranks(*words, output=output, count=count)
-        assert [run.code for run in ended] == [2] * count, ended
-        assert f"2 rank(s), and this run has {count}: use --gpus 2" in ended[0].text
-        assert folders_in(output / "pages") == [folder]
 
 
 def test_pages_that_do_not_depend_on_ranks_resume_with_another_number(

@@ -128,17 +128,6 @@ def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", STOPPING)
-def test_with_nothing_to_save_a_signal_ends_immediately(number: signal.Signals) -> None:
-    def work() -> int:
-        with pytest.raises(Stopped, match="nothing to save") as caught, stop_at_once():
-            send(number)
-        return exit_code(caught.value)
-
-    assert in_a_fork(work) == 128 + number
-
-
-@pytest.mark.slow
 def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_at_once(), waiting(say=None) as asked:

@@ -39,7 +39,7 @@ def open_directory() -> Iterator[str]:
 
 @AS_ROOT
 def test_another_user_reaches_nothing_of_two_ranks(tmp_path: Path, open_directory: str) -> None:
-    """An exploit of torchrun's rendezvous, garbage at every socket, and access to memory and descriptors all fail."""
+    """No port is open, and garbage at every socket and access to memory and descriptors fail."""
     alone = call(*WORDS, "--accumulate", 2, output=tmp_path / "alone")
     output, go, told = tmp_path / "out", tmp_path / "go", tmp_path / "told"
     open_to_all = Path(open_directory)

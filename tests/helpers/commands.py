@@ -117,6 +117,13 @@ def call(*words: object, output: Path, check: bool = True) -> Run:
     return run
 
 
+def faulty(fault: str, *words: object, output: Path | None = None, **extra: str) -> Run:
+    """Run the command, in which a fault of run_with_fault.py happens, with `extra` in the environment."""
+    named = [] if output is None else ["--output", output]
+    done = run_script(FAULTY, fault, *words, *named, **extra)
+    return Run(done.returncode, done.stdout + done.stderr, output or Path())
+
+
 def ask(*words: object, own: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run `offload-train WORDS` with `extra` in the environment; return stdout and stderr separately."""
     return run_script(COMMAND, *words, own=own, **extra)
@@ -129,8 +136,7 @@ def whole_and_resumed(*words: object, folder: Path) -> tuple[Run, Run]:
     """
     whole = call(*words, output=folder / "whole")
     saved = folder / "killed/checkpoints/step-00000002/MANIFEST.json"
-    killed = call_and_kill(*words, output=folder / "killed", when=lambda _: saved.exists(), number=KILL, hold=3)
-    assert killed.code == -KILL
+    assert faulty(f"pause~{saved}+kill@line=3", *words, output=folder / "killed").code == -KILL
     again = call(*words, output=folder / "killed")
     assert "resumed from" in again.text
     for key in ("loss", "grad_norm", "tokens"):

@@ -8,6 +8,7 @@ happens. The ranks that `--gpus` starts are run with the same fault.
 kill, INT, TERM, HUP, ...    this process gets the signal
 pause~FILE                   it waits until FILE exists (5 minutes)
 full~DIR, low~DIR            the filesystem of DIR has no byte left, or 1 MB
+sh~COMMAND                   a shell runs the command
 EIO                          the call fails with an input/output error
 broken                       the file of a writer becomes one that is always full
 lose~pipe, lose~terminal     stdout and stderr have no reader any more
@@ -23,6 +24,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -107,6 +109,8 @@ def happen(action: str, given: tuple[Any, ...]) -> None:
         if name == "low":
             filler = Path(argument) / "filler"
             os.truncate(filler, filler.stat().st_size - (1 << 20))
+    elif name == "sh":
+        subprocess.run(argument, shell=True, check=True)
     elif name == "EIO":
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     elif name == "broken":

@@ -6,14 +6,13 @@ moments of an undisturbed run, bit for bit.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, FAULTY, KILL, TINY, Run, assert_same_run, call, call_and_kill, run_script
+from commands import COMMAND, KILL, TINY, Run, assert_same_run, call, call_and_kill, faulty, run_script
 
 from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 
@@ -38,37 +37,9 @@ def words(drive: Path, tmp_path: Path) -> list:
     return ["--nvme", tmp_path / "drive", *TINY, *LENGTH, *HOMES]
 
 
-def faulty(fault: str, *words: object, output: Path | None = None) -> Run:
-    named = [] if output is None else ["--output", output]
-    done = run_script(FAULTY, fault, *words, *named)
-    return Run(done.returncode, done.stdout + done.stderr, output or Path())
-
-
-def after(lines: int, work: Callable[[], object]) -> Callable[[list[str]], bool]:
-    """Return a condition for `call_and_kill` that sends no signal, and does `work` after that many steps."""
-
-    def when(seen: list[str]) -> bool:
-        if len(seen) < lines:
-            return False
-        work()
-        return True
-
-    return when
-
-
-def once_saved(output: Path, step: int, work: Callable[[], object]) -> Callable[[list[str]], bool]:
-    """Return a condition that does `work` once the checkpoint of that step is complete."""
-
-    def when(_: list[str]) -> bool:
-        if not (output / f"checkpoints/step-{step:08d}").exists():
-            return False
-        work()
-        return True
-
-    return when
-
-
-NO_SIGNAL = 0
+def saved(output: Path, step: int) -> Path:
+    """Return the file that is there once the checkpoint of that step is complete."""
+    return output / f"checkpoints/step-{step:08d}/MANIFEST.json"
 
 
 def assert_told(run: Run, *texts: str, code: int = 1) -> None:
@@ -113,8 +84,7 @@ def mount(image: Path, folder: Path) -> bool:
 def test_a_full_disk_in_mid_step(disk: Path, words: list, alone: Run) -> None:
     """A full disk is noticed when a line of metrics needs a new block, which is every second line or so."""
     output, words = disk / "out", [*words, "--save-every", 7]
-    saved = output / "checkpoints/step-00000007/MANIFEST.json"
-    run = faulty(f"pause~{saved}+full~{disk}@metrics=8", *words, output=output)
+    run = faulty(f"pause~{saved(output, 7)}+full~{disk}@metrics=8", *words, output=output)
     assert_told(run, "metrics.jsonl", "is the drive full" if "is the drive full" in run.text else "No space left")
     (disk / "filler").unlink()
     assert_goes_on(words, output, alone)
@@ -160,11 +130,10 @@ def test_a_drive_that_returns_errors(words: list, alone: Run, tmp_path: Path) ->
 
 
 def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) -> None:
-    def cut() -> None:
-        state = next((tmp_path / "drive/offload-trainer").glob("run-*/state"))
-        os.truncate(state, state.stat().st_size // 3)
-
-    run = call_and_kill(*words, output=tmp_path / "out", when=after(6, cut), number=NO_SIGNAL, hold=8)
+    state = tmp_path / "drive/offload-trainer/run-*/state"
+    run = faulty(
+        f"pause~{saved(tmp_path / 'out', 4)}+sh~truncate -s 65536 {state}@line=6", *words, output=tmp_path / "out"
+    )
     # A write beyond the cut extends the file again; then the page's checksum fails.
     assert "state: cut short" in run.text or "does not have the CRC-32 that it was written with" in run.text
     assert_goes_on(words, tmp_path / "out", alone)
@@ -172,12 +141,8 @@ def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) 
 
 def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> None:
     """A run whose output's mount point vanishes writes nothing below it, and continues after a remount."""
-
-    def vanish() -> None:
-        subprocess.run(["umount", "-l", disk], check=True)
-
     output = disk / "out"
-    run = call_and_kill(*words, output=output, when=once_saved(output, 8, vanish), number=NO_SIGNAL, hold=11)
+    run = faulty(f"pause~{saved(output, 8)}+sh~umount -l {disk}@line=11", *words, output=output)
     assert_told(run, "is not the directory that this run began in", "Mount it")
     assert list(disk.iterdir()) == []
     assert mount(disk.with_name("disk.image"), disk)
@@ -189,8 +154,7 @@ def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> Non
 
 def test_the_next_run_reports_a_sigkill(words: list, alone: Run, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    killed = call_and_kill(*words, output=output, when=once_saved(output, 4, lambda: None), number=KILL, hold=19)
-    assert killed.code == -9
+    assert faulty(f"pause~{saved(output, 4)}+kill@line=6", *words, output=output).code == -KILL
     again = assert_goes_on(words, output, alone)
     assert "the last run here ended without a message" in again.text
     assert "removed what 1 run(s) left that died" in again.text
@@ -202,11 +166,13 @@ def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
     output = tmp_path / "out"
     refused: list[Run] = []
 
-    def second() -> None:
-        refused.append(call(*words, output=output, check=False))
+    def second(lines: list[str]) -> bool:
+        if len(lines) >= 6:
+            refused.append(call(*words, output=output, check=False))
+        return bool(refused)
 
     long = [*words, "--steps", 2000, "--save-every", 0]
-    first = call_and_kill(*long, output=output, when=after(6, second), number=signal.SIGINT)
+    first = call_and_kill(*long, output=output, when=second, number=signal.SIGINT)
     assert_told(refused[0], "another run is using this directory; name another --output", code=2)
     assert first.code == 130
     assert len(first.steps) > 6
@@ -220,19 +186,17 @@ def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone:
     cache = tmp_path / "cache"  # a separate cache, since other tests' runs write into theirs meanwhile
     words, output = [*words, f"data.cache={cache}"], tmp_path / "out"
 
-    def harm() -> None:
+    if damage == "a flipped bit":
+        faulty(f"pause~{saved(output, 4)}+kill@line=6", *words, output=output)
         for path in cache.glob("*.bin"):
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 4
-            path.write_bytes(data) if damage == "a flipped bit" else os.truncate(path, len(data) // 50)
-
-    if damage == "a flipped bit":
-        call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=KILL, hold=19)
+            path.write_bytes(data)
         run = call(*words, output=output, check=False)
         assert_told(run, "differs from what was written (CRC-32", "delete the file and its sidecar")
     else:
-        run = call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=NO_SIGNAL, hold=7)
-        assert_told(run, "cut short", "create it again")
+        fault = f"pause~{saved(output, 4)}+sh~truncate -s 1000 {cache}/*.bin@line=7"
+        assert_told(faulty(fault, *words, output=output), "cut short", "create it again")
     for path in [*cache.glob("*.bin"), *cache.glob("*.json")]:
         path.unlink()
     assert_goes_on(words, tmp_path / "out", alone)

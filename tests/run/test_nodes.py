@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -106,18 +105,11 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     """A killed run of two nodes resumes with one rank's bits, on two nodes or one rank, and the other way round."""
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
-    output, go = tmp_path / "killed", tmp_path / "go"
-    held = [FAULTY, f"pause~{go}@line=4"]  # rank 0 waits there for the kill
-    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=held)
-    until = time.monotonic() + 300
-    while not (output / "checkpoints/step-00000002/MANIFEST.json").exists() and time.monotonic() < until:
-        assert all(rank.poll() is None for rank in nodes.ranks), nodes.text
-        time.sleep(0.01)
-    for rank in nodes.ranks[2:]:
-        rank.send_signal(KILL)
-    go.touch()
-    codes = nodes.wait()
-    assert codes == [LOST] * 2 + [-KILL] * 2, nodes.text
+    output = tmp_path / "killed"
+    killing = f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+kill@step=4"
+    script = [FAULTY, f"2:{killing};3:{killing}"]
+    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=script)
+    assert nodes.wait() == [LOST] * 2 + [-KILL] * 2, nodes.text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
     assert_same(by_one, alone)
     resume_hint(words, output, folder=tmp_path / "again", alone=alone)

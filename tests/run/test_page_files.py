@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import FAULTY, TINY, Run, ask, call, run_script
+from commands import KILL, TINY, Run, ask, call, faulty
 from dead_run_files import dead_lease
 from safetensors.torch import load_file
 
@@ -43,8 +43,8 @@ def left(output: Path) -> dict[str, Any]:
 
 
 def killed(moment: str, *words: object, output: Path) -> None:
-    done = run_script(FAULTY, f"kill@{moment}", *words, "--output", output)
-    assert done.returncode == -9, done.stdout + done.stderr
+    run = faulty(f"kill@{moment}", *words, output=output)
+    assert run.code == -KILL, run.text
 
 
 def gone_on(run: Run) -> int | None:
@@ -456,8 +456,8 @@ def test_page_files_of_a_run_that_died_while_it_started_are_nothing_to_export(pl
 def test_page_files_stay_after_an_error(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """After a write error the page files still have the state of the step before."""
     words = ["--nvme", place, *ALL]
-    done = run_script(FAULTY, "EIO@page=110", *words, "--output", tmp_path / "run")
-    assert done.returncode == 1, done.stdout + done.stderr
+    failed = faulty("EIO@page=110", *words, output=tmp_path / "run")
+    assert failed.code == 1, failed.text
     run = call(*words, output=tmp_path / "run")
-    assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in done.stderr
+    assert f"; {RERUN_HINT} from its page files, step {gone_on(run)}, there or with another --nvme" in failed.text
     assert left(run.output) == alone

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import TERMINATE, TINY, call, call_and_kill
+from commands import TINY, call, faulty
 
 from offload_trainer import trainer
 from offload_trainer.trainer import TimeToSave
@@ -25,8 +25,7 @@ def test_a_stop_that_does_not_fit_ends_at_once_and_resumes(tmp_path: Path) -> No
     for within, saved, told in ((0.5, 2, "stopped at once, unsaved"), (600, 3, "everything saved")):
         words = [*WORDS, f"train.stop_within={within}"]
         output = tmp_path / f"within-{within}"
-        first = output / "checkpoints/step-00000002"
-        run = call_and_kill(*words, output=output, when=lambda _, first=first: first.exists(), number=TERMINATE, hold=3)
+        run = faulty(f"pause~{output}/checkpoints/step-00000002/MANIFEST.json+TERM@line=3", *words, output=output)
         assert run.code == 128 + signal.SIGTERM, run.text
         assert told in run.text
         assert checkpoints(output)[-1] == f"step-{saved:08d}"

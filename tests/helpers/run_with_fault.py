@@ -3,7 +3,8 @@
 FAULT is [RANK:]ACTION[+ACTION...]@MOMENT[=NUMBER]: before the moment's call of that NUMBER (1), the actions happen one
 after the other. With RANK they happen in that rank only. Several FAULTs of one start are separated by semicolons. Those
 separated by commas count for one start after the other, where torchrun starts ranks again; after the last one nothing
-happens. The ranks that `--gpus` starts are run with the same fault.
+happens. The ranks that `--gpus` starts are run with the same fault. A FAULT without @ is none. The variable
+LOSS_SCALE=VALUE,WINDOW replaces those of fp16.
 
 kill, INT, TERM, HUP, ...    this process gets the signal
 pause~FILE                   it waits until FILE exists (5 minutes)
@@ -35,7 +36,10 @@ from typing import Any
 from forked_child import lose_streams
 
 from offload_trainer.cli import main
+from offload_trainer.optim import loss_scale
 
+if "LOSS_SCALE" in os.environ:
+    loss_scale.INITIAL_SCALE, loss_scale.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
 PATIENCE = 300.0  # seconds
 
 

@@ -18,6 +18,8 @@ from commands import LAUNCHED, LIMIT, in_turn, products_of_torch
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.optim import kernels
 
+gc.disable()  # until all tests are collected: collections among so many new objects take a third of that time
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole populations, where a part is tried otherwise")
@@ -74,6 +76,7 @@ def pytest_collection_finish() -> None:
     """Freeze the objects of all collected modules, so that later garbage collections skip them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -315,11 +315,10 @@ class SaveSection(_Section):
 class ParallelSection(_Section):
     """Tensor and sequence parallelism; `plan --parallel` compares them with data parallelism."""
 
-    tensor: PositiveInt | Auto = Field(
+    tensor: PositiveInt = Field(
         1,
         description="deepspeed only: ranks that share each product of a block, by AutoTP with ZeRO-1 and weights "
-        "on the GPU, for architectures with a tensor-parallel plan in transformers; auto: the fastest "
-        "forecast within a node, 1 without measured rates",
+        "on the GPU, for architectures with a tensor-parallel plan in transformers",
     )
     sequence: PositiveInt = Field(
         1,

@@ -121,18 +121,13 @@ Engine = Tiered | DeepSpeed | Plain
 Candidate = TieredCandidate | DeepSpeedCandidate | PlainCandidate  # one placement of an engine, with its costs
 
 
-def tensor_of(section: ParallelSection) -> int:
-    """Return the number of tensor-parallel ranks; 1 while `auto` is unresolved."""
-    return 1 if section.tensor == "auto" else section.tensor
-
-
 def engine_of(config: TrainConfig) -> Engine:
     """Return the configured engine with its settings."""
     place, name = config.placement, config.placement.engine_name
     if name == "tiered":
         return Tiered(place, config.tiered, config.model.offload_activations)
     if name == "deepspeed":
-        return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, tensor_of(config.parallel))
+        return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, config.parallel.tensor)
     return Plain(place)
 
 

@@ -27,10 +27,8 @@ from offload_trainer.plan.defaults import (
 from offload_trainer.plan.engines import (
     Candidate,
     Engine,
-    combination_mistakes,
     engine_of,
     settings_of_others,
-    tensor_of,
 )
 from offload_trainer.plan.images import image_note, with_rate
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, refuse_card
@@ -67,11 +65,9 @@ def resolve_and_plan(
     Raises:
         UserError: the settings cannot be combined on this machine (see `make_plan`).
     """
-    if config.parallel.tensor == "auto":
-        return _best_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     tried, layouts = [], Layouts(workload(config, shape, world=world, nodes=nodes))
-    together = tensor_of(config.parallel) * config.parallel.sequence  # ranks that share the same rows
+    together = config.parallel.tensor * config.parallel.sequence  # ranks that share the same rows
     seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // together)
     for train in micro_batches(config.train, seq_len=seq_len, world=rows):
         one = config.model_copy(update={"train": train})
@@ -82,40 +78,6 @@ def resolve_and_plan(
     if chosen.checkpointed or not config.model.offload_activations:  # off would be refused with offload_activations
         found["activation_checkpointing"] = checkpointing_setting(chosen.checkpointed, shape)
     return settled.model_copy(update={"model": settled.model.model_copy(update=found)}), chosen
-
-
-def _best_division(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
-) -> tuple[TrainConfig, Plan]:
-    """Resolve `parallel.tensor=auto` to the fastest number of tensor-parallel ranks that fits; 1 if rates are missing.
-
-    The tokens per step stay the same: a group of N ranks takes N times the rows. Groups stay inside a node because
-    every block waits for their all-reduce. Raise the UserError of 1 rank, if there is one; those of other numbers
-    become part of a note.
-    """
-    settled, refused, here = dict[int, tuple[TrainConfig, Plan]](), dict[int, str](), world // nodes
-    for count in (count for count in range(1, here + 1) if here % count == 0):
-        rows = {"micro_batch_size": config.train.micro_batch_size * count}
-        train = config.train.model_copy(update=rows if config.train.tokens_per_step == "auto" else {})
-        parallel = config.parallel.model_copy(update={"tensor": count})
-        one = config.model_copy(update={"parallel": parallel, "train": train})
-        try:
-            if count > 1 and (mistakes := combination_mistakes(one)):
-                raise UserError("; ".join(mistakes))
-            settled[count] = resolve_and_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)
-        except UserError as error:
-            if count == 1:
-                raise
-            refused[count] = str(error)
-    plans = {count: plan for count, (_, plan) in settled.items()}
-    chosen = _choose(list(plans.values()))
-    count = next(count for count, plan in plans.items() if plan is chosen)
-    parts = [f"parallel.tensor=auto: {count}"]
-    for tried, plan in plans.items():
-        step = "not timed" if plan.forecast.step is None else f"{format_seconds(plan.forecast.step)} a step"
-        parts.append(f"{tried}: {step if plan.fits else '; '.join(plan.shortfalls())}")
-    parts += [f"{tried}: {reason}" for tried, reason in refused.items()]
-    return settled[count][0], replace(chosen, notes=(*chosen.notes, ", ".join(parts)))
 
 
 def make_plan(
@@ -416,7 +378,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         kernel=optim.kernel,
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,
-        tensor=tensor_of(config.parallel),
+        tensor=config.parallel.tensor,
         sequence=config.parallel.sequence,
         compiled=model.compile == "on",
         mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,

@@ -25,9 +25,8 @@ from offload_trainer.plan.parallel.collectives import (
     zero_collectives,
 )
 from offload_trainer.plan.parallel.tables import modes
-from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import make_plan, resolve_and_plan, workload
-from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.plan.workload import Workload
 from offload_trainer.run.commands.plan import compare_modes
@@ -226,60 +225,6 @@ def test_rows_of_the_table_are_plans() -> None:
     whole, shared = rows["tiered, 8 ranks"], rows["tiered, 8 ranks, sequence 2"]
     assert shared["words"] == "--engine tiered parallel.sequence=2"
     assert shared["link_bytes"] > whole["link_bytes"]  # neighbouring ranks share rows
-
-
-# -- the number of tensor ranks ----------------------------------------------------------------------------------------
-
-RULED = replace(
-    SHAPE,
-    weights=tuple(
-        replace(one, split=("row" if "c_proj" in one.name else "column") if one.block and len(one.shape) > 1 else "")
-        for one in SHAPE.weights
-    ),
-)
-
-
-def chosen(*words: str, shape: ModelShape = RULED, world: int = 4, nodes: int = 1, **links: Rate) -> tuple[int, Plan]:
-    told = ("--engine", "deepspeed", "parallel.tensor=auto", "model.activation_checkpointing=off", *words)
-    place = here(**links) if links else machine(gpu=80 * GB, ram=500 * GB)
-    config, plan = resolve_and_plan(wish(*told), shape, place, world=world, nodes=nodes)
-    count = config.parallel.tensor
-    assert count != "auto"
-    assert config.train.micro_batch_size == plan.micro_batch
-    assert (
-        plan.tokens_per_step
-        == config.train.gradient_accumulation_steps * plan.micro_batch * plan.seq_len * world // count
-    )
-    return count, plan
-
-
-def test_tensor_ranks_are_chosen_by_the_links() -> None:
-    """Tensor ranks pay off for few tokens on a fast link, where gradients outweigh activations, but not across a
-    network.
-    """
-    few, fast = ("--micro-batch", "1", "--seq-len", "128"), {"between_gpus": rate(1e11)}
-    count, plan = chosen(*few, **fast)
-    assert count > 1
-    assert plan.tokens_per_step == 4 * 128
-    told = plan.notes[-1]
-    assert told.startswith(f"parallel.tensor=auto: {count}, 1: ")
-    assert all(f", {number}: " in told for number in (1, 2, 4))
-    assert chosen("--micro-batch", "16", "--seq-len", "1024", "--accumulate", "4", **fast)[0] == 1
-    assert chosen(*few, world=2, nodes=2, network=rate(1e11), **fast)[0] == 1
-    alone = resolve_and_plan(wish("--engine", "deepspeed", *few), RULED, here(**fast), world=4)[1]
-    assert plan.forecast.step is not None
-    assert alone.forecast.step is not None
-    assert plan.forecast.step < alone.forecast.step
-
-
-def test_one_tensor_rank_where_nothing_is_known_or_nothing_can_be_divided() -> None:
-    count, plan = chosen("--micro-batch", "1")
-    assert (count, "1: not timed" in plan.notes[-1]) == (1, True)
-    count, plan = chosen("--micro-batch", "1", shape=SHAPE, between_gpus=rate(1e11))
-    assert count == 1
-    assert "2: parallel.tensor=2: transformers has no tensor-parallel plan for this architecture" in plan.notes[-1]
-    with pytest.raises(UserError, match=r"parallel.tensor=auto needs DeepSpeed: add --engine deepspeed"):
-        wish("parallel.tensor=auto")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

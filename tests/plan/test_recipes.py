@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "configs").glob("*.py"))
-NOT_PLANNED = {"demo", "tiny", "llama_factory", "ms_swift", "qlora", "ray_job"}
+NOT_PLANNED = {"demo", "tiny", "llama_factory", "ms_swift", "qlora"}
 HEADS = {
     path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE))
     for path in (*RECIPES, *SCRIPTS)

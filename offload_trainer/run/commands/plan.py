@@ -21,10 +21,11 @@ from offload_trainer.config import (
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.defaults import micro_batches, with_dtype_of_card
+from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.tables import Mode, assumptions, modes, row_of, scaling, table
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import combination_mistakes, make_plan, workload
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.workload import item_bytes

@@ -1,4 +1,4 @@
-"""A test that the messages that docs/faults.md quotes are those that the code prints."""
+"""A test that the messages that the pages quote are those that the code prints."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ def literals() -> Iterator[str]:
 
 
 def quoted() -> list[str]:
-    """Return the messages in the first column of the tables whose header begins with "message"."""
-    found, in_table = [], False
-    for line in (ROOT / "docs/faults.md").read_text().splitlines():
-        in_table = line.startswith("| message") or (in_table and line.startswith("|"))
-        found += re.findall(r"^\| `(.+?)`", line) if in_table else []
+    """Return the messages that the pages quote.
+
+    They are in the first column of tables whose header begins with "message" or "symptom", and behind "says".
+    """
+    found: list[str] = []
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text, in_table = page.read_text(), False
+        found += [" ".join(message.split()) for message in re.findall(r"\bsays?\s`([^`]+)`", text)]
+        for line in text.splitlines():
+            in_table = line.startswith(("| message", "| symptom")) or (in_table and line.startswith("|"))
+            found += re.findall(r"^\| `(.+?)`", line) if in_table else []
     return found
 
 

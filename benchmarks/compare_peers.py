@@ -8,9 +8,7 @@ Each peer is a training loop as in that project's documentation, in a separate p
 more processes take half of the steps with a save, and the rest after loading it. The weights come from the same file
 and the rows from the same array. All use bf16, AdamW with a constant rate, and clipping at 1. If a peer cannot run
 here, its row has its own error message. The tables of docs/benchmarks/peers.md are printed. For a drive of known speed,
-run this inside a box (kernel cgroups):
-
-    box --read 400M --write 400M --ram 12G --dir DIR -- python benchmarks/compare_peers.py --drive DIR ...
+run this in a cgroup that limits the drive's bytes per second.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ schedules.
 
 A cell of the table is: planned, measured (measured / planned). The machine is timed first (`offload-train bench`, into
 a separate cache). Then each case whose name contains a TEXT is planned, and runs for a few steps in a separate process.
-Run this in a box with a drive of known speed, since the plan cannot foresee what other machines do to a shared drive.
+Run this in a cgroup that limits the drive to a known speed, since the plan cannot foresee what other machines do to a
+shared drive.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("placement.engine=deepspeed", "ds_config deepspeed_config", "its sizes are deepspeed.*"),
     ("deepspeed.zero_stage", "zero_stage zero_optimization.stage", ""),
     ("placement.optimizer=cpu", "offload_optimizer cpu_offload optimizer_offload", ""),
-    ("placement.optimizer=cpu", "fsdp_offload_params optim_cpu_offload", ""),
+    ("placement.optimizer=cpu", "fsdp_offload_params fsdp_cpu_offload optim_cpu_offload", ""),
     ("placement.optimizer", "offload_optimizer.device offload_optimizer_device", ""),
     ("placement.params=cpu", "offload_param offload_params param_offload cpu_offload_param cpu_offload_params", ""),
     ("placement.params", "offload_param.device offload_param_device device_map", ""),

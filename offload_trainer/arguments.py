@@ -252,7 +252,7 @@ def parse(command: str, words: list[str]) -> tuple[argparse.Namespace, list[str]
     Raises UserError for mistakes.
     """
     parser, configured = _parser(command), bool(COMMANDS[command].flags)
-    return parser.parse_known_args(words) if configured else (parser.parse_args(words), [])
+    return parser.parse_known_args(words) if configured else (parser.parse_intermixed_args(words), [])
 
 
 def _parser(command: str) -> _Parser:

@@ -98,7 +98,7 @@ def model_card(
         model, optim = config["model"], config["optim"]
         rule = RULES.get(optim["name"], ADAMW).title
         changes = ", ".join(f"{key}={value}" for key, value in model["overrides"].items())
-        start = "random weights" if run["random"] else "its weights"
+        start = "random weights" if run.get("random") else "its weights"
         facts += [
             ("Model", f"{model['name']}, from {start}" + (f" ({changes})" if changes else "")),
             ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['moment_dtype']}"),

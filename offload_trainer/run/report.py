@@ -52,12 +52,13 @@ def report(setup: Setup, job: Job) -> None:
         _keep_ratios(setup, rows)
 
 
-def run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
+def run_page(setup: Setup, left: float | None, failed: bool, *, swaps: list[Path]) -> str:
     """Return the page of a run, read from its directory.
 
     It takes 0.1 s on one core, also after 100,000 steps, since it is made of about 800 of them. `left`: the seconds to
-    the end of the run; None: it has ended, and the other plans are added.
+    the end of the run; None: it has ended. The page of a run that has ended without having `failed` has other plans.
     """
+    done = left is None and not failed
     rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
     return report_page(
         title=f"{setup.model.name}: {setup.plan.homes}",
@@ -65,8 +66,8 @@ def run_page(setup: Setup, left: float | None, *, swaps: list[Path]) -> str:
         evaluations=read_evaluations(setup.output / "evaluations.jsonl"),
         progress=(setup.train.steps, left),
         predicted=_predicted(setup, rows, swaps=swaps),
-        changes=other_plans(setup.planned) if left is None else (),
-        notes=setup.plan.notes if left is None else (),
+        changes=other_plans(setup.planned) if done else (),
+        notes=setup.plan.notes if done else (),
     )
 
 

@@ -6,7 +6,7 @@ Errors of the configuration and of the planner name flags and keys, which `trans
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 
 from offload_trainer.config import RuleName, TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.settings import FLAGS, all_keys, validated
+from offload_trainer.settings import FLAGS, all_keys, refuse_unwritable, validated
 
 _Home = Literal["auto", "gpu", "cpu", "nvme"]
 
@@ -101,6 +101,7 @@ def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
             "overlap='backward': in a session, learning rate and clipping factor are known only after the backward; "
             "use overlap='forward'"
         )
+    refuse_unwritable([name or ""])
     values: dict[str, dict[str, Any]] = {
         "model": {"activation_checkpointing": "off"} if name is None else {"name": name},
         "placement": {"engine": "tiered"},
@@ -108,8 +109,9 @@ def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
         "train": {"gradient_accumulation_steps": 2},
     }
     for key, value in given.items():
-        if key == "nvme":
+        if key in ("nvme", "freeze") and (value is None or isinstance(value, str | Path | Iterable)):
             value = [value] if isinstance(value, str | Path) else list(value or ())
+            refuse_unwritable(list(map(str, value)))
         section, _, leaf = KEYS[key].partition(".")
         values.setdefault(section, {})[leaf] = value
     with translate_errors():

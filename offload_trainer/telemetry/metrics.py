@@ -18,6 +18,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, open_file, parsed
 
 _Record = TypeVar("_Record")
+_PRIME = 7919  # shares no factor with the length of a stretch, so each place in a stretch is taken equally often
 
 
 @with_config(EXACT)
@@ -94,8 +95,9 @@ def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) 
 def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist.
 
-    `most`: return about this many, evenly spaced, and the last one, without parsing the others (75 us each) or holding
-    the file in memory.
+    `most`: return about this many and the last one, without parsing the others (75 us each) or holding the file in
+    memory. One of each stretch of equal length is taken, not always at the same place in it: steps may be long and
+    short in turn.
     """
     return _read(path, StepRecord.from_json, most=most)
 
@@ -107,7 +109,7 @@ def read_evaluations(path: Path) -> list[EvalRecord]:
 
 def _read(path: Path, parse: Callable[[bytes], _Record], *, most: int | None = None) -> list[_Record]:
     records: list[_Record] = []
-    stride, number, line = 1, 0, b""
+    stride, taken, line = 1, True, b""
     try:
         file = open(open_file(path, links=True), "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
@@ -118,10 +120,10 @@ def _read(path: Path, parse: Callable[[bytes], _Record], *, most: int | None = N
         for number, line in enumerate(file):
             if number == 0 and most:
                 stride = math.ceil(os.fstat(file.fileno()).st_size / len(line) / most)
-            if number % stride == 0:
+            if taken := number % stride == number // stride * _PRIME % stride:
                 with suppress(ValueError):  # torn by a kill
                     records.append(parse(line))
-    if number % stride:
+    if not taken:
         with suppress(ValueError):
             records.append(parse(line))
     return records

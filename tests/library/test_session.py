@@ -36,6 +36,7 @@ from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.plan import Plan
 from offload_trainer.session import api, saving
 from offload_trainer.session.api import ThisProcess
+from offload_trainer.session.kwargs import session_config
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 
@@ -655,6 +656,12 @@ def test_errors_name_the_callers_keywords(keys: dict[str, Any], words: str) -> N
     with pytest.raises(ot.UserError, match=words) as refused:
         ot.offload(Tower(), say=lambda line: None, **keys)
     assert "--" not in str(refused.value)
+
+
+@pytest.mark.parametrize("several", ["wte", ["wte"], {"wte"}])
+def test_a_keyword_takes_one_name_or_several(several: object) -> None:
+    config = session_config("gpt2", {"freeze": several, "nvme": Path("/ssd")})
+    assert (config.model.freeze, config.placement.nvme) == (("wte",), ("/ssd",))
 
 
 @pytest.mark.slow

@@ -227,6 +227,17 @@ def test_rows_of_the_table_are_plans() -> None:
     assert shared["link_bytes"] > whole["link_bytes"]  # neighbouring ranks share rows
 
 
+@pytest.mark.parametrize(
+    "words", ["parallel.sequence=4 --micro-batch 1", "parallel.sequence=8 train.tokens_per_step=1024"]
+)
+def test_one_row_for_all_ranks_is_divided_by_sequence_parallelism(words: str) -> None:
+    """Modes that need a row for each rank are refused with the reason, also where the setting needs more ranks."""
+    found = compare_modes(wish("--model", "gpt2-medium", "--gpus", "4", *words.split()), here(), None)
+    assert [row["name"] for row in found.json["modes"]] == ["tiered, 4 ranks, sequence 4"]
+    reasons = {row["mode"]: row["reason"] for row in found.json["refused"]}
+    assert reasons["tiered, 4 ranks"] == "1 rows a step are not a multiple of 4 data-parallel ranks"
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 WORDS = ["plan", "--parallel", "--model", "gpt2-medium", "--micro-batch", "1", "--accumulate", "16"]

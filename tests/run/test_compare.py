@@ -80,7 +80,7 @@ def test_in_columns_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.Capture
     second = lines[0].index("another")
     (rate,) = [line for line in lines if line.startswith("optim.lr ")]
     assert rate[second:] == "0.002"
-    assert cli.main(["report", *runs, "--json"]) == 0
+    assert cli.main(["report", runs[0], "--json", *runs[1:]]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["directory"] for one in found] == runs
     assert [one["optim.lr"] for one in found] == [1e-3, 2e-3]

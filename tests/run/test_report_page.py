@@ -11,6 +11,7 @@ from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,7 +234,7 @@ def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, li
     said: list[str] = []
     outputs = Telemetry(folder, done=done, screen=Screen(total, initial=done, say=said.append, live=False))
 
-    def page(left: float | None) -> str:
+    def page(left: float | None, _: bool) -> str:
         return page_of(read_metrics(folder / "metrics.jsonl", most=800), place="/mnt", left=left)
 
     outputs.report = LiveReport(folder / "report.html", page, say=outputs.say)
@@ -287,15 +288,20 @@ def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_long_run_stays_cheap(tmp_path: Path) -> None:
-    """The page of 20,000 steps is made of a bounded number of them, evenly spaced, and of the last one."""
-    row = full_step(1)
+    """The page of 20,000 steps is made of a bounded number of them and of the last one: of each stretch of equal
+    length one, which may be a long or a short step where these alternate.
+    """
+    row, made = full_step(1), range(1, 20_001)
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(replace(row, step=step).to_json() + "\n" for step in range(1, 20_001)))
-    steps = [found.step for found in read_metrics(path, most=800)]
+    path.write_text("".join(replace(row, step=step, seconds=1.0 + step % 2).to_json() + "\n" for step in made))
+    found = read_metrics(path, most=800)
+    steps = [one.step for one in found]
     assert 700 < len(steps) < 900
     assert steps[0] == 1
     assert steps[-1] == 20_000
-    assert len({after - before for before, after in pairwise(steps[:-1])}) == 1
+    stretch = round(20_000 / (len(steps) - 1))
+    assert len({(step - 1) // stretch for step in steps[:-1]}) == len(steps) - 1
+    assert fmean(one.seconds for one in found) == pytest.approx(1.5, abs=0.02)
 
 
 def test_slow_pages_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +314,8 @@ def test_slow_pages_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return ""
 
     report = LiveReport(tmp_path / "report.html", page, say=pytest.fail)
+    report.end(failed=True)
+    assert not written  # no step was finished
     for _ in range(1000):
         clock.now += 1.0
         report.step(left=1.0)

@@ -141,7 +141,7 @@ class Tiered:
         ]
 
     def packages(self) -> list[tuple[str, str]]:
-        """Return (setting, package) for each package that the settings need and that is not always installed."""
+        """Return no package: this engine needs none that is not always installed."""
         return []
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:

@@ -89,7 +89,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
 
     `machine`: the described machine; None: this one. `nodes`: the number of such machines; None: as described. Raises
     UserError for a single rank, an invalid number of nodes, or what the tiered engine refuses without sequence
-    parallelism.
+    parallelism; and if no mode is left.
     """
     if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
         raise UserError(f"--nodes {nodes}: with --parallel, one whole number from 1 to {_MOST_NODES}")
@@ -104,10 +104,16 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     shape, whole = models.as_wished(config).shape, "" if _preset(config) else _why_whole(models)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
-    train = next(micro_batches(config.train, seq_len=work.seq_len, world=work.data))
-    rows, layouts = train.micro_batch_size * train.gradient_accumulation_steps * work.data, Layouts(work)
+    groups = max(1, work.data)
+    train = next(micro_batches(config.train, seq_len=work.seq_len, world=groups))
+    rows, layouts = train.micro_batch_size * train.gradient_accumulation_steps * groups, Layouts(work)
     plans, refused = list[tuple[Mode, Plan]](), dict[str, list[str]]()
     for mode in modes(world):
+        groups = world // (mode.tensor * mode.sequence)
+        if rows % groups:
+            why = f"{rows} rows a step are not a multiple of {groups} data-parallel ranks"
+            refused.setdefault(why, []).append(mode.name)
+            continue
         try:
             if mode.sequence > 1 and whole:
                 raise UserError(whole)
@@ -117,6 +123,8 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
             if mode == Mode(world):
                 raise
             refused.setdefault(str(error).removeprefix(f"{mode.setting}: "), []).append(mode.name)
+    if not plans:
+        raise UserError("; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items()))
     plans.sort(key=lambda one: (not one[1].fits, one[1].forecast.step is None, one[1].forecast.step or 0.0))
     found = [row_of(plan, mode.name, words=_words(mode, plan)) for mode, plan in plans]
     lines = [f"{format_count(rows * work.seq_len)} tokens a step, {world} ranks on {count} node(s)"]
@@ -149,10 +157,7 @@ def _configurations(config: TrainConfig, mode: Mode, *, rows: int) -> list[Train
     Settings of the other engine are left out. Raises UserError if the mode cannot be combined with the configuration.
     """
     together = mode.tensor * mode.sequence
-    groups = mode.ranks // together
-    each, rest = divmod(rows, groups)
-    if rest or not each:
-        raise UserError(f"{rows} rows a step are not a multiple of {groups} data-parallel ranks")
+    each = rows // (mode.ranks // together)
     place, tensor = config.placement, mode.tensor > 1
     sections: dict[str, object] = {"parallel": ParallelSection(tensor=mode.tensor, sequence=mode.sequence)}
     if mode.stage is None:

@@ -1,8 +1,7 @@
 """run_and_measure.py WHAT FOLDER OUTPUT DRIVE: run a training with weights and state on the drive; print plan and peak
 as JSON.
 
-WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `lora` trains adapters on it; `loop` trains those
-without the Trainer. The peak is of anonymous memory, sampled every few milliseconds.
+WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `loop` trains adapters on it without one. The peak is of anonymous memory, sampled every few milliseconds.
 """
 
 from __future__ import annotations
@@ -56,18 +55,18 @@ def by_hand(model: Any, output: str) -> None:
 
 
 def main(what: str, folder: str, output: str, drive: str) -> None:
-    keys = {"freeze": ["."]} if what != "trainer" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
+    keys = {"freeze": ["."]} if what == "loop" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
     threading.Thread(target=watch, daemon=True).start()
     model = load(
         folder, nvme=drive, params="nvme", seq_len=24, micro_batch_size=2, gradient_accumulation_steps=2, **keys
     )
     session = session_of(model)
-    if what != "trainer":
+    if what == "trainer":
+        by_trainer(model, output)
+    else:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    run = by_hand if what == "loop" else by_trainer
-    run(model, output)
+        by_hand(get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")), output)
     needs = sum(item.bytes for item in session.plan.items if item.tier == "ram")
     session.close()
     print(json.dumps({"plan": needs, "peak": peak}))

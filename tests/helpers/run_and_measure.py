@@ -1,7 +1,8 @@
 """run_and_measure.py WHAT FOLDER OUTPUT DRIVE: run a training with weights and state on the drive; print plan and peak
 as JSON.
 
-WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `loop` trains adapters on it without one. The peak is of anonymous memory, sampled every few milliseconds.
+WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `loop` trains adapters on it without one. The peak is
+of anonymous memory, sampled every few milliseconds.
 """
 
 from __future__ import annotations

@@ -58,9 +58,10 @@ _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, man
 
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.
 _STEERING = {
-    "model": ("dtype", "attention", "mlp_chunk", "compile", "kernels"),
+    "model": ("dtype", "attention", "mlp_chunk", "compile"),
     "optim": (
         "lr",
+        "muon_lr",
         "betas",
         "eps",
         "moment_dtype",
@@ -69,7 +70,9 @@ _STEERING = {
         "schedule",
         "warmup_steps",
         "decay_steps",
+        "final_lr_ratio",
         "schedule_delay",
+        "accumulate_dtype",
     ),
     "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
 }

@@ -110,7 +110,9 @@ def _carry_out(words: list[str], log: Path) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     from offload_trainer.cli import main
+    from offload_trainer.optim import loss_scale
 
+    loss_scale.INITIAL_SCALE, loss_scale.WINDOW = 2**40, 3  # the scale of a short fp16 run changes often
     sys.exit(main(words))
 
 

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.data.rows import RowReader, split_rows
+from offload_trainer.data.rows import Batch, DataState, RowReader, split_rows
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import TokenBytes, load_tokenizer
@@ -92,6 +92,23 @@ def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> t
     )
     _evaluate(job, 1)  # type: ignore[arg-type]
     return messages[0], held_out
+
+
+def test_a_validation_loss_is_the_mean_over_all_counted_targets() -> None:
+    """Batches of 5, 1 and 3 counted targets have the losses 5, 1 and 3."""
+    messages: list[EvalRecord] = []
+    counts = (5, 1, 3)
+    targets = [torch.tensor([[7] * count + [-100] * (6 - count)]) for count in counts]
+    made = [Batch(torch.zeros(1, 6, dtype=torch.int64), one, DataState(0)) for one in targets]
+    job = SimpleNamespace(
+        train=SimpleNamespace(micro_batch_size=1, eval_rows=3),
+        engine=SimpleNamespace(eval_loss=lambda batch: float(batch.counted)),
+        validation_rows=SimpleNamespace(validation_batches=lambda **_: iter(made)),
+        telemetry=SimpleNamespace(evaluation=messages.append),
+        text_bytes=lambda _: None,
+    )
+    _evaluate(job, 1)  # type: ignore[arg-type]
+    assert messages[0].validation_loss == (25 + 1 + 9) / 9
 
 
 @pytest.mark.parametrize(("text", "rows"), [(SHIPPED, 26), (SHIPPED, 7), (MIXED, 10)], ids=["all", "some", "mixed"])

@@ -41,7 +41,8 @@ def test_the_whole_export_is_one_commit(
     assert capsys.readouterr().out.splitlines()[-1] == "pushed to https://hub/me/model/commit/abc"
     hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)
     (words,) = (upload.kwargs for upload in hub.upload_folder.call_args_list)
-    assert (words["repo_id"], words["folder_path"], words["repo_type"]) == ("me/model", there, "model")
+    assert (words.pop("repo_id"), words.pop("folder_path"), words.pop("repo_type")) == ("me/model", there, "model")
+    assert words.keys() == {"commit_message"}  # nothing leaves files out
 
 
 def test_without_the_right_nothing_is_written(

@@ -186,7 +186,7 @@ def products_of_torch() -> None:
         cpu_matmul._library = None
 
 
-KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
+KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
 
 
 LIMIT = 3 << 29  # bytes (1.5 GiB)

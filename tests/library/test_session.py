@@ -288,6 +288,29 @@ def test_a_resumed_session_has_the_bits_of_an_uninterrupted_one(
         assert_same(dict(session.named_masters()), weights)
 
 
+def test_8bit_moments_resume_bit_for_bit(tmp_path: Path, drive: Path) -> None:
+    """Rounding depends on the seed and the step alone, so a session that resumes goes on with the same bits."""
+    after = []
+    for stops in (False, True):
+        model = tower(tmp_path)
+        keys: dict[str, Any] = {"nvme": drive, "optimizer": "nvme", "moment_dtype": "8bit", "seed": 5}
+        session = ot.offload(model, **keys)
+        optimizer = session.adamw(lr=1e-2)
+        for step, batch in enumerate(batches(4), 1):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if stops and step == 2:
+                session.save(tmp_path / "saved")
+                session.close()
+                model = tower(tmp_path)
+                session = ot.offload(model, **keys)
+                optimizer = session.adamw(lr=1e-2)
+                assert session.resume(tmp_path / "saved") == 2
+        after.append({name: master.clone() for name, master in session.named_masters()})
+        session.close()
+    assert_same(after[1], after[0])
+
+
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, fatal call, remaining save
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),

@@ -230,7 +230,6 @@ def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None
     assert not any(expected.same_for(other, 0) for other in others)
 
 
-@pytest.mark.slow
 def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.page_copies import DamagedPage
 from offload_trainer.optim import loss_scale
 from offload_trainer.plan.tiered.state_formats import state_format
+from offload_trainer.telemetry.meters import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -231,13 +232,14 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(
             planted = ours.offloaded.parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(
                 lambda grad, step=step: grad.fill_(float("inf")) if step == 5 else grad
             )
-            result = train(ours, [batch])[0]
+            result = ours.train_step([batch], lr=1e-2, clock=PhaseClock())
             planted.remove()
+            assert result.loss_scale == scale
             parameter.grad = torch.full((1,), float("inf") if step == 5 else 1.0)
             scaler.scale(torch.ones(1))
             scaler.step(optimizer)
             scaler.update()
-            assert (result[1] is None) == (step == 5)
+            assert (result.grad_norm is None) == result.skipped == (step == 5)
             if step == 5:
                 assert_same(masters(ours), before)
                 assert ours._scale.value == scale / 2

@@ -14,13 +14,14 @@ from commands import TINY, ask, call, whole_and_resumed
 from sample_chats import CHATS
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer.data.loss_mask import Encoded
 from offload_trainer.data.packing import RowMaker
-from offload_trainer.data.rows import Batch, RowReader
+from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
+from offload_trainer.export.directory import export
 from offload_trainer.model.loss import CausalLoss
 
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
@@ -47,6 +48,47 @@ def test_a_killed_run_resumes_bit_for_bit_with_its_rows(chat: Path, drive: Path,
     assert whole.losses[-1] < whole.losses[0]
     template = AutoTokenizer.from_pretrained(whole.output / "model").chat_template
     assert "Assistant:" in template
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_a_packed_run_trains_each_document_by_itself(kind: str, chat: Path, tmp_path: Path) -> None:
+    """The loss of a step over two rows is transformers' for each document alone; a resume packs in the same way."""
+    data = chat
+    if kind == "text":
+        data = tmp_path / "documents.jsonl"
+        texts = [" ".join(asked for asked, _ in CHATS[n : n + 1 + n % 2]) for n in range(6)]
+        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+    words = [*TINY, "--dtype", "fp32", "--data", data, "data.validation=0", f"data.cache={tmp_path / 'cache'}"]
+    words += ["--seq-len", "96", "--steps", "1", "--lr", "1e-30", "optim.warmup_steps=0"]
+    run = call(*words, "data.packing=on", output=tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(run.output / "model")
+    tokens = TokenFile.open(next((tmp_path / "cache").glob("*.bin")))
+    count = (len(tokens) - 1) // 96
+    reader = RowReader(tokens, seq_len=96, rows=range(count), vocabulary=len(tokenizer), shuffle=True)
+    batch = next(reader.train_batches(DataState(0), micro_batch=2))
+    begins = batch.positions == 0 if batch.positions is not None else torch.zeros_like(batch.inputs, dtype=torch.bool)
+    if kind == "text":
+        begins[:, 1:] = batch.inputs[:, :-1] == tokenizer.eos_token_id
+    assert begins[:, 1:].any()
+    export(run.output, tmp_path / "hf", dtype="fp32", check=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+
+    def loss(begins: torch.Tensor) -> float:
+        total, learned = 0.0, 0
+        for ids, targets, cuts in zip(batch.inputs, batch.targets, begins, strict=True):
+            ends = [0, *(int(n) for n in cuts.nonzero().flatten() if n), len(ids)]
+            for first, end in pairwise(ends):
+                with torch.no_grad():
+                    logits = model(ids[None, first:end]).logits[0]
+                total += functional.cross_entropy(logits, targets[first:end], reduction="sum").item()
+            learned += int((targets != -100).sum())
+        return total / learned
+
+    assert run.losses[0] == pytest.approx(loss(begins), abs=2e-5)
+    assert abs(run.losses[0] - loss(torch.zeros_like(begins))) > 2e-4
+    again = call(*words, "--steps", "2", "data.packing=off", output=run.output, check=False)
+    assert (again.code, "belongs to another run" in again.text) == (2, True), again.text
+    assert "documents apart" in again.text
 
 
 @pytest.mark.slow

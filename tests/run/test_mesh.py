@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
+import torch
 
 from offload_trainer import mesh, ranks
 from offload_trainer.errors import TrainerError
@@ -84,6 +85,22 @@ def test_messages_arrive_whole_and_in_order(apart: bool, seed: int) -> None:
         assert together(lambda rank: every[rank].broadcast(told[rank], source=2)) == [told[2]] * COUNT
         some = together(lambda rank: made[rank].mesh([0, 2] if rank != 1 else [1], patience=300.0, within=300.0))
         assert [mesh.members for mesh in some] == [(0, 2), (1,), (0, 2)]
+
+
+def test_ranks_exchange_tensors_as_torch_does() -> None:
+    with listeners() as made:
+        every = meshes(made)
+        given = torch.arange(COUNT * COUNT * 5, dtype=torch.bfloat16).view(COUNT, COUNT, 5)
+        come = together(lambda rank: ranks.all_to_all(given[rank].clone(), group=every[rank]))
+        assert torch.equal(torch.stack(come), given.transpose(0, 1))
+        whole = [torch.zeros(5 * COUNT) for _ in range(COUNT)]
+        for rank in range(COUNT):
+            whole[rank][5 * rank : 5 * rank + 5] = rank + 1
+        sums = [values.clone() for values in whole]
+        together(lambda rank: ranks.all_gather_parts(whole[rank], rank, group=every[rank]))
+        together(lambda rank: ranks.all_reduce(sums[rank], group=every[rank]))
+        wanted = torch.arange(1.0, COUNT + 1).repeat_interleave(5)
+        assert all(torch.equal(values, wanted) for values in (*whole, *sums))
 
 
 def test_values_between_ranks_are_json() -> None:

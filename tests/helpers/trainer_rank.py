@@ -13,23 +13,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from compare_trainers import told
 from datasets import load_from_disk
-from hf_trainers import HOMES, arguments, loaded, rows
+from hf_trainers import arguments, loaded, rows
 from peft import LoraConfig
 from sample_chats import chat_tokenizer, prompts
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from transformers import AutoModelForCausalLM, Trainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from offload_trainer import offload
 from offload_trainer.errors import UserError
-from offload_trainer.hf import Offloaded, attach, session_of
+from offload_trainer.hf import Offloaded, session_of
 
 STEPS, ACCUMULATE, LIMIT = 6, 2, 0.5
 QUIET = {"max_steps": STEPS, "save_steps": 3, "use_cpu": True, "ddp_backend": "gloo"}
@@ -46,22 +45,14 @@ def _words(output: Path, **changes: Any) -> dict[str, Any]:
     return QUIET | words | {"report_to": "none", "disable_tqdm": True, "learning_rate": 1e-3} | changes
 
 
-def _dpo(model: Any, output: Path, base: type, **more: Any) -> Any:
-    args = DPOConfig(**_words(output, precompute_ref_log_probs="peft_config" not in more))
-    return base(
-        model, args=args, train_dataset=load_from_disk(str(output / "pairs")), processing_class=chat_tokenizer(), **more
-    )
-
-
 def _adapters(model: Any, output: Path, base: type) -> Any:
     torch.manual_seed(int(os.environ["RANK"]))  # adapters of the other rank must be replaced by those of rank 0
-    return _dpo(model, output, base, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-
-def _kto(model: Any, output: Path, base: type) -> Any:
-    args = KTOConfig(**_words(output, precompute_ref_log_probs=True))
     return base(
-        model, args=args, train_dataset=load_from_disk(str(output / "labelled")), processing_class=chat_tokenizer()
+        model,
+        args=DPOConfig(**_words(output)),
+        train_dataset=load_from_disk(str(output / "pairs")),
+        processing_class=chat_tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )
 
 
@@ -76,41 +67,16 @@ def _grpo(model: Any, output: Path, base: type) -> Any:
     )
 
 
-def _reward(model: Any, output: Path, base: type) -> Any:
-    args = RewardConfig(**_words(output))
-    return base(
-        model, args=args, train_dataset=load_from_disk(str(output / "pairs")), processing_class=chat_tokenizer()
-    )
-
-
-def _classifier(folder: str) -> Any:
-    torch.manual_seed(2)  # the head that gives a reward is new
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-
-
-@contextmanager
-def _offloaded_classifier(folder: str, drive: str, home: str) -> Iterator[Any]:
-    keys: dict[str, Any] = {"seq_len": 64, "micro_batch_size": 4, "kernel": "torch", **HOMES[home]}
-    with offload(_classifier(folder), nvme=drive, say=lambda _: None, **keys) as session:
-        yield attach(session)
-
-
 Made = Callable[..., Any]
 KINDS: dict[str, tuple[type, Made]] = {
     "trainer": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=1)),
     "accumulated": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=ACCUMULATE)),
-    "unclipped": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=1, max_grad_norm=0.0)),
-    "dpo": (DPOTrainer, _dpo),
     "adapters": (DPOTrainer, _adapters),
-    "kto": (KTOTrainer, _kto),
     "grpo": (GRPOTrainer, _grpo),
-    "reward": (RewardTrainer, _reward),
 }
 
 
 def _opened(kind: str, who: str, home: str, folder: str, drive: str) -> AbstractContextManager[Any]:
-    if kind == "reward":
-        return nullcontext(_classifier(folder)) if who == "stock" else _offloaded_classifier(folder, drive, home)
     if who == "stock":
         return nullcontext(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     keys: dict[str, Any] = {"freeze": ["."]} if kind == "adapters" else {}

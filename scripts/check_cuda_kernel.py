@@ -30,7 +30,7 @@ from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
 from offload_trainer.optim.rules import adamw_of
-from offload_trainer.plan.tiered.state_formats import StateFormat, elementwise_formats
+from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 CARDS = {60, 70, 75, 80, 86, 89, 90, 100, 120}  # P100, V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
@@ -134,7 +134,7 @@ def check_gpu(n: int) -> list[dict]:
     if kernel is None:
         return [{"gpu": torch.cuda.get_device_name(place), "faults": [words]}]
     rows = []
-    for form in elementwise_formats():
+    for form in ADAMW_FORMATS:
         off = different_bytes(kernel, beside, form=form, n=n, place=place)
         row = {"gpu": torch.cuda.get_device_name(place), "state": str(form), "elements": n}
         row["faults"] = [f"{off} bytes differ from the CPU's"] if off else []

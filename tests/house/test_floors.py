@@ -2,6 +2,7 @@
 
 import ast
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
@@ -105,3 +106,17 @@ def test_plans_need_no_libraries() -> None:
         if room(module) in LIBRARY_FREE:
             heads = {name.split(".")[0] for name in imports(path)}
             assert not heads & {"torch", "numpy", "transformers", "deepspeed", "psutil"}, module
+
+
+def test_programs_import_names_that_exist() -> None:
+    """Scripts, benchmarks and recipes, which few tests run, import no name that has gone."""
+    missing = []
+    folders = [PACKAGE / "recipes", *(PACKAGE.parent / name for name in ("scripts", "benchmarks", "soak"))]
+    for path in (file for folder in folders for file in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
+                module = import_module(str(node.module))
+                for name in (alias.name for alias in node.names if not hasattr(module, alias.name)):
+                    if f"{node.module}.{name}".removeprefix(f"{PACKAGE.name}.") not in modules():
+                        missing.append(f"{path.name}: {node.module}.{name}")
+    assert missing == []

@@ -108,7 +108,7 @@ def third_step(
     return events, sum(fetched[unit] for kind, unit in events if kind == "start"), planned
 
 
-@pytest.mark.parametrize(("buffers", "accumulate"), [(1, 3), (2, 1), (2, 3), (3, 3), (9, 3)])
+@pytest.mark.parametrize(("buffers", "accumulate"), [(1, 3), (2, 1), (9, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_units_are_fetched_as_planned_and_before_they_are_needed(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

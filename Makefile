@@ -1,7 +1,7 @@
 # make demo: train the default model end to end (WORDS='--steps 100': with these).
 # make wheel: a release in dist/: source distribution, and a wheel that needs no compiler.
 # make gpu-folder: .gpu, what scripts/gpu_suite.sh needs on a machine without network or compiler (docs/benchmarks/gpu.md).
-# make test: what a change can break, in seven minutes on two cores (SEED=7: other cases of the matrices, other trials).
+# make test: what a change can break, in five minutes on two cores (SEED=7: other cases of the matrices, other trials).
 # make test-all: every test that this machine can run, and the lowest versions of all libraries; nightly, and before a
 # release. Random trials use the date as seed; it is printed with the minutes that all took.
 # Both set up what they need in .venv; a second run starts at once. PYTHON=python3.12 picks an interpreter.

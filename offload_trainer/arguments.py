@@ -75,11 +75,14 @@ def _value(metavar: str, text: str, **more: Any) -> dict[str, Any]:
 
 _JSON = {"--json": _switch("print JSON")}
 _SAMPLING = {
-    "--tokens": _value("N", "generate at most N tokens (default 100)", type=_whole(1), default=100),
+    "--tokens": _value("N", "generate at most N tokens (default %(default)s)", type=_whole(1), default=100),
     "--temperature": _value(
-        "X", "sampling temperature (default 0.8); 0: always the most likely token", type=_temperature, default=0.8
+        "X",
+        "sampling temperature (default %(default)s); 0: always the most likely token",
+        type=_temperature,
+        default=0.8,
     ),
-    "--seed": _value("N", "random seed (default 0)", type=_whole(0), default=0),
+    "--seed": _value("N", "random seed (default %(default)s)", type=_whole(0), default=0),
 }
 _MODEL_SOURCE = _value(
     "SOURCE",
@@ -150,9 +153,9 @@ COMMANDS = {
         {
             **_JSON,
             "--write": _value(
-                "FILE.yaml", "file for the fastest configuration (default tuned.yaml)", type=Path, default="tuned.yaml"
+                "FILE.yaml", "file for the fastest configuration (default %(default)s)", type=Path, default="tuned.yaml"
             ),
-            "--trial-steps": _value("N", "steps of each trial (default 6)", type=_whole(1), default=6),
+            "--trial-steps": _value("N", "steps of each trial (default %(default)s)", type=_whole(1), default=6),
         },
         tuple(name for name in _PLANNED if name != "--save-every"),
     ),
@@ -176,7 +179,7 @@ COMMANDS = {
             "destination": _value("DEST", "the new directory", type=_writable),
             "--dtype": _value("NAME", "fp16 (default), bf16 or fp32", choices=("fp16", "bf16", "fp32")),
             "--max-shard-size": _value(
-                "SIZE", "largest file of a directory, such as 500MB (default 5GB)", type=_size, default="5GB"
+                "SIZE", "largest file of a directory, such as 500MB (default %(default)s)", type=_size, default="5GB"
             ),
             "--check": _switch("read every header back and compare a sample of the tensors"),
             "--mixed": _switch(
@@ -217,7 +220,7 @@ COMMANDS = {
         "list runs with their step, losses, and whether they can be resumed",
         {
             "directory": _value(
-                "DIR", "searched at any depth (default runs)", type=Path, nargs="?", default=Path("runs")
+                "DIR", "searched at any depth (default %(default)s)", type=Path, nargs="?", default=Path("runs")
             ),
             **_JSON,
         },

@@ -150,10 +150,8 @@ def call_and_kill(
     when: Callable[[list[str]], bool],
     number: int,
     hold: int | None = None,
-    told: str = "",
 ) -> Run:
-    """Run the command and send it signal `number` as soon as `when(lines of metrics.jsonl)` is true and it has
-    printed `told`.
+    """Run the command and send it signal `number` as soon as `when(lines of metrics.jsonl)` is true.
 
     With `hold`, the run pauses after step `hold` until the signal was sent, so that a busy machine changes nothing.
     """
@@ -164,7 +162,7 @@ def call_and_kill(
         process = start(*argv, *words, "--output", output, stdout=said, stderr=said)
         deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and when(metrics.read_text().splitlines()) and told in said.read_text(errors="replace"):
+            if metrics.exists() and when(metrics.read_text().splitlines()):
                 process.send_signal(number)
                 break
             time.sleep(0.005)

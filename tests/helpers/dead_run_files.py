@@ -28,5 +28,5 @@ def died(place: ScratchDirectory) -> Path:
     return place.path
 
 
-def dead_lease(root: Path, name: str = "run-0000dead") -> Path:
-    return died(ScratchDirectory(root / name, what=WHAT))
+def dead_lease(root: Path) -> Path:
+    return died(ScratchDirectory(root / "run-0000dead", what=WHAT))

@@ -153,7 +153,6 @@ def run_ranks(
     count: int,
     folder: Path,
     nodes: int = 1,
-    seconds: float = 400,
     script: str = __file__,
 ) -> None:
     """Run all `cases` on `count` ranks, spread over `nodes` simulated nodes; each rank runs `script`."""
@@ -161,7 +160,7 @@ def run_ranks(
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     told = [folder / f"told-{rank}" for rank in range(count)]
     forks = [start(script, rank, count, folder, nodes, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
-    codes = [fork.wait(seconds) for fork in forks]
+    codes = [fork.wait(400) for fork in forks]
     assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
 
 

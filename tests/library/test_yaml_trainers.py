@@ -47,7 +47,7 @@ def run(command: str, folder: Path, there: dict[str, str]) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
 
-def compare(folder: Path, *, weights_in: str = "checkpoint-4") -> None:
+def compare(folder: Path) -> None:
     """Assert equal logs and weights in `ours` and `theirs`, and that only `ours` has a session's state."""
     logs = {}
     for name in ("ours", "theirs"):
@@ -56,7 +56,7 @@ def compare(folder: Path, *, weights_in: str = "checkpoint-4") -> None:
         assert (folder / name / "checkpoint-4/offload").is_dir() == (name == "ours")
     assert len(logs["ours"]) == 4
     assert logs["ours"] == logs["theirs"]
-    assert_same(weights(folder / "ours" / weights_in), weights(folder / "theirs" / weights_in))
+    assert_same(*(weights(folder / name / "checkpoint-4") for name in ("ours", "theirs")))
 
 
 @pytest.mark.network

@@ -81,8 +81,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> None:
-    """Pause the backward at this gradient until the pages of all complete units are updated."""
+def hold_up(ours: TieredEngine) -> None:
+    """Pause the backward at the first block's gradients until the pages of all complete units are updated."""
     updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
 
     def wait(_: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> No
                 assert time.monotonic() < end
                 time.sleep(0.0005)
 
-    ours.offloaded.parameters[name][0].register_hook(wait)
+    ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(wait)
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------

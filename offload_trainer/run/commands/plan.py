@@ -104,9 +104,9 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     shape, whole = models.as_wished(config).shape, "" if _preset(config) else _why_whole(models)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     work = workload(config, shape, world=world, nodes=count)
-    groups = max(1, work.data)
-    train = next(micro_batches(config.train, seq_len=work.seq_len, world=groups))
-    rows, layouts = train.micro_batch_size * train.gradient_accumulation_steps * groups, Layouts(work)
+    own_rows = max(1, work.data)  # ranks with rows of their own in the configuration
+    train = next(micro_batches(config.train, seq_len=work.seq_len, world=own_rows))
+    rows, layouts = train.micro_batch_size * train.gradient_accumulation_steps * own_rows, Layouts(work)
     plans, refused = list[tuple[Mode, Plan]](), dict[str, list[str]]()
     for mode in modes(world):
         groups = world // (mode.tensor * mode.sequence)

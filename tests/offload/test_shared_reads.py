@@ -73,7 +73,7 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
             between.abort()
             return error
         finally:
-            reads.cancel()
+            reads.turns.cancel()
             reads.close()
             rounds.close()
             transfers.close()
@@ -130,7 +130,7 @@ def test_closing_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
     reads.request(1)  # its buffer never comes, as after a failed update
     filled.then(closed.finish_part)
     assert not closed.done
-    reads.cancel()
+    reads.turns.cancel()
     assert closed.done
     with pytest.raises(RuntimeError, match="closed before"):
         filled.wait()

@@ -71,7 +71,7 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
         except Exception as error:
             return error
         finally:
-            gathers.cancel()
+            gathers.turns.cancel()
             gathers.close()
             rounds.close()
 
@@ -112,7 +112,7 @@ def test_closing_does_not_wait_for_other_ranks() -> None:
     filled = gathers.request(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
     never_given = gathers.request(1, torch.zeros(ALIGN))  # its destination never comes, as after a failed update
     assert not filled.done
-    gathers.cancel()
+    gathers.turns.cancel()
     with pytest.raises(RuntimeError, match="closed before"):
         filled.wait()
     with pytest.raises(RuntimeError, match="closed before"):
@@ -170,7 +170,7 @@ def test_a_gather_waits_for_its_buffer() -> None:
     wanted = PendingGather(
         turn, torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number)
     )
-    turn.begin_together(thread)
+    turn.decide(None, thread=thread)
     assert not joined
     into = torch.zeros(2 * ALIGN)
     wanted(into).wait()

@@ -9,7 +9,6 @@ same units together in the same order, on a separate thread and over separate co
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -41,6 +40,7 @@ class WeightFetches:
         self._gathers: WeightAllGather | None = None
         if node.by_parts and any(store.elements):
             self._gathers = WeightAllGather(node, rounds=node.fetch_matching(), join=node.make_all_gather(gpus=gpus))
+        self._shared = [one for one in (self._reads, self._gathers) if one is not None]
 
     def source(self, unit: int) -> torch.Tensor | Read:
         """Return the source of a unit's weights: host memory, or a function that fills a buffer.
@@ -54,15 +54,13 @@ class WeightFetches:
 
     def cancel(self) -> None:
         """Fail the fetches that have not begun, because other ranks may never join them."""
-        for together in (self._reads, self._gathers):
-            if together is not None:
-                together.cancel()
+        for shared in self._shared:
+            shared.turns.cancel()
 
     def close(self) -> None:
         self.cancel()
-        for together in (self._reads, self._gathers):
-            if together is not None:
-                together.close()
+        for shared in self._shared:
+            shared.close()
         self._node.close()  # only these fetches use the node's rounds
 
 
@@ -71,57 +69,33 @@ class Turn:
 
     def __init__(self) -> None:
         self._destination = Future()  # the destination is known and may be overwritten
-        self._lock = threading.Lock()
-        self._then: Told | None = None
-        self._closed: RuntimeError | None = None
-        self._begun = False  # the ranks have decided whether to fetch together
+        self._decided = False
+        self._begun = Future()
         self.together = False
 
     def when(self, then: Told) -> None:
         """Declare that the destination is known, and call `then` once, on a thread, at this rank's turn or on error."""
-        with self._lock:
-            self._then, closed = then, self._closed
-        if closed is None:
-            self._destination.finish_part()
+        self._begun.then(then)
+        self._destination.finish_part()
+
+    def decide(self, error: BaseException | None, *, thread: Workers | None) -> None:
+        """Let the fetch begin: on `thread` if all ranks fetch together, else alone; or fail it with `error`."""
+        self._decided, self.together = True, thread is not None
+        if thread is not None:
+            thread.put(ending(self._begun, self._destination.wait))
         else:
-            self._notify(closed)
-
-    def begin_alone(self, error: BaseException | None) -> None:
-        self._begun = True
-        self._destination.then(lambda closed: self._notify(error or closed))
-
-    def begin_together(self, thread: Workers) -> None:
-        """Wait for the destination and report this rank's turn, on `thread`."""
-        self._begun = True
-
-        def wait_for_destination() -> None:
-            try:
-                self._destination.wait()
-            except RuntimeError:
-                return  # closed before there was a destination
-            self.together = True
-            self._notify(None)
-
-        thread.put(wait_for_destination)
+            self._destination.then(lambda closed: self._begun.finish_part(error or closed))
 
     def cancel(self, closed: RuntimeError) -> None:
         """Fail everything that waits for this turn, unless it has begun."""
         if not self._destination.done:
-            with self._lock:
-                self._closed = closed
             self._destination.finish_part(closed)
-        if not self._begun:
-            self._notify(closed)
+        if not self._decided:
+            self._begun.finish_part(closed)
 
     @property
     def is_over(self) -> bool:
-        return self._begun and self._destination.done
-
-    def _notify(self, error: BaseException | None) -> None:
-        with self._lock:
-            then, self._then = self._then, None
-        if then is not None:
-            then(error)
+        return self._begun.done
 
 
 class Turns:
@@ -138,11 +112,7 @@ class Turns:
         """
         turn = Turn()
         self._waiting = [one for one in self._waiting if not one.is_over] + [turn]
-
-        def begin(together: bool, error: BaseException | None) -> None:
-            turn.begin_together(self._thread) if together else turn.begin_alone(error)
-
-        self._matching.ask(unit, begin)
+        self._matching.ask(unit, lambda together, error: turn.decide(error, thread=self._thread if together else None))
         return turn
 
     def cancel(self) -> None:
@@ -174,11 +144,11 @@ class SharedReads:
         self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
         self._next, self._copied = 0, done()
         self._error: BaseException | None = None
-        self._turns, self._copies = Turns(rounds, "shared reads"), Workers(1, "shared copies")
+        self.turns, self._copies = Turns(rounds, "shared reads"), Workers(1, "shared copies")
 
     def request(self, unit: int) -> Read:
         """Announce that this rank needs the unit next; return a function that fills a buffer with it."""
-        turn = self._turns.announce(unit)
+        turn = self.turns.announce(unit)
 
         def into(buffer: torch.Tensor) -> Future:
             filled = Future()
@@ -216,12 +186,9 @@ class SharedReads:
             self._error = error
             filled.finish_part(error)
 
-    def cancel(self) -> None:
-        self._turns.cancel()
-
     def close(self) -> None:
         """End the threads; call it after `cancel`, when no caller waits for a read any more."""
-        self._turns.close()
+        self.turns.close()
         self._copies.close()
 
 
@@ -255,15 +222,12 @@ class WeightAllGather:
 
     def __init__(self, node: Node, *, rounds: FetchMatching, join: Join) -> None:
         """Start the gathering thread; only that thread uses `join`."""
-        self._node, self._join, self._turns = node, join, Turns(rounds, "gathers")
+        self._node, self._join, self.turns = node, join, Turns(rounds, "gathers")
 
     def request(self, unit: int, host: torch.Tensor) -> PendingGather:
         """Announce that this rank needs the unit `host` next, and return the fetch."""
-        turn, rank = self._turns.announce(unit), self._node.rank - self._node.local_ranks.start
+        turn, rank = self.turns.announce(unit), self._node.rank - self._node.local_ranks.start
         return PendingGather(turn, host, rank=rank, ranks=len(self._node.local_ranks), join=self._join)
 
-    def cancel(self) -> None:
-        self._turns.cancel()
-
     def close(self) -> None:
-        self._turns.close()
+        self.turns.close()

@@ -15,26 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.device import Device, ReturnCopy
-from offload_trainer.offloading.recompute_hooks import keep_inputs
+from offload_trainer.offloading.recompute_hooks import WeightReferences
 from offload_trainer.plan.memory import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.tiers import offsets
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
-
-
-class Hooks(Protocol):
-    """Saved-tensor hooks for everything that is not a block input."""
-
-    def pack(self, tensor: torch.Tensor) -> Any: ...
-
-    def unpack(self, saved: Any) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -80,14 +72,14 @@ class Activations:
         device: Device,
         files: Sequence[DriveFile],
         transfers: Transfers,
-        other_hooks: Hooks | None = None,
+        references: WeightReferences | None = None,
     ) -> None:
         """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
 
         Without `files` all inputs are kept in host memory; otherwise the files store `inputs.homes(len(files))`.
-        `other_hooks` receives everything else that autograd saves with the inputs.
+        `references` are those of offloaded weights, which autograd may save with the inputs.
         """
-        self._device, self._transfers, self._other_hooks = device, transfers, other_hooks
+        self._device, self._transfers, self._references = device, transfers, references
         self._inputs, self._files = inputs, tuple(files)
         self._homes = inputs.homes(len(files))
         self._offsets = offsets([inputs.size] * len(self._homes), self._homes)
@@ -103,10 +95,35 @@ class Activations:
         self._prefetched: dict[int, tuple[torch.Tensor, ReturnCopy]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Make the checkpointed blocks of `model` store their inputs here, also if checkpointing is enabled again."""
-        keep_inputs(model, self)
+        """Make the checkpointed blocks of `model` store their inputs here; call it after checkpointing is enabled."""
+        for module in model.modules():
+            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+            if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not self:
+                setattr(module, "_gradient_checkpointing_func", self._keeping(checkpoint))  # noqa: B010
 
-    def begin(self) -> None:
+    def _keeping(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's `checkpoint` function with the block inputs that it saves stored here."""
+
+        def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return checkpoint(function, *args, **words)
+            # Masks and positions need no gradient; all blocks share them, so they stay on the device.
+            wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
+
+            def pack(tensor: torch.Tensor) -> Any:
+                if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
+                    return self.pack_input(tensor)
+                reference = self._references.reference_of(tensor) if self._references else None
+                return tensor.detach() if reference is None else reference
+
+            self._refuse_parts()
+            with torch.autograd.graph.saved_tensors_hooks(pack, self.unpack):
+                return checkpoint(function, *args, **words)
+
+        keeping.kept_by = self  # type: ignore[attr-defined]
+        return keeping
+
+    def _refuse_parts(self) -> None:
         """Raise UserError if no whole forward is running."""
         if not self._in_forward:
             raise UserError(
@@ -146,10 +163,6 @@ class Activations:
             self._downloads.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
 
-    def pack_other(self, tensor: torch.Tensor) -> Any:
-        """Save any other tensor with the `other_hooks` hooks, or on the device."""
-        return self._other_hooks.pack(tensor) if self._other_hooks else tensor.detach()
-
     def _buffer(self, kept: _SavedInput) -> _Buffer:
         if self._ring and kept.number < self._inputs.count and kept.size <= self._inputs.size:
             return self._ring[kept.number % len(self._ring)]
@@ -173,7 +186,7 @@ class Activations:
             UserError: another forward has replaced the input.
         """
         if not isinstance(kept, _SavedInput):
-            saved: torch.Tensor = self._other_hooks.unpack(kept) if self._other_hooks else kept
+            saved: torch.Tensor = self._references.unpack(kept) if self._references else kept
             return saved
         if kept.forward != self._forward:
             raise UserError(
@@ -216,6 +229,11 @@ class Activations:
         for buffer in (*self._ring, *self._own.values()):
             with suppress(Exception):
                 buffer.free.wait()
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key for a tensor's memory, shape and dtype, because autograd saves an alias, not the same object."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def _after(before: Future, start: Callable[[], Future]) -> Future:

@@ -20,14 +20,13 @@ from offload_trainer.offloading.pages.page_copies import PageCopies
 from offload_trainer.offloading.pages.store import PageStore, UnitStore
 from offload_trainer.offloading.ranks.collective_fetch import WeightFetches
 from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
-from offload_trainer.offloading.ranks.sharded_gradients import ShardedGradients
+from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.plan.tiered.layout import TierMap, Unit
-from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiers import DEVICE, RAM, size_of_home
 from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transfers
@@ -86,7 +85,7 @@ class Stores:
     state: PageStore
     weights: PlacedWeights
     fetches: WeightFetches
-    gradients: Gradients | ShardedGradients
+    gradients: GradientSums
     update_progress: UpdateProgress
 
 
@@ -131,27 +130,15 @@ def allocate_stores(layout: Layout, *, device: Device, drives: Drives, order: Se
 
 def _gradients(
     layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], kernel: GradientKernel
-) -> Gradients | ShardedGradients:
-    units, homes, transfers = layout.units, layout.homes, drives.transfers
-    sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
-    files = drives.files("gradients", sums, homes.gradients)
-    if layout.node.world > 1:
-        dtype, node = layout.gradient_dtype, layout.node
-        store = UnitStore(sums, homes.gradients, dtype=dtype, files=files, transfers=transfers, pinned=False, node=node)
-        return ShardedGradients(units, store, given=layout.dtype, device=device, order=order, node=node, kernel=kernel)
-    return Gradients(
-        units,
-        homes.gradients,
-        dtype=layout.gradient_dtype,
-        device=device,
-        files=files,
-        transfers=transfers,
-        stagings=GRADIENT_BUFFERS,
-        ring_bytes=layout.ring_bytes,
-        in_flight_bytes=GRADIENTS_IN_FLIGHT,
-        order=order,
-        kernel=kernel,
-    )
+) -> GradientSums:
+    units, homes, dtype, node = layout.units, layout.homes.gradients, layout.gradient_dtype, layout.node
+    sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1
+    files = drives.files("gradients", sizes, homes)
+    pinned, transfers = device.is_cuda and alone, drives.transfers
+    store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
+    if alone:
+        return Gradients(units, store, device=device, ring_bytes=layout.ring_bytes, order=order, kernel=kernel)
+    return ShardedGradients(units, store, given=layout.dtype, device=device, order=order, node=node, kernel=kernel)
 
 
 def _update_progress(layout: Layout, weights: PlacedWeights, device: Device) -> UpdateProgress:

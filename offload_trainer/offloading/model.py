@@ -179,7 +179,7 @@ class OffloadedModel:
         name, sizes = f"activations-{self.node.rank}", [inputs.size] * inputs.count
         files = self._drives.files(name, sizes, homes, shared=False) if drives else []
         kept = Activations(
-            inputs, device=self._device, files=files, transfers=self._drives.transfers, other_hooks=self.stream
+            inputs, device=self._device, files=files, transfers=self._drives.transfers, references=self.stream
         )
         self._open.callback(kept.close)
         kept.attach(self._module)

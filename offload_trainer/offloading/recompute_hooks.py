@@ -1,13 +1,10 @@
-"""Hook into torch's activation checkpointing: store block inputs elsewhere, and save weights as references.
-
-    keep_inputs    the input that `checkpoint` saves for a block goes to a `BlockInputStore` (host memory, drives)
-    keep_weights   weights that a block saves are replaced by references (unit, offset) to offloaded weights
+"""Hook into torch's activation checkpointing: weights that a block saves are replaced by references to them.
 
 `checkpoint` has its own saved-tensor hooks, which would save a recomputed block's weights as plain views until its
-backward ends. Weights that are fetched and evicted are saved as references instead, already in the forward, without
-passing through torch's hooks. Autograd unpacks a weight and other saved tensors of an operation in any order. So the
-block is recomputed before the first weight is returned; otherwise the recomputation would fetch other weights into the
-same buffer.
+backward ends. Weights that are fetched and evicted are saved as references (unit, offset) instead, already in the
+forward, without passing through torch's hooks. Autograd unpacks a weight and other saved tensors of an operation in any
+order. So the block is recomputed before the first weight is returned; otherwise the recomputation would fetch other
+weights into the same buffer.
 """
 
 from __future__ import annotations
@@ -23,33 +20,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from offload_trainer.offloading.autograd import current_backward, hooks_of_autograd
-
-
-class BlockInputStore(Protocol):
-    """A store for the inputs of checkpointed blocks."""
-
-    def begin(self) -> None:
-        """Prepare for a block that a backward will recompute."""
-
-    def pack_input(self, tensor: torch.Tensor) -> Any:
-        """Store a block's input, which is contiguous and not empty; return a handle that autograd saves instead."""
-
-    def pack_other(self, tensor: torch.Tensor) -> Any:
-        """Return a handle for any other tensor that `checkpoint` saves of a block's arguments."""
-
-    def unpack(self, kept: Any) -> torch.Tensor:
-        """Return the tensor of a handle from `pack_input` or `pack_other`."""
-
-
-def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
-    """Make `model`'s checkpointed blocks store their inputs in `keeper`.
-
-    Call it again after checkpointing was enabled again; blocks that already use `keeper` stay unchanged.
-    """
-    for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not keeper:
-            setattr(module, "_gradient_checkpointing_func", _keeping(checkpoint, keeper))  # noqa: B010
 
 
 class WeightReferences(Protocol):
@@ -133,30 +103,3 @@ class _Reference:
     """A saved reference to a weight."""
 
     reference: Any
-
-
-def _keeping(checkpoint: Callable[..., Any], keeper: BlockInputStore) -> Callable[..., Any]:
-    """Return torch's `checkpoint` function with the saved block inputs in `keeper`."""
-
-    def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return checkpoint(function, *args, **words)
-        # Masks and positions need no gradient; all blocks share them, so they stay on the device.
-        wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
-
-        def pack(tensor: torch.Tensor) -> Any:
-            if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
-                return keeper.pack_input(tensor)
-            return keeper.pack_other(tensor)
-
-        keeper.begin()
-        with torch.autograd.graph.saved_tensors_hooks(pack, keeper.unpack):
-            return checkpoint(function, *args, **words)
-
-    keeping.kept_by = keeper  # type: ignore[attr-defined]
-    return keeping
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key for a tensor's memory, shape and dtype, because autograd saves an alias, not the same object."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -20,6 +20,8 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients import collector as module
 from offload_trainer.offloading.gradients.collector import Gradients, InFlight, Ring
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm, global_norm, norm_of, ordered_norm
+from offload_trainer.offloading.pages.store import UnitStore
+from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.gradient_kernel import TorchGradients
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
@@ -64,12 +66,11 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 @contextmanager
 def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
     transfers = ThreadedTransfers(threads=1)
-    words: dict[str, Any] = {
-        **{"dtype": torch.float32, "files": [], "transfers": transfers, "stagings": 2, "ring_bytes": 1 << 20},
-        **{"in_flight_bytes": 1 << 20, "order": names(units), "kernel": TorchGradients()},
-    }
-    homes = [home] * len(units) if isinstance(home, int) else home
-    made = Gradients(units, homes, **words | changes)
+    dtype, files = changes.pop("dtype", torch.float32), changes.pop("files", [])
+    homes, sizes = [home] * len(units) if isinstance(home, int) else home, [dtype.itemsize * u.trained for u in units]
+    store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=False, node=Node())
+    words: dict[str, Any] = {"ring_bytes": 1 << 20, "order": names(units), "kernel": TorchGradients()}
+    made = Gradients(units, store, **words | changes)
     try:
         yield made
     finally:

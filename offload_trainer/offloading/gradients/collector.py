@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,40 +24,17 @@ from offload_trainer.offloading.device import Device, cores_beside
 from offload_trainer.offloading.gradients.host_accumulator import HostAccumulator
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm, norm_of, ordered_norm
 from offload_trainer.offloading.pages.store import UnitStore
-from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.gradient_kernel import GradientKernel
 from offload_trainer.plan.tiered.layout import Place, Unit
+from offload_trainer.plan.tiered.spec import GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiers import DEVICE
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, together
+from offload_trainer.storage.transfer import Future, done, together
 
 _ALIGN = 64  # bytes
 
 # Callback for a unit whose sums are complete and stored: (unit, event after which they are complete, error or None)
 Complete = Callable[[int, Any, BaseException | None], None]
-
-
-class GradientSums(Protocol):
-    """The gradient sums that an update reads: those of one rank (`Gradients`), or of several (`ShardedGradients`)."""
-
-    dtype: torch.dtype
-    store: UnitStore  # the sums outside the device
-
-    def watch(self, complete: Complete | None) -> None:
-        """Call `complete`, if given, for each unit when all its weights have their gradients of the last backward.
-
-        With several ranks no rank uses the unit's weights in this step any more by then. The call comes from any
-        thread, including autograd's. A unit with a weight that has no gradient in that backward is not reported.
-        """
-
-    def on_device(self, unit: int) -> torch.Tensor | None:
-        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
-
-    def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
-        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
-
-        `after` is the event on the device after which the sums are complete.
-        """
 
 
 class GradientIntake:
@@ -101,45 +78,35 @@ class Gradients:
     def __init__(
         self,
         units: Sequence[Unit],
-        homes: Sequence[int],
+        store: UnitStore,
         *,
-        dtype: torch.dtype,
         device: Device,
-        files: Sequence[DriveFile],
-        transfers: Transfers,
-        stagings: int,
         ring_bytes: int,
-        in_flight_bytes: int,
+        in_flight_bytes: int = GRADIENTS_IN_FLIGHT,
         order: Sequence[str],
         kernel: GradientKernel,
     ) -> None:
-        """Allocate the sums of each unit in the tier that `homes` names.
+        """Allocate the sums on the device; `store` has the others.
 
         Args:
             units: the model's units.
-            homes: tier of each unit's gradient sums.
-            dtype: dtype of the sums.
+            store: the sums in RAM and on drives, which also says the home and the dtype of all.
             device: the device that computes the gradients.
-            files: one file on each drive.
-            transfers: transfers to and from the files.
-            stagings: host buffers in front of drives, see `StagedSums`.
             ring_bytes: size of the host ring buffer. It is used for sums on drives, and for a GPU's gradients in RAM
                 that are not a weight's first or have another dtype.
             in_flight_bytes: limit of gradients on the device that wait for their copy, without the largest one.
             order: weight names in the order in which their norms are summed.
             kernel: adds gradients to sums in host memory, and measures these.
         """
-        self.dtype = dtype
+        self.store, self.dtype = store, store.dtype
         self._device, self._kernel = device, kernel
         self._intake = GradientIntake(units)
-        pinned = device.is_cuda
-        sizes = [unit.trained * dtype.itemsize for unit in units]
-        self.store = UnitStore(sizes, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=Node())
-        there = [unit for unit in units if homes[unit.index] == DEVICE]
-        parts = device.buffer(sum(unit.trained for unit in there), dtype).split([unit.trained for unit in there])
+        there = [unit for unit in units if store.homes[unit.index] == DEVICE]
+        parts = device.buffer(sum(unit.trained for unit in there), self.dtype).split([unit.trained for unit in there])
         self._on_device = {unit.index: part for unit, part in zip(there, parts, strict=True)}
-        self._host = HostAccumulator(units, self.store, stagings=stagings, kernel=kernel, cores=cores_beside(device))
-        self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
+        self._host = HostAccumulator(units, store, kernel=kernel, cores=cores_beside(device))
+        self._ring = Ring(host_buffer(ring_bytes, pinned=device.is_cuda))
+        self._in_flight = InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._intake.place)
         self._norms: dict[str, torch.Tensor] = {}
         self._downloads: dict[str, Future] = {}  # direct copies to host memory in flight
@@ -147,6 +114,11 @@ class Gradients:
         self._missing: dict[int, set[str]] = {}  # unit -> weights whose last gradient is missing
 
     def watch(self, complete: Complete | None) -> None:
+        """Call `complete`, if given, for each unit when all its weights have their gradients of the last backward.
+
+        With several ranks no rank uses the unit's weights in this step any more by then. The call comes from any
+        thread, including autograd's. A unit with a weight that has no gradient in that backward is not reported.
+        """
         self._complete = complete
 
     @property
@@ -321,9 +293,14 @@ class Gradients:
         self._downloads.pop(name, None)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
+        """Return a unit's sums (1-D, `unit.trained` elements) if they are on the device, else None."""
         return self._on_device.get(unit)
 
     def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
+        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
+
+        `after` is the event on the device after which the sums are complete.
+        """
         resident = self.on_device(unit)
         if resident is not None:
             return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
@@ -335,7 +312,7 @@ class Gradients:
         self._intake.arrived.clear()
         self._downloads.clear()
         self._missing.clear()
-        self._host.clear()
+        self._host.staged.clear()
 
     def close(self) -> None:
         """Wait for the accumulator's queued work, successful or not, and end its thread."""

@@ -19,6 +19,7 @@ from offload_trainer.offloading.pages.store import UnitStore
 from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.gradient_kernel import GradientKernel, Pieces
 from offload_trainer.plan.tiered.layout import Unit, range_of_rank
+from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
@@ -40,12 +41,12 @@ class StagedSums:
     write into a buffer before a barrier after all ranks' `claim`.
     """
 
-    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, node: Node) -> None:
-        """Allocate `stagings` buffers for blocks with sums on a drive; all other such units share one buffer."""
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, node: Node) -> None:
+        """Allocate buffers for blocks with sums on a drive; all other such units share one buffer."""
         self._units, self._store, self._node = tuple(units), store, node
         on_drives = [unit for unit in units if on_drive(store.homes[unit.index])]
         self._stagings = {
-            True: self._make([unit for unit in on_drives if unit.block], stagings),
+            True: self._make([unit for unit in on_drives if unit.block], GRADIENT_BUFFERS),
             False: self._make([unit for unit in on_drives if not unit.block], 1),
         }
         self._written: set[int] = set()  # units whose earlier sums are on their drive
@@ -132,11 +133,9 @@ class StagedSums:
 class HostAccumulator:
     """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
 
-    def __init__(
-        self, units: Sequence[Unit], store: UnitStore, *, stagings: int, kernel: GradientKernel, cores: int
-    ) -> None:
-        """Start the thread, which uses `cores` cores. `stagings`: see `StagedSums`."""
-        self._staged, self._kernel = StagedSums(units, store, stagings=stagings, node=Node()), kernel
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, kernel: GradientKernel, cores: int) -> None:
+        """Start the thread, which uses `cores` cores."""
+        self.staged, self._kernel = StagedSums(units, store, node=Node()), kernel
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
         limit_cores(self._worker, cores)
@@ -158,19 +157,15 @@ class HostAccumulator:
     def finish(self) -> None:
         """Wait until everything is added and stored; raise the first error."""
         future = Future()
-        self.put(self._staged.send_all, future)
+        self.put(self.staged.send_all, future)
         future.wait()
 
     def complete(self, unit: int) -> Future:
         """Return a future that completes when all queued work is done and the most recent unit's sums are stored."""
         begun, stored = Future(), Future()
         begun.then(lambda error: stored.finish_part(error) if error is not None else None)
-        self.put(lambda: self._staged.send(unit).then(stored.finish_part), begun)
+        self.put(lambda: self.staged.send(unit).then(stored.finish_part), begun)
         return stored
-
-    def clear(self) -> None:
-        """Begin the next step; call it after `finish`."""
-        self._staged.clear()
 
     def close(self) -> None:
         self._worker.close()
@@ -194,16 +189,12 @@ class HostAccumulator:
         """
         for copy in after:
             copy.wait()
-        target = self.collecting(unit)[start : start + values.numel()]
+        target = self.staged.collecting(unit)[start : start + values.numel()]
         return self._kernel.add(target, values, first=first, pieces=pieces)
 
     def measure(self, unit: int, start: int, end: int, *, pieces: Pieces) -> torch.Tensor:
         """Return the partial results of a unit's sums in [start, end)."""
-        return self._kernel.add(self.collecting(unit)[start:end], None, pieces=pieces)
-
-    def collecting(self, unit: int) -> torch.Tensor:
-        """Return the host memory that currently holds the unit's sums."""
-        return self._staged.collecting(unit)
+        return self._kernel.add(self.staged.collecting(unit)[start:end], None, pieces=pieces)
 
 
 def _clear_between(unit: Unit, sums: torch.Tensor, *, first: int, end: int) -> None:

@@ -32,7 +32,7 @@ import torch
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients.collector import Complete, GradientIntake
+from offload_trainer.offloading.gradients.collector import Complete, GradientIntake, Gradients
 from offload_trainer.offloading.gradients.host_accumulator import StagedSums
 from offload_trainer.offloading.gradients.norms import PiecewiseNorm
 from offload_trainer.offloading.pages.store import UnitStore
@@ -40,7 +40,7 @@ from offload_trainer.offloading.ranks.node_comm import Node
 from offload_trainer.optim.gradient_kernel import GradientKernel
 from offload_trainer.plan.tiered.layout import Place, Unit, largest_range, range_of_rank
 from offload_trainer.plan.tiered.norm_shards import NormShards, norm_parts
-from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, OUTBOXES, exchange_bytes
+from offload_trainer.plan.tiered.spec import OUTBOXES, exchange_bytes
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
 
@@ -72,19 +72,12 @@ class ShardedGradients:
     ) -> None:
         """Allocate the outboxes and inboxes. All ranks call it.
 
-        Args:
-            units: the model's units.
-            store: the sums, in RAM and on drives.
-            given: dtype of the gradients.
-            device: the device that computes the gradients.
-            order: weight names in the order in which their norms are summed.
-            node: this rank's connections to the others.
-            kernel: adds gradients to sums in host memory, and measures these.
+        `given` is the dtype of the gradients; `Gradients` explains the other arguments.
         """
         self.store, self.dtype = store, store.dtype
         self._device, self._node, self._kernel = device, node, kernel
         self._intake = GradientIntake(units)
-        self._sums = StagedSums(units, store, stagings=GRADIENT_BUFFERS, node=node)
+        self._sums = StagedSums(units, store, node=node)
         size = exchange_bytes(units, item_bytes=given.itemsize)
         boxes = node.memory_of_each(size, pinned=device.is_cuda)
         self._outboxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
@@ -271,6 +264,9 @@ class ShardedGradients:
     def close(self) -> None:
         """Drop gradients that wait for their unit's turn."""
         self._waiting.clear()
+
+
+GradientSums = Gradients | ShardedGradients  # the gradient sums that an update reads: those of one rank, or of several
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.store import PageStore
+from offload_trainer.offloading.ranks.sharded_gradients import GradientSums
 from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.update_staging import Route, host_slot
 from offload_trainer.plan.tiers import on_drive

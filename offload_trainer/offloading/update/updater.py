@@ -24,8 +24,8 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
-from offload_trainer.offloading.gradients.collector import GradientSums
 from offload_trainer.offloading.pages.store import PageSnapshot, PageStore, ShadowPages
+from offload_trainer.offloading.ranks.sharded_gradients import GradientSums
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams

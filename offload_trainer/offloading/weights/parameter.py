@@ -24,17 +24,19 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.autograd import not_compiled, recording, version_of
+
+if TYPE_CHECKING:
+    from offload_trainer.offloading.model import OffloadedModel
 
 _is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
@@ -116,26 +118,6 @@ FACTS = frozenset(
 )
 
 
-class WeightProvider(Protocol):
-    """The model behind offloaded parameters (`OffloadedModel`)."""
-
-    def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which these weights have their values, and autograd can save them."""
-        ...
-
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the gradient sum of the next step, or None."""
-        ...
-
-    def drop_gradient(self, name: str) -> None:
-        """Drop that sum, as if the weight had no gradient."""
-        ...
-
-    def trains(self, name: str) -> bool:
-        """Return whether the weight has optimizer state."""
-        ...
-
-
 def _refusing(name: str) -> Any:
     """Return a property whose setter raises, because torch does not call `__torch_function__` for these setters."""
     attribute = getattr(torch.Tensor, name)
@@ -146,7 +128,7 @@ class OffloadedParameter(nn.Parameter):
     """A parameter of an offloaded model; `offload_parameter` converts a parameter to this class."""
 
     weight: str  # name of the weight
-    provider: WeightProvider
+    provider: OffloadedModel
     version: int  # expected version counter; a larger one means that the parameter was written to
     real, imag = _refusing("real"), _refusing("imag")
 
@@ -220,7 +202,7 @@ Shared = OffloadedParameter | ParameterView
 _SHARED = frozenset([OffloadedParameter, ParameterView])  # use `type(x) in`: isinstance calls a slow metaclass
 
 
-def offload_parameter(parameter: nn.Parameter, name: str, provider: WeightProvider) -> None:
+def offload_parameter(parameter: nn.Parameter, name: str, provider: OffloadedModel) -> None:
     """Convert the parameter in place to an `OffloadedParameter`, whose values `provider` fetches."""
     version = parameter._version
     parameter.__class__ = OffloadedParameter
@@ -386,7 +368,7 @@ def _collect(values: Any, found: list[Shared]) -> None:
             _collect(value.values(), found)
 
 
-def _copied(given: Any, provider: WeightProvider) -> Any:
+def _copied(given: Any, provider: OffloadedModel) -> Any:
     """Replace parameters and views of other providers among (nested) arguments by copies, which autograd follows."""
     if type(given) in _SHARED:
         return given if _parameter_of(given).provider is provider else given.clone()

@@ -40,8 +40,8 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
             for name, function in (("mm", _mm), ("bmm", _bmm), ("addmm", _addmm)):
-                _library.impl(name, function, "CPU")
-                _library.impl(f"{name}.out", _into(name, function), "CPU", with_keyset=True)
+                for form in (name, f"{name}.out"):
+                    _library.impl(form, _replacing(form, function), "CPU", with_keyset=True)
             _library.impl(_ATTENTION, _attention_backward(), "CPU", with_keyset=True)
     return True
 
@@ -50,41 +50,21 @@ def _slow(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-# Tensors that are not 16-bit use the operator's `out=` form, which is still torch's own kernel.
-
-
-def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if _slow(left):
-        return _in_pieces(left, right)
-    return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
-
-
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if _slow(left):
-        return torch.bmm(left.float(), right.float()).to(left.dtype)
-    return torch.bmm(left, right, out=left.new_empty(left.shape[0], left.shape[1], right.shape[2]))
+    return torch.bmm(left.float(), right.float()).to(left.dtype)
 
 
-def _addmm(
-    added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
-) -> torch.Tensor:
-    if _slow(left):
-        return _in_pieces(left, right, added, beta=beta, alpha=alpha)
-    out = left.new_empty(left.shape[0], right.shape[1])
-    return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=out)
+def _replacing(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return the replacement of an operator or its `out=` form: `function` for 16 bits, else torch's own kernel."""
+    of_torch = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-
-def _into(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return the replacement of an operator's `out=` form: 16-bit products by `function`, others by torch's kernel."""
-    of_torch = torch.library.get_kernel(f"aten::{name}.out", "CPU")
-
-    def into(keys: Any, *tensors: torch.Tensor, out: torch.Tensor, **words: Any) -> Any:
+    def replacement(keys: Any, *tensors: torch.Tensor, out: torch.Tensor | None = None, **words: Any) -> Any:
         if not _slow(tensors[-1]):
-            return of_torch.call_boxed(keys, *tensors, out=out, **words)
+            return of_torch.call_boxed(keys, *tensors, **words | ({} if out is None else {"out": out}))
         found = function(*tensors, **words)
-        return out.resize_(found.shape).copy_(found)
+        return found if out is None else out.resize_(found.shape).copy_(found)
 
-    return into
+    return replacement
 
 
 def _attention_backward() -> Callable[..., Any]:
@@ -103,13 +83,12 @@ def _attention_backward() -> Callable[..., Any]:
     return backward
 
 
-def _in_pieces(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    added: torch.Tensor | None = None,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _addmm(None, left, right)
+
+
+def _addmm(
+    added: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """Return alpha * left @ right + beta * added, with fp32 copies of one piece at a time along the longest dimension.
 

@@ -65,16 +65,7 @@ class TieredEngine:
     ) -> None:
         """Build the model and allocate its state. All ranks call it.
 
-        Args:
-            source: the model and its weights.
-            work: the workload.
-            optim: the `optim` section of the configuration.
-            placement: tiers of weights and optimizer state.
-            sizes: buffer sizes, and each tier's share of the state.
-            drives: private directories on drives.
-            load_weights: set the weights from `source`; false if a checkpoint is loaded afterwards.
-            say: receives a sentence about the chosen update kernel.
-            device: the device to use, for tests; by default the GPU if there is one, else the CPU.
+        Without `load_weights` a checkpoint is loaded afterwards. `open_parts` explains the other arguments.
         """
         self._optim = optim
         work = replace(work, breadth_first=sizes.breadth_first)

@@ -34,13 +34,12 @@ from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher, modules_of_units
-from offload_trainer.offloading.weights.resident_guard import ResidentGuard, give_memory
+from offload_trainer.offloading.weights.resident_guard import ResidentGuard
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.memory import BlockInputs
-from offload_trainer.plan.tiered.update_staging import routes_of
 from offload_trainer.storage.host_memory import Heap
 
 
@@ -93,50 +92,33 @@ class OffloadedModel:
             self._fetches, self.update_progress = stores.fetches, stores.update_progress
             stack.callback(self._fetches.close)
             stack.callback(self.gradients.close)
-            every = routes_of(layout.homes, is_gpu=device.is_cuda)
-            routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]
             stack.callback(self.update_progress.close)
-            self.updater = Updater(
-                self.store,
-                self.weights,
-                self.gradients,
-                self.update_progress,
-                device=device,
-                kernels=kernels,
-                routes=routes,
-                slots=layout.page_buffers,
-                overlap_forward=layout.overlap_forward,
-                overlap_backward=layout.overlap_backward,
-                shadows=layout.homes.shadows,
-            )
+            self.updater = Updater(stores, layout, device=device, kernels=kernels)
             stack.callback(self.updater.close)
             self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places
-            give_memory(self.weights, parameters)
-            self.stream, self.resident_guard = self._attach(layout, stack)
+            held = self.weights, parameters, self.update_progress
+            self.resident_guard = ResidentGuard(*held, place=device.place)
+            self.stream = WeightPrefetcher(
+                *held, source=self._fetches.source, device=device, blocks=layout.unit_buffers
+            )
+            stack.callback(self.stream.close)
+            self._attach(layout)
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _attach(self, layout: Layout, stack: ExitStack) -> tuple[WeightPrefetcher | None, ResidentGuard | None]:
-        """Return the prefetcher of offloaded weights and the guard of resident ones; None if not needed."""
+    def _attach(self, layout: Layout) -> None:
+        """Register hooks that fetch offloaded weights, and hooks that wait for updates of others if these overlap."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
         names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
         wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
-        held, stream, resident_guard = (self.weights, self.parameters, self.update_progress), None, None
-        if any(self.weights.in_place(unit.index) is None for unit in self.units):
-            stream = WeightPrefetcher(
-                *held, source=self._fetches.source, device=self._device, blocks=layout.unit_buffers
-            )
-            stack.callback(stream.close)
-            stream.attach(wanted)
-            if any(unit.is_part for unit in self.units):
-                keep_weights(self._module, stream)
+        self.stream.attach(wanted)
+        if self.stream.fetches and any(unit.is_part for unit in self.units):
+            keep_weights(self._module, self.stream)
         if layout.overlap_forward:
-            resident_guard = ResidentGuard(*held, place=self._device.place)
-            resident_guard.attach(wanted)
-        return stream, resident_guard
+            self.resident_guard.attach(wanted)
 
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Register hooks that collect gradients and, on a CPU, hooks that return freed memory to the system."""
@@ -227,9 +209,8 @@ class OffloadedModel:
         """
         if self.closed:
             raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
-        if self.resident_guard is not None:
-            self.resident_guard.restore(self.places[name][0].index for name in names)
-        if self.stream is None:
+        self.resident_guard.restore(self.places[name][0].index for name in names)
+        if not self.stream.fetches:
             return nullcontext()
         places = {name: self.places[name] for name in names}
         return self.stream.borrow_weights({name: (unit.index, place.start) for name, (unit, place) in places.items()})
@@ -309,9 +290,8 @@ class OffloadedModel:
     def forward(self, *, then: bool) -> Iterator[None]:
         """Wrap each forward; `then`: a backward follows."""
         keeping = self.activations.forward() if self.activations and then else nullcontext()
-        if self.resident_guard is not None:
-            self.resident_guard.begin_forward()
-        with self._passing(backward=False, then=then), keeping:
+        self.resident_guard.begin_forward()
+        with self.stream.passing(backward=False, then=then), keeping:
             yield
         if not then:
             self.node.align()  # a backward has barriers that align the ranks
@@ -324,7 +304,7 @@ class OffloadedModel:
         """
         self._begin_backward()
         self.last = last
-        with self._passing(backward=True, then=None if last else False):
+        with self.stream.passing(backward=True, then=None if last else False):
             if last:
                 self.updater.begin_last_backward()
             self.heap.trim()  # a forward leaves holes in the heap, and the first gradient, that of the head, is large
@@ -342,13 +322,10 @@ class OffloadedModel:
         self._prefetches_pages = last
         if not self.update_progress.is_running:
             self._begin_backward()
-        if self.stream is None:
+        self.stream.then_after_backward = None if last else False
+        with self.stream.saving():
             yield
-        else:
-            self.stream.then_after_backward = None if last else False
-            with self.stream.saving():
-                yield
-            self.stream.end_backward()
+        self.stream.end_backward()
         if self.node.world > 1:
             self.synchronize()  # a rank whose backward reached no weight has not waited for the update yet
             self.gradients.end_of_backward(last=self.last)
@@ -361,7 +338,7 @@ class OffloadedModel:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves offloaded weights as references, for threads of a forward."""
-        return self.stream.saving() if self.stream else nullcontext()
+        return self.stream.saving()
 
     def _begin_backward(self) -> None:
         """Wait until the previous update has read the gradient sums, because the backward overwrites them.
@@ -372,7 +349,7 @@ class OffloadedModel:
         """
         if self.updater.speculates and self.node.world == 1:
             self.update_progress.wait_for_weights()
-            self._restore_resident()
+            self.resident_guard.restore_all()
         else:
             self.synchronize()
         if self._prefetches_pages:
@@ -382,14 +359,7 @@ class OffloadedModel:
     def synchronize(self) -> None:
         """Wait until no update is running; raise the error of the last one, if any."""
         self.update_progress.finish()
-        self._restore_resident()
-
-    def _restore_resident(self) -> None:
-        if self.resident_guard is not None:
-            self.resident_guard.restore_all()
-
-    def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
-        return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
+        self.resident_guard.restore_all()
 
     def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """Announce the expected `step`, so that its last backward may overlap the update of pages."""
@@ -425,8 +395,7 @@ class OffloadedModel:
         self._note(updating=True)
         for name in arrived:
             self.steps[name] += 1
-        if self.stream:
-            self.stream.forget()
+        self.stream.forget()
         params = self._step_params({name: rules[name] for name in arrived}, self.steps, scale=scale)
         self.node.barrier()  # rank 0 has recorded the update, and no rank still computes with the old weights
 
@@ -435,14 +404,12 @@ class OffloadedModel:
             self._note(updating=False)
 
         self.updater.start(params, at_end=at_end)
-        if self.resident_guard is not None:
-            self.resident_guard.begin()
+        self.resident_guard.begin()
 
     def clear(self) -> None:
         """Drop the gradient sums and begin the next step. Without a preceding `step`, undo speculative updates."""
         if self.updater.skip():
-            if self.stream:
-                self.stream.forget()
+            self.stream.forget()
             self.node.barrier()  # all ranks have restored their weights and pages
         self._cleared += 1
         self.gradients.clear()
@@ -455,8 +422,7 @@ class OffloadedModel:
 
     def begin(self) -> None:
         """Start prefetching the weights that the next forward needs first."""
-        if self.stream:
-            self.stream.begin()
+        self.stream.begin()
         self.heap.trim()
 
     @property
@@ -518,8 +484,7 @@ class OffloadedModel:
         self.synchronize()
         self.drop()
         self.updater.pipeline.drop_prefetched()
-        if self.stream:
-            self.stream.forget()  # before weights change, because a prefetch could read a mix of old and new ones
+        self.stream.forget()  # before weights change, because a prefetch could read a mix of old and new ones
         state = self.state.load(directory, self.node)
         self.steps = {name: state.steps_of(name) for name in self.trained}
         return state

@@ -142,8 +142,7 @@ def _quiet(engine: Any) -> tuple[int, ...]:
     """Return the bytes moved once no transfer is in flight."""
     engine.synchronize()
     engine.offloaded.node.align()
-    if engine.offloaded.stream is not None:
-        engine.offloaded.stream.forget()
+    engine.offloaded.stream.forget()
     return tuple(_moved)
 
 

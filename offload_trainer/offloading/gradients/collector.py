@@ -86,12 +86,9 @@ class Gradients:
         order: Sequence[str],
         kernel: GradientKernel,
     ) -> None:
-        """Allocate the sums on the device; `store` has the others.
+        """Allocate the sums on the device; `store` has the others, and the home and the dtype of all.
 
         Args:
-            units: the model's units.
-            store: the sums in RAM and on drives, which also says the home and the dtype of all.
-            device: the device that computes the gradients.
             ring_bytes: size of the host ring buffer. It is used for sums on drives, and for a GPU's gradients in RAM
                 that are not a weight's first or have another dtype.
             in_flight_bytes: limit of gradients on the device that wait for their copy, without the largest one.

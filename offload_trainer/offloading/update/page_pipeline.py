@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 
+from offload_trainer.offloading.allocation import Stores
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.pages.store import PageStore
-from offload_trainer.offloading.ranks.sharded_gradients import GradientSums
-from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.update_staging import Route, host_slot
 from offload_trainer.plan.tiers import on_drive
 from offload_trainer.storage.host_memory import host_buffer
@@ -85,28 +83,20 @@ class _Arrivals:
 
 
 class PagePipeline:
-    """The pages of `store` that the CPU updates, and those of the device that pass through host memory."""
+    """The pages that the CPU updates, and those of the device that pass through host memory."""
 
     def __init__(
-        self,
-        store: PageStore,
-        weights: PlacedWeights,
-        gradients: GradientSums,
-        *,
-        device: Device,
-        routes: Sequence[Route],
-        slots: int,
-        shadows: Container[int] = (),
+        self, stores: Stores, *, device: Device, routes: Sequence[Route], slots: int, shadows: Container[int]
     ) -> None:
         """Allocate `slots` buffers for the staged pages of `routes`, which arrive in that order.
 
         `shadows` are the pages in RAM that may be offered to a speculative step, as all pages on drives may.
         """
-        self._store, self._weights, self._gradients = store, weights, gradients
+        self._store, self._weights, self._gradients = stores.state, stores.weights, stores.gradients
         self._routes = [route for route in routes if route.through_host]
         self._in_ram = [route for route in routes if not route.through_host and not route.on_device]
-        sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
-        parts = host_slot(routes, format=store.format, **sizes)
+        sizes = {"gradient": self._gradients.dtype.itemsize, "weight": self._weights.dtype.itemsize}
+        parts = host_slot(routes, format=self._store.format, **sizes)
         self._slots = [
             host_buffer(parts.total, pinned=device.is_cuda).split([parts.state, parts.gradient, parts.weights])
             for _ in range(min(slots, len(self._routes)))

@@ -13,7 +13,7 @@ pages in RAM with shadow memory, may be updated before the step's clipping facto
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,17 +23,15 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.allocation import Layout, Stores
 from offload_trainer.offloading.device import Device, cores_beside, limit_cores
-from offload_trainer.offloading.pages.store import PageSnapshot, PageStore, ShadowPages
-from offload_trainer.offloading.ranks.sharded_gradients import GradientSums
+from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
-from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
-from offload_trainer.offloading.weights.placed import PlacedWeights
 from offload_trainer.optim.cuda_adam import CudaKernel
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, clip_ranges
 from offload_trainer.optim.matrix_kernel import MatrixKernel
-from offload_trainer.plan.tiered.update_staging import Route, device_slot
+from offload_trainer.plan.tiered.update_staging import Route, device_slot, routes_of
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
 
@@ -59,51 +57,30 @@ class _Step:
 
 
 class Updater:
-    """The optimizer update: it reads `store` and `gradients`, and writes `store` and `weights`."""
+    """The optimizer update: it reads the state and the gradients, and writes the state and the weights."""
 
-    def __init__(
-        self,
-        store: PageStore,
-        weights: PlacedWeights,
-        gradients: GradientSums,
-        update_progress: UpdateProgress,
-        *,
-        device: Device,
-        kernels: tuple[Kernel, Kernel],
-        routes: Sequence[Route],
-        slots: int,
-        overlap_forward: bool,
-        overlap_backward: bool = False,
-        shadows: Container[int] = (),
-    ) -> None:
-        """Prepare the update.
+    def __init__(self, stores: Stores, layout: Layout, *, device: Device, kernels: tuple[Kernel, Kernel]) -> None:
+        """Prepare the update of this rank's pages in `stores`.
 
-        Args:
-            store: pages of optimizer state.
-            weights: 16-bit weights, which receive the new values.
-            gradients: gradient sums.
-            update_progress: records which units have their new weights.
-            device: the device that computes forward and backward.
-            kernels: the CPU's kernel, and the kernel for pages on `device`.
-            routes: the pages to update and how they are staged, in the order in which a forward needs them.
-            slots: number of host staging buffers.
-            overlap_forward: run the update on a thread, so that it overlaps the next forward.
-            overlap_backward: allow pages on drives and `shadows` to be updated during the backward.
-            shadows: pages in RAM for whose old bytes memory is allocated.
+        `kernels` are the CPU's kernel, and the kernel for pages on `device`. The update runs on a thread if `layout`
+        lets it overlap the next forward.
         """
-        self._store, self._weights, self._gradients, self._update_progress = store, weights, gradients, update_progress
-        self._device = device
+        store, weights, gradients = stores.state, stores.weights, stores.gradients
+        self._store, self._weights, self._gradients = store, weights, gradients
+        self._update_progress, self._device = stores.update_progress, device
+        every = routes_of(layout.homes, is_gpu=device.is_cuda)  # in the order in which a forward needs them
+        routes = [route for route in every if layout.homes.of_rank(route.number, layout.node.rank)]
         if store.format.rule.matrices:
             place = device.place if device.is_cuda else None
-            threads = cores_beside(device) if overlap_forward else torch.get_num_threads()
+            threads = cores_beside(device) if layout.overlap_forward else torch.get_num_threads()
             made = {kernel: MatrixKernel(kernel, gpu=place, threads=threads) for kernel in kernels}  # one for a CPU
             kernels = made[kernels[0]], made[kernels[1]]
         self._kernel, self._device_kernel = kernels
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
-        self.shadows = ShadowPages(store, [number for number in self.numbers if number in shadows])
+        self.shadows = ShadowPages(store, [number for number in self.numbers if number in layout.homes.shadows])
         self.pipeline = PagePipeline(
-            store, weights, gradients, device=device, routes=routes, slots=slots, shadows=self.shadows
+            stores, device=device, routes=routes, slots=layout.page_buffers, shadows=self.shadows
         )
         there = [path for path in self._paths.values() if path.route.on_device and not path.route.through_host]
         self._device_paths = {
@@ -113,13 +90,13 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
-        assert overlap_forward or not overlap_backward
-        self._overlap_backward = overlap_backward
+        assert layout.overlap_forward or not layout.overlap_backward
+        self._overlap_backward = layout.overlap_backward
         self._pending_writes: dict[int, PendingWrite] = {}  # pages of the current update that are being written back
         self._next_speculative: SpeculativeStep | None = None
         self._speculative: SpeculativeStep | None = None  # the speculative updates of the current step
         self._failed: BaseException | None = None  # the error of the last update on the thread
-        self._thread = Workers(1, "update") if overlap_forward else None
+        self._thread = Workers(1, "update") if layout.overlap_forward else None
         if self._thread is not None:
             limit_cores(self._thread, cores_beside(device))
 

@@ -43,15 +43,11 @@ class LazyWeight(torch.Tensor):
         device: torch.device | str = "cpu",
         keeps: bool = False,
     ) -> LazyWeight:
-        """Return a lazy tensor with the shape of `like`.
+        """Return a lazy tensor with the shape of `like`, and its dtype unless `dtype` is given.
 
-        Args:
-            like: tensor with the shape, and with the dtype unless `dtype` is given.
-            read: returns the values, on `device`.
-            write: receives the values after an in-place operation; without it such an operation raises UserError.
-            dtype: dtype of the values.
-            device: device of the values.
-            keeps: keep the values in memory once their address is requested; otherwise that raises UserError.
+        `read` returns the values, on `device`. `write` receives them after an in-place operation; without it such an
+        operation raises UserError. `keeps`: keep the values in memory once their address is requested; otherwise that
+        raises UserError.
         """
         nothing = torch.full((), torch.nan, dtype=dtype or like.dtype, device=device)
         made = nothing.expand(like.shape).as_subclass(cls)

@@ -88,19 +88,15 @@ class WeightPrefetcher:
         device: Device,
         blocks: int,
     ) -> None:
-        """Allocate the ring buffers.
+        """Allocate the ring buffers, of which `blocks` are for blocks.
 
-        Args:
-            weights: the model's weights.
-            parameters: the parameters of each weight.
-            update_progress: says when a unit has its new weights.
-            source: returns where a unit is fetched from: host memory, or a function that fills a buffer.
-            device: the device that computes.
-            blocks: number of buffers for blocks.
+        `update_progress` says when a unit has its new weights. `source` returns where a unit is fetched from: host
+        memory, or a function that fills a buffer.
         """
         self._weights, self._source, self._device = weights, source, device
         self._update_progress = update_progress
         units = [unit for unit in weights.units if weights.in_place(unit.index) is None]
+        self.fetches = bool(units)  # otherwise all weights are used in place
         self._rings = Rings(units, blocks=blocks)
         packed = {kind: weights.packed_elements(of_blocks=kind) for kind in (True, False)}
         self._slots = [
@@ -200,6 +196,8 @@ class WeightPrefetcher:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves weights by unit and offset."""
+        if not self.fetches:
+            return nullcontext()
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def end_backward(self) -> None:

@@ -20,7 +20,7 @@ from offload_trainer.offloading.weights.prefetch import HasPreHooks
 
 
 class ResidentGuard:
-    """The guard of the units that the model uses where `weights` stores them.
+    """The guard of the units that the model uses where `weights` stores them; `WeightPrefetcher` has the others.
 
     `parameters` are by name, one for each use.
     """
@@ -33,10 +33,20 @@ class ResidentGuard:
         *,
         place: torch.device,
     ) -> None:
-        """Prepare the guard; `place` is the torch device."""
+        """Point the parameters of these units to their unit's memory on the torch device `place`."""
         self._update_progress = update_progress
         self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=place)
-        self._parts = _on_the_device(weights, parameters)
+        self._parts: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        for unit in weights.units:
+            memory = weights.in_place(unit.index)
+            if memory is not None:
+                self._parts[unit.index] = [
+                    (use, weights.values(memory, place))
+                    for place in unit.places
+                    for use in parameters[place.weight.name]
+                ]
+        for parameter, values in (part for parts in self._parts.values() for part in parts):
+            parameter.data = values
         self._blocked: set[int] = set()
         self._called: set[int] = set()  # units that a module's call has needed so far
 
@@ -80,24 +90,3 @@ class ResidentGuard:
     def restore_all(self) -> None:
         """Wait for all new weights, and restore all parameters' memory."""
         self.restore(self._parts)
-
-
-def give_memory(weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
-    """Point parameters to their unit's memory if the model can use it; `WeightPrefetcher` handles the others."""
-    for parts in _on_the_device(weights, parameters).values():
-        for parameter, memory in parts:
-            parameter.data = memory
-
-
-def _on_the_device(
-    weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]
-) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
-    """Return the parameters (one for each use) of each unit that is used in place, with their views of its memory."""
-    resident = {unit: weights.in_place(unit.index) for unit in weights.units}
-    return {
-        unit.index: [
-            (use, weights.values(memory, place)) for place in unit.places for use in parameters[place.weight.name]
-        ]
-        for unit, memory in resident.items()
-        if memory is not None
-    }

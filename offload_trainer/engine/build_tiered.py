@@ -56,7 +56,6 @@ def open_parts(
         placement: tiers of weights and optimizer state.
         sizes: buffer sizes, and each tier's share of the state.
         directories: private directories on drives, the same ones for all ranks of a node.
-        stack: closes everything that is opened here.
         say: receives a sentence about the chosen kernel.
         device: the device to use; by default the GPU if there is one, else the CPU.
 
@@ -86,11 +85,7 @@ def open_parts(
         overlap_forward=sizes.overlap,
         overlap_backward=sizes.ahead,
         ring_bytes=gradient_ring(
-            units,
-            homes.gradients,
-            item_bytes=work.item_bytes,
-            several=work.added > 1,
-            gpu=device.is_cuda,
+            units, homes.gradients, item_bytes=work.item_bytes, several=work.added > 1, gpu=device.is_cuda
         ),
     )
     kernel, why = choose_kernel(work.kernel)

@@ -156,12 +156,7 @@ class PlainEngine:
         )
         fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        files = state_files(
-            shapes,
-            self._read,
-            fixed=fixed,
-            read_fixed=lambda name: self._weights[name].detach(),
-        )
+        files = state_files(shapes, self._read, fixed=fixed, read_fixed=lambda name: self._weights[name].detach())
         return BlockingSnapshot(state, files, writes=True)
 
     def _read(self, name: str, kind: str) -> torch.Tensor:

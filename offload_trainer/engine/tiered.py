@@ -217,7 +217,6 @@ class TieredEngine:
         return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
-        """Return each trainable weight's hyperparameters in this step."""
         rule, optim = self.offloaded.store.format.rule, self._optim
         group = dict(optim) | {"lr": lr, **MUON_SETTINGS}
         group["muon_lr"] = lr if optim.muon_lr == "auto" else optim.muon_lr * (lr / optim.lr)

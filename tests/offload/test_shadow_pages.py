@@ -125,7 +125,7 @@ def test_written_pages_become_valid_at_the_flip_or_never(model: Path, drive: Pat
                 store.flip()
                 old = value
             else:
-                store.forget_written()
+                store.copies.forget()
             assert held() == old
             assert store.copies.newest(last) == store.copies.valid(last)
         assert copies_of_bits(store.copies.newest_bits(), last + 1)[:last] == [0] * last

@@ -112,7 +112,6 @@ class StagedSums:
         return staging.writing or done()
 
     def _wait_for_write(self, staging: _Staging) -> None:
-        """Wait until the buffer's contents are on their drive."""
         if staging.writing is not None:
             staging.writing.wait()
             staging.writing = None

@@ -143,7 +143,6 @@ class TieredState:
         return state
 
     def _load_fixed(self, directory: Path) -> None:
-        """Load the frozen weights."""
         fixed = self.shapes(trainable=False)
         if fixed and self.names(trainable=True):
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):

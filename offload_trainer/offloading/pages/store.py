@@ -113,9 +113,8 @@ class PageStore:
         self._sizes = [format.page_bytes(page) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
-        self._copy_bytes = [
-            size_of_home(self._sizes, homes, home) for home in range(len(files))
-        ]  # bytes from copy 0 to 1
+        # bytes from copy 0 to copy 1
+        self._copy_bytes = [size_of_home(self._sizes, homes, home) for home in range(len(files))]
         self.copies = copies
         self._memory = node.memory_of(self._sizes, homes)
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
@@ -198,10 +197,6 @@ class PageStore:
     def flip(self) -> None:
         """Make the copies that this rank has written since the last call the valid ones, after all writes ended."""
         self.copies.flip()
-
-    def forget_written(self) -> None:
-        """Roll pages with two copies back to the last `flip`, after all writes have ended."""
-        self.copies.forget()
 
     def sync(self) -> None:
         """Flush all files to stable storage, so that completed writes survive a power cut."""
@@ -381,12 +376,7 @@ class UnitStore:
         From a file this reads only the aligned range around them, because writes to other parts may be in flight.
         """
         inside = self.host(unit)
-        if inside is not None:
-            return inside[start : start + count].clone()
-        first = start // ALIGN * ALIGN
-        buffer = host_buffer((aligned(start + count) - first) * self.dtype.itemsize).view(self.dtype)
-        self.read(unit, first, buffer).wait()
-        return buffer[start - first :][:count]
+        return inside[start : start + count].clone() if inside is not None else self._around(unit, start, count)[1]
 
     def replace(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on; in a file this reads and writes only the aligned range around them."""
@@ -394,11 +384,16 @@ class UnitStore:
         if inside is not None:
             inside[start : start + values.numel()].copy_(values)
             return
+        buffer, held = self._around(unit, start, values.numel())
+        held.copy_(values)
+        self.write(unit, start // ALIGN * ALIGN, buffer).wait()
+
+    def _around(self, unit: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the aligned range around `count` elements from `start` on; return it, and the elements in it."""
         first = start // ALIGN * ALIGN
-        buffer = host_buffer((aligned(start + values.numel()) - first) * self.dtype.itemsize).view(self.dtype)
+        buffer = host_buffer((aligned(start + count) - first) * self.dtype.itemsize).view(self.dtype)
         self.read(unit, first, buffer).wait()
-        buffer[start - first :][: values.numel()].copy_(values)
-        self.write(unit, first, buffer).wait()
+        return buffer, buffer[start - first :][:count]
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on to `values` (1-D, any dtype). Call `flush` afterwards."""

@@ -319,7 +319,6 @@ class PagePipeline:
         self._complete(page)
 
     def _is_written(self, route: Route) -> bool:
-        """Return whether the last update has written the page's state."""
         return route.number not in self._writing or self._writing[route.number].done
 
     def _put_in_ram(self, routes: Iterable[Route]) -> None:

@@ -91,7 +91,6 @@ class UpdateProgress:
         (whole if self._agree else weights).then(self.completion_callback(unit))
 
     def _fail(self, error: BaseException) -> None:
-        """Complete all pending futures with the error."""
         with self._lock:
             left = [*self._units.values(), *self._own_pages.values()]
         for future in left:

@@ -268,7 +268,6 @@ class Updater:
 
     @torch.no_grad()
     def _update_offered(self, speculative: SpeculativeStep) -> None:
-        """Update offered pages on the thread until interrupted."""
         step = _Step(speculative.expected, after=None)
         try:
             while speculative.error is None and (page := self.pipeline.next()) is not None:
@@ -298,7 +297,7 @@ class Updater:
             raise speculative.error
         self.pipeline.withdraw()
         together([sent.whole for sent in speculative.written.values()]).wait()
-        self._store.forget_written()
+        self._store.copies.forget()
         for number in sorted(speculative.written):
             data = self.shadows.restore(number) if number in self.shadows else self.pipeline.read_back(number)
             page = self._store.pages[number]

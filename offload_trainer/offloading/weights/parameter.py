@@ -43,20 +43,10 @@ _is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_
 # Frequent operations whose results never share memory with their arguments.
 _NEW_MEMORY = frozenset(
     [
-        "linear",
-        "addmm",
-        "mm",
-        "bmm",
-        "mul",
-        "add",
-        "embedding",
-        "layer_norm",
-        "rms_norm",
-        "group_norm",
-        "conv1d",
-        "conv2d",
+        "linear", "addmm", "mm", "bmm", "mul", "add", "embedding",
+        "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d",
     ]
-)
+)  # fmt: skip
 
 # Operations that expose a tensor's memory outside torch.
 _RAW_MEMORY = frozenset(
@@ -68,54 +58,15 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 # Attributes and methods that do not need a parameter's values.
 FACTS = frozenset(
     [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "itemsize",
-        "nbytes",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "output_nr",
-        "names",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_mps",
-        "is_xpu",
-        "retains_grad",
-        "_version",
-        "_backward_hooks",
-        "_has_compatible_shallow_copy_type",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "stride",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "get_device",
-        "is_tensor",
-        "is_inference",
-        "is_same_size",
-        "register_hook",
-        "retain_grad",
-        "register_post_accumulate_grad_hook",
-        "__hash__",
-        "__len__",
-        "_is_view",
-        "is_signed",
-        "is_shared",
-        "has_names",
+        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf",
+        "grad_fn", "output_nr", "names", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps",
+        "is_xpu", "retains_grad", "_version", "_backward_hooks", "_has_compatible_shallow_copy_type", "size",
+        "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous",
+        "is_floating_point", "is_complex", "get_device", "is_tensor", "is_inference", "is_same_size",
+        "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "__hash__", "__len__", "_is_view",
+        "is_signed", "is_shared", "has_names",
     ]
-)
+)  # fmt: skip
 
 
 def _refusing(name: str) -> Any:

@@ -31,13 +31,7 @@ class PlacedWeights:
     """The weights of a model: one flat tensor in `dtype` for each unit, in its stored form."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        homes: Sequence[int],
-        *,
-        store: UnitStore,
-        device: Device,
-        node: Node,
+        self, units: Sequence[Unit], homes: Sequence[int], *, store: UnitStore, device: Device, node: Node
     ) -> None:
         """Allocate the weights on the device; `store` has the others.
 

@@ -25,6 +25,7 @@ _TO_REPORT = 10.0  # seconds that pytest gets for its report when the time is ov
 MARKED = ("tests/optim/test_cuda_adam.py", "tests/offload/test_tiered.py")
 # Files whose tests build engines, on the GPU where there is one.
 COMPUTING = (
+    "tests/offload/test_schedules.py",
     "tests/offload/test_shares.py",
     "tests/offload/test_speculative_update.py",
     "tests/offload/test_overlap.py",

@@ -20,7 +20,7 @@ from offload_trainer.model.loader import resolve_model
 
 
 @pytest.mark.ops
-@pytest.mark.parametrize(("params", "optimizer"), [("gpu", "cpu"), ("cpu", "cpu"), ("cpu", "nvme")])
+@pytest.mark.parametrize(("params", "optimizer"), [("gpu", "cpu"), ("cpu", "nvme")])
 def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
     params: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -43,14 +43,8 @@ def test_masters_are_whole_with_late_writes_to_the_drive(tmp_path: Path) -> None
     """
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
-    words = [
-        "--optimizer",
-        "nvme",
-        "--accumulate",
-        "2",
-        "deepspeed.sub_group_size=1000000",
-        "model.activation_checkpointing=off",
-    ]
+    words = ["--optimizer", "nvme", "--accumulate", "2", "deepspeed.sub_group_size=1000000"]
+    words += ["model.activation_checkpointing=off"]
     done = run_script(HELPERS / "run_stock_deepspeed.py", tmp_path, "late", *words, stock=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -59,16 +53,14 @@ def test_masters_are_whole_with_late_writes_to_the_drive(tmp_path: Path) -> None
 
 
 ZERO = {  # keyed by ZeRO stage and placement
-    "1": ["deepspeed.zero_stage=1", "--optimizer", "cpu"],
     "1 gpu": ["deepspeed.zero_stage=1", "--optimizer", "gpu"],
     "2": ["--params", "gpu", "--optimizer", "cpu"],
     "3": ["--params", "cpu", "--optimizer", "cpu"],
-    "3 gpu": ["deepspeed.zero_stage=3", "--params", "gpu", "--optimizer", "gpu"],
 }
 
 
 @pytest.mark.ops
-@pytest.mark.parametrize(("zero", "ranks"), [("1", 2), ("1 gpu", 2), ("2", 2), ("3 gpu", 2), ("2", 4), ("3", 2)])
+@pytest.mark.parametrize(("zero", "ranks"), [("1 gpu", 2), ("2", 4), ("3", 2)])
 def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int, tmp_path: Path) -> None:
     """Losses, norms and masters match transformers alone, though one rank counts nine times as many targets as the
     other.

@@ -15,7 +15,7 @@ from sample_plans import GB, SHAPES, machine, wish
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from offload_trainer.config import ModelSection, PlacementSection
+from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.init_weights import meta_model
@@ -24,7 +24,6 @@ from offload_trainer.model.probes.block_order import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.run.planning import with_block_order
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import read_io
 
@@ -215,17 +214,6 @@ def test_auto_chooses_it_if_weights_are_read_for_each_micro_batch() -> None:
     assert "not all blocks are checkpointed" in notes[0]
     with pytest.raises(UserError, match="breadth_first: not all blocks are checkpointed"):
         orders("--accumulate", "8", "model.activation_checkpointing=off", "tiered.micro_batch_order=breadth_first")
-
-
-@pytest.mark.slow
-def test_a_model_that_is_no_chain_keeps_its_order_and_the_plan_names_it(folder: Path, drive: Path) -> None:
-    model = model_directory(folder / "opt", "opt")
-    words = ["--model", str(model), "--scratch", "--nvme", str(drive), "--params", "nvme", "--accumulate", "4"]
-    config = load_config([*words, "model.activation_checkpointing=on"])
-    source = with_block_order(config, resolve_model(config.model, seed=0))
-    plan = make_plan(config, source.shape, probe_machine(PlacementSection(nvme=(str(drive),)), output=str(folder)))
-    assert not plan.sizes.breadth_first
-    assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)
 
 
 def test_memory_grows_by_inputs_masks_and_gradients_of_all_micro_batches() -> None:

@@ -1,5 +1,5 @@
-"""Tests of the update that overlaps the next forward: it has the bits of plain torch for every placement, and needs
-every wait.
+"""Tests of the update that overlaps the next forward: what waits for it, and what it reports. `test_schedules.py`
+compares its bits.
 
 Pages are updated slowly here, so the forward is always ahead of the update. Code that does not wait reads NaN or an old
 weight, or overwrites a sum.
@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,8 @@ from engine_bench import (
     engine,
     masters,
     model_directory,
-    plain,
-    saved,
     train,
 )
-from late_engines import engine_on_streams, late_engine
 from test_tiered import skip_last_block
 
 from offload_trainer.errors import TrainerError
@@ -40,7 +37,6 @@ from offload_trainer.offloading.pages.store import PageStore
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim import loss_scale
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -58,12 +54,6 @@ HOMES = {
     "all on the device": ["--gpu-fraction", "1"],
     "state on the device, weights on the drive": [*AWAY, "--gpu-fraction", "0.5", "--ram-fraction", "0.3"],
 }
-STREAMED = [
-    "a third in RAM",
-    "weights in RAM",
-    "weights and gradients on the drive",
-    "state on the device, weights on the drive",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -82,98 +72,10 @@ def gpt2(folder: Path, *, tied: bool = True) -> Path:
     return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, **DROPOUT)
 
 
-@cache
-def in_line(folder: Path, *words: str) -> dict[str, bytes]:
-    """Return the state after twelve steps with all of it in RAM and no overlap."""
-    with engine(gpt2(folder), "--ram-fraction", "1", "tiered.overlap=off", *words) as ours:
-        train(ours, batches(12))
-        return saved(ours, folder / "in line")
-
-
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
-def test_steps_match_plain_torch(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """bf16 with dropout and a limit that some norms exceed. Moments match those of an update without overlap."""
-    model, clip = gpt2(folder), "optim.max_grad_norm=2"
-    expected, weights = plain(model, 12, clip)
-    state = in_line(folder, clip)
-    assert {norm is not None and norm > 2 for _, norm in expected} == {True, False}
-    with engine(model, *HOMES[home], clip, BEHIND, drives=[drive]) as ours:
-        assert train(ours, batches(12)) == expected
-        assert_same(masters(ours), weights)
-        assert saved(ours, tmp_path / "behind") == state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("home", "tied"),
-    [("a third in RAM", True), ("weights and gradients on the drive", False), ("a part on the device", True)],
-)
-def test_accumulation_and_frozen_weights(home: str, tied: bool, folder: Path, drive: Path) -> None:
-    model = gpt2(folder, tied=tied)
-    words = ["--accumulate", "3", 'model.freeze=["wpe","h.1.mlp"]']
-    expected, weights = plain(model, 3, *words, accumulate=3)
-    with engine(model, *HOMES[home], *words, BEHIND, drives=[drive]) as ours:
-        assert train(ours, batches(9), accumulate=3) == expected
-        assert_same(masters(ours), weights)
-
-
-def test_experts_that_are_not_used(folder: Path, drive: Path) -> None:
-    model = model_directory(folder / "mixtral", "mixtral", tied=False)
-    data = batches(4, rows=1, length=3)
-    with engine(model, *REFERENCE) as reference:
-        expected, weights = train(reference, data), masters(reference)
-    with engine(model, *HOMES["weights and gradients on the drive"], BEHIND, drives=[drive]) as ours:
-        assert train(ours, data) == expected
-        assert_same(masters(ours), weights)
-
-
-@pytest.mark.parametrize(
-    ("home", "dtype"),
-    [("all in RAM", "fp16"), ("a part on the device", "fp16"), ("weights and gradients on the drive", "bf16")],
-)
-def test_an_overflow_and_a_nan_are_decided_before_the_update(
-    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps 3 and 4 of 7 are skipped, and fp16 halves its scale, as without overlap."""
-    monkeypatch.setattr(loss_scale, "WINDOW", 3)
-    words = ["--dtype", dtype]
-    found = []
-    for where, how in ((["--ram-fraction", "1"], "tiered.overlap=off"), (HOMES[home], BEHIND)):
-        with engine(gpt2(folder), *where, *words, how, drives=[drive]) as ours:
-            planted = {3: float("inf"), 4: float("nan")}
-            step = [0]
-            ours.offloaded.parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(
-                lambda grad, step=step, planted=planted: grad.fill_(planted[step[0]]) if step[0] in planted else grad
-            )
-            steps = train(ours, batches(7), before=lambda number, step=step: step.__setitem__(0, number))
-            found.append((steps, ours._scale.value, saved(ours, tmp_path / how)))
-    assert found[0] == found[1]
-    assert [norm is None for _, norm in found[0][0]] == [False, False, True, True, False, False, False]
-
-
 # -- every wait is needed --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("home", STREAMED)
-def test_late_copies_and_reads_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    model = gpt2(folder)
-    with late_engine(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
-        assert train(ours, batches(4)) == plain(model, 4)[0]
-        assert_same(masters(ours), plain(model, 4)[1])
-
-
-@pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
-@pytest.mark.parametrize("home", [*STREAMED, "a part on the device"])
-def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    model = gpt2(folder)
-    with engine_on_streams(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
-        assert train(ours, batches(4)) == plain(model, 4)[0]
-        assert_same(masters(ours), plain(model, 4)[1])
 
 
 def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
@@ -240,28 +142,6 @@ def test_evaluation_masters_and_weights_wait_for_the_update(home: str, folder: P
                 seen.append((train(ours, [batch]), look(ours, batch)))
             found.append((seen, digest(masters(ours).values())))
     assert found[0] == found[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive"])
-def test_a_snapshot_has_the_whole_step_and_resumes_in_another_placement(
-    home: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    model = gpt2(folder)
-    with engine(model, *HOMES[home], BEHIND, drives=[drive]) as ours:
-        first = train(ours, batches(8)[:4])
-        snapshot = ours.snapshot()
-        writing = threading.Thread(target=snapshot.write, args=[tmp_path / "half"])
-        (tmp_path / "half").mkdir()
-        writing.start()
-        assert first + train(ours, batches(8)[4:]) == plain(model, 8)[0]
-        writing.join()
-    with engine(model, *HOMES["weights in RAM"], BEHIND, drives=[drive], load_weights=False) as other:
-        other.load(tmp_path / "half")
-        assert train(other, batches(8)[4:]) == plain(model, 8)[0][4:]
-        other.load(tmp_path / "half")  # An update is still running here.
-        assert train(other, batches(8)[4:]) == plain(model, 8)[0][4:]
-        assert_same(masters(other), plain(model, 8)[1])
 
 
 def test_the_manifest_records_a_running_update(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Test that placement and schedule change no bit, for every pair of placement, schedule, dtype, moments and more.
 
 Moments in fp32 are compared with plain torch, the others with the tiered engine whose state is all in RAM and whose
-update overlaps nothing. Other tests of this directory have the whole products (`make test-all`).
+update overlaps nothing.
 """
 
 from __future__ import annotations

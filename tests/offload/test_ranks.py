@@ -19,15 +19,8 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 COUNT = 3
 INPUTS = ("model.activation_checkpointing=on", "model.offload_activations=nvme")
-AWAY = (
-    "--params",
-    "nvme",
-    "placement.gradients=nvme",
-    "--optimizer",
-    "nvme",
-    "tiered.checksums=true",
-    "tiered.state_copies=2",
-)
+AWAY = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme")
+AWAY += ("tiered.checksums=true", "tiered.state_copies=2")
 BEHIND = ("tiered.overlap=forward",)
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 
@@ -51,19 +44,12 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     ]
 
     def by(ranks: int, name: str, *, cases: list[Case]) -> list[Case]:
-        return [
-            replace(
-                case,
-                words=(
-                    *case.words,
-                    *(BEHIND if ranks > 1 and number else ()),
-                    "--accumulate",
-                    str(case.micro // ranks),
-                ),
-                out=str(tmp_path / name / str(number)),
-            )
-            for number, case in enumerate(cases)
-        ]
+        made = []
+        for number, case in enumerate(cases):
+            behind = BEHIND if ranks > 1 and number else ()
+            words = (*case.words, *behind, "--accumulate", str(case.micro // ranks))
+            made.append(replace(case, words=words, out=str(tmp_path / name / str(number))))
+        return made
 
     alone = by(1, "alone", cases=[*wishes, replace(wishes[-1], micro=2)])
     on = replace(wishes[2], load=alone[2].out, skip=2)

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import assert_same, batches, engine, masters, model_directory, plain, saved, train
-from late_engines import use_late_transfers
 
-from offload_trainer.offloading.pages.named_state import TieredSnapshot
 from offload_trainer.offloading.pages.page_copies import DamagedPage, copies_of_bits
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.offloading.update.updater import Updater
@@ -70,13 +68,6 @@ def test_two_copies_have_the_bits_of_plain_torch(
         assert_same(masters(ours), plain(model, 4)[1])
         assert train(ours, batches(6)[4:]) == plain(model, 6)[0][4:]
         assert_same(masters(ours), plain(model, 6)[1])
-
-
-def test_late_reads_and_writes_change_nothing(model: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_late_transfers(monkeypatch)
-    with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
-        assert train(ours, batches(4)) == plain(model, 4)[0]
-        assert_same(masters(ours), plain(model, 4)[1])
 
 
 @pytest.mark.slow
@@ -237,26 +228,6 @@ def test_the_order_that_a_power_cut_needs(
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("home", ["a third in RAM", "some on the device"])
-def test_a_snapshot_is_consistent_while_two_steps_run(
-    home: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put = TieredSnapshot._put
-    go = threading.Semaphore(0)
-    monkeypatch.setattr(TieredSnapshot, "_put", lambda *given: (go.acquire(timeout=0.01), put(*given)))
-    with engine(model, *HOMES[home], drives=[drive]) as ours:
-        train(ours, batches(3))
-        at_once = saved(ours, tmp_path / "at once")
-        (tmp_path / "behind").mkdir()
-        snapshot = ours.snapshot()
-        writing = threading.Thread(target=snapshot.write, args=[tmp_path / "behind"])
-        writing.start()
-        train(ours, batches(6)[3:])
-        writing.join()
-    assert {path.name: path.read_bytes() for path in (tmp_path / "behind").iterdir()} == at_once
 
 
 def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: Path) -> None:

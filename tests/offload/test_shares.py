@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine_bench import DROPOUT, Step, batches, drives, engine, model_directory, saved, train
-from late_engines import engine_on_streams, late_engine
+from late_engines import engine_on_streams
 
 from offload_trainer.offloading.cuda_device import CudaDevice
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, RAM
@@ -79,38 +79,6 @@ ELSEWHERE = {
     "weights on the drive, gradients on the device": ["--params", "nvme", "placement.gradients=gpu"],
     "gradients on the drive": ["placement.gradients=nvme"],
 }
-
-
-@pytest.mark.parametrize(
-    ("share", "elsewhere", "states"),
-    [
-        ("device", "weights in RAM", "8bit"),
-        ("all three", "weights in RAM", "fp32"),
-        ("device", "weights and gradients on the drive", "fp32"),
-        ("all three", "weights and gradients on the drive", "8bit"),
-        ("all three", "weights on the drive, gradients on the device", "8bit"),
-        ("device", "gradients on the drive", "bf16"),
-    ],
-)
-def test_weights_and_gradients_may_be_in_other_tiers(
-    share: str, elsewhere: str, states: str, folder: Path, tmp_path: Path
-) -> None:
-    """Pages updated on the device then use buffers to reach their weights and gradients elsewhere."""
-    moments = [f"optim.moment_dtype={states}"]
-    expected, state = in_ram(folder, "bf16", True, 1, *moments)
-    words = [*SHARES[share], *ELSEWHERE[elsewhere], *moments, "tiered.weight_buffers=2", "tiered.page_buffers=2"]
-    with engine(model_in(folder, tied=True), *words, drives=drives(folder, 1)) as ours:
-        assert train(ours, batches(4)) == expected
-        assert saved(ours, tmp_path / "saved") == state
-
-
-@pytest.mark.parametrize("elsewhere", [[], [*ELSEWHERE.values()][1], [*ELSEWHERE.values()][2]])
-def test_late_copies_and_reads_change_nothing(
-    elsewhere: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [*SHARES["all three"], *elsewhere, "tiered.weight_buffers=2"]
-    with late_engine(monkeypatch, model_in(folder, tied=True), *words, drives=drives(folder, 1)) as ours:
-        assert train(ours, batches(4)) == in_ram(folder, "bf16", True, 1)[0]
 
 
 @pytest.mark.parametrize(

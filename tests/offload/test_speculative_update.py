@@ -17,19 +17,16 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import (
-    ON_GPU,
-    REFERENCE,
     assert_same,
     batches,
     digest,
     engine,
     masters,
-    model_directory,
     plain,
     saved,
     train,
 )
-from late_engines import engine_on_streams, late_engine, use_late_transfers
+from late_engines import use_late_transfers
 from late_transfers import LateDevice
 from test_overlap import AWAY, HOMES, gpt2
 from test_tiered import skip_last_block
@@ -39,7 +36,6 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.update.step_params import MispredictionWatch, SpeculativeStep, step_params_of
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
-from offload_trainer.optim import loss_scale
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import units_of
@@ -101,67 +97,6 @@ def hold_up(ours: TieredEngine) -> None:
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("home", ON_DRIVES)
-def test_steps_match_plain_torch(home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
-    """bf16 with dropout. Where the norm is above the limit, the speculative pages are discarded and updated again."""
-    model = gpt2(folder)
-    expected, weights = plain(model, 12, CLIP)
-    clipped = [norm is not None and norm > 2 for _, norm in expected]
-    assert set(clipped) == {True, False}
-    with engine(model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        assert train(ours, batches(12)) == expected
-        assert_same(masters(ours), weights)
-    assert [(counted, done > 0) for counted, done in kept] == [
-        (0 if was else done, True) for was, (_, done) in zip(clipped, kept, strict=True)
-    ]
-
-
-@pytest.mark.usefixtures("always")
-def test_stochastically_rounded_moments_match_the_update_in_line(folder: Path, drive: Path, tmp_path: Path) -> None:
-    found = []
-    for how in (IN_LINE, FULL):
-        words = [*HOMES["weights in RAM"], CLIP, "optim.moment_dtype=8bit", how]
-        with engine(gpt2(folder), *words, drives=[drive]) as ours:
-            if how == FULL:
-                hold_up(ours)
-            steps = train(ours, batches(4))
-            found.append((steps, saved(ours, tmp_path / how)))
-    assert found[0] == found[1]
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    ("home", "tied"),
-    [("nothing in RAM", True), ("weights and gradients on the drive", False), ("sums on the device", True)],
-)
-def test_accumulation_and_frozen_weights(
-    home: str, tied: bool, folder: Path, drive: Path, kept: list[tuple[int, int]]
-) -> None:
-    model = gpt2(folder, tied=tied)
-    words = ["--accumulate", "3", CLIP, 'model.freeze=["wpe","h.1.mlp"]']
-    expected, weights = plain(model, 3, *words, accumulate=3)
-    with engine(model, *ON_DRIVES[home], *words, FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        assert train(ours, batches(9), accumulate=3) == expected
-        assert_same(masters(ours), weights)
-    assert len(kept) == 3
-    assert all(done for _, done in kept)
-
-
-@pytest.mark.usefixtures("always")
-def test_experts_that_are_not_used(folder: Path, drive: Path) -> None:
-    """Blocks with unused experts never become complete; they are updated after the params."""
-    model, data = model_directory(folder / "mixtral", "mixtral", tied=False), batches(6, rows=1, length=3)
-    with engine(model, *REFERENCE) as reference:
-        expected, weights = train(reference, data), masters(reference)
-    with engine(model, *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
-        assert train(ours, data) == expected
-        assert_same(masters(ours), weights)
-
-
 @pytest.mark.usefixtures("always")
 def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
     folder: Path, drive: Path, kept: list[tuple[int, int]], tmp_path: Path
@@ -179,39 +114,6 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
             found.append((steps, saved(ours, tmp_path / how)))
     assert found[0] == found[1]
     assert all(counted == done > 0 for counted, done in kept)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    ("home", "dtype"),
-    [("nothing in RAM", "fp16"), ("weights and gradients on the drive", "bf16"), ("a part on the device", "fp16")],
-)
-def test_a_step_that_is_skipped_changes_nothing(
-    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An overflow and NaN in steps 1, 3 and 4 of 7 leave weights and state unchanged; fp16 halves its scale."""
-    monkeypatch.setattr(loss_scale, "WINDOW", 3)
-    words = ["--dtype", dtype]
-    found = []
-    for how in (IN_LINE, FULL):
-        with engine(gpt2(folder), *ON_DRIVES[home], *words, how, drives=[drive]) as ours:
-            planted = {1: float("inf"), 3: float("inf"), 4: float("nan")}
-            step, seen = [0], []
-
-            def plant(grad: torch.Tensor, step: Any = step, planted: Any = planted) -> torch.Tensor:
-                return grad.fill_(planted[step[0]]) if step[0] in planted else grad
-
-            ours.offloaded.parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(plant)
-            if how == FULL:
-                hold_up(ours)
-            for number, batch in enumerate(batches(7), 1):
-                step[0] = number
-                seen.append(train(ours, [batch]))
-                seen.append(digest(map(ours.offloaded.weight, ours.offloaded.trained)))
-                seen.append(digest(masters(ours).values()))
-            found.append((str(seen), ours._scale.value, saved(ours, tmp_path / how)))
-    assert found[0] == found[1]
 
 
 def test_speculative_pages_are_valid_only_with_the_expected_parameters() -> None:
@@ -272,29 +174,6 @@ def test_prefetched_weights_of_a_skipped_step_are_dropped(
 # -- every wait is needed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(("home", "accumulate"), [*zip(ON_DRIVES, [1, 2] * 3, strict=True)])
-def test_late_copies_and_reads_change_nothing(
-    home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: Any
-) -> None:
-    """Some pages are in flight when the step is decided, others wait for a slot. Steps 1 and 3 are clipped."""
-    model, words = gpt2(folder), ["--accumulate", str(accumulate), CLIP]
-    expected, weights = plain(model, 4, *words, accumulate=accumulate)
-    with late_engine(monkeypatch, model, *ON_DRIVES[home], *words, FULL, drives=[drive]) as ours:
-        assert train(ours, batches(4 * accumulate), accumulate=accumulate) == expected
-        assert_same(masters(ours), weights)
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
-@pytest.mark.parametrize("home", ON_DRIVES)
-def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    model = gpt2(folder)
-    with engine_on_streams(monkeypatch, model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
-        assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
-        assert_same(masters(ours), plain(model, 4, CLIP)[1])
-
-
 def test_pages_are_written_during_the_backward_and_copies_flip_after_it(folder: Path, drive: Path) -> None:
     """During the backward the pages of complete units are written, but the committed copy changes only afterwards."""
     seen = []
@@ -328,18 +207,6 @@ def test_a_unit_reported_too_late_is_not_offered_to_the_next_step(folder: Path, 
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(late)
         train(ours, batches(1))
     assert seen == [(0, 0)]
-
-
-def test_a_page_in_ram_waits_for_the_decision(folder: Path, drive: Path) -> None:
-    with engine(gpt2(folder), *HOMES["a third in RAM"], FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        seen = []
-        updater, pages = ours.offloaded.updater, ours.offloaded.store.pages
-        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(
-            lambda _: seen.extend(pages[number].home for number in updater._speculative.written)
-        )
-        train(ours, batches(1))
-    assert set(seen) == {0}
 
 
 # -- when steps are often clipped ------------------------------------------------------------------------------------

@@ -21,38 +21,24 @@ from offload_trainer.run.planning import as_wished
 from offload_trainer.settings import load_config
 
 DEPTH, BREADTH = (f"tiered.micro_batch_order={order}_first" for order in ("depth", "breadth"))
+ON, OFF, TWO = (f"model.activation_checkpointing={blocks}" for blocks in ("on", "off", 2))
+MODULE = "tiered.fetch_granularity=module"
 FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
 KINDS = {
     "tied": ("gpt2", True, []),
     "untied": ("gpt2", False, []),
-    "untied, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on", DEPTH]),
-    "untied, breadth-first": ("qwen3", False, ["model.activation_checkpointing=on", BREADTH]),
-    "tied, breadth-first": ("gpt2", True, ["model.activation_checkpointing=on", BREADTH]),
-    "untied, two blocks checkpointed": ("qwen3", False, ["model.activation_checkpointing=2"]),
-    "untied, by the module, two blocks checkpointed": (
-        "qwen3",
-        False,
-        ["model.activation_checkpointing=2", "tiered.fetch_granularity=module"],
-    ),
-    "untied, by the module": (
-        "qwen3",
-        False,
-        ["model.activation_checkpointing=off", "tiered.fetch_granularity=module"],
-    ),
-    "tied, by the module, checkpointed": (
-        "gpt2",
-        True,
-        ["model.activation_checkpointing=on", "tiered.fetch_granularity=module"],
-    ),
-    "untied, by the module, checkpointed": (
-        "qwen3",
-        False,
-        ["model.activation_checkpointing=on", "tiered.fetch_granularity=module"],
-    ),
-    "untied, frozen": ("qwen3", False, ["model.activation_checkpointing=off", FROZEN]),
-    "untied, frozen, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on", DEPTH, FROZEN]),
-    "untied, frozen, breadth-first": ("qwen3", False, ["model.activation_checkpointing=on", BREADTH, FROZEN]),
-    "untied, reentrant": ("qwen3", False, ["model.activation_checkpointing=on", DEPTH, REENTRANT]),
+    "untied, checkpointed": ("qwen3", False, [ON, DEPTH]),
+    "untied, breadth-first": ("qwen3", False, [ON, BREADTH]),
+    "tied, breadth-first": ("gpt2", True, [ON, BREADTH]),
+    "untied, two blocks checkpointed": ("qwen3", False, [TWO]),
+    "untied, by the module, two blocks checkpointed": ("qwen3", False, [TWO, MODULE]),
+    "untied, by the module": ("qwen3", False, [OFF, MODULE]),
+    "tied, by the module, checkpointed": ("gpt2", True, [ON, MODULE]),
+    "untied, by the module, checkpointed": ("qwen3", False, [ON, MODULE]),
+    "untied, frozen": ("qwen3", False, [OFF, FROZEN]),
+    "untied, frozen, checkpointed": ("qwen3", False, [ON, DEPTH, FROZEN]),
+    "untied, frozen, breadth-first": ("qwen3", False, [ON, BREADTH, FROZEN]),
+    "untied, reentrant": ("qwen3", False, [ON, DEPTH, REENTRANT]),
 }
 
 Event = tuple[str, int | str]
@@ -63,12 +49,8 @@ class Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[Event] = []
-        need, start, passing, begin = (
-            WeightPrefetcher.need,
-            WeightPrefetcher._start,
-            WeightPrefetcher.passing,
-            WeightPrefetcher.begin,
-        )
+        need, start = WeightPrefetcher.need, WeightPrefetcher._start
+        passing, begin = WeightPrefetcher.passing, WeightPrefetcher.begin
 
         def note(kind: str, what: int | str) -> None:
             self.events.append((kind, what))

@@ -103,12 +103,7 @@ def _precision(dtype: str) -> dict[str, Any]:
 
 
 def _zero(
-    section: DeepSpeedSection,
-    placement: Placement,
-    sizes: ZeroSizes,
-    *,
-    accelerator: str,
-    swap_directory: str | None,
+    section: DeepSpeedSection, placement: Placement, sizes: ZeroSizes, *, accelerator: str, swap_directory: str | None
 ) -> dict[str, Any]:
     on_gpu = accelerator == "cuda"
     zero: dict[str, Any] = {

@@ -16,16 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_bench import (
-    assert_same,
-    batches,
-    digest,
-    engine,
-    masters,
-    plain,
-    saved,
-    train,
-)
+from engine_bench import assert_same, batches, digest, engine, masters, plain, saved, train
 from late_engines import use_late_transfers
 from late_transfers import LateDevice
 from test_overlap import AWAY, HOMES, gpt2

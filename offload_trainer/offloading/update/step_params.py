@@ -46,12 +46,7 @@ class StepParams:
 
 
 def step_params_of(
-    units: Sequence[Unit],
-    rules: Mapping[str, Hyper],
-    steps: Mapping[str, int],
-    *,
-    scale: float,
-    noise_seed: int | None,
+    units: Sequence[Unit], rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float, noise_seed: int | None
 ) -> StepParams:
     """Return the parameters of a step that updates the weights in `rules`.
 

@@ -288,10 +288,7 @@ def _run_with_values(
     if any(one.provider is not provider for one in parameters):  # each session fetches its own weights
         args, kwargs = _copied(args, provider), _copied(kwargs, provider)
         return _run_with_values(func, args, kwargs, operation)
-    with (
-        torch._C.DisableTorchFunctionSubclass(),
-        provider.borrow_weights([one.weight for one in parameters]),
-    ):
+    with torch._C.DisableTorchFunctionSubclass(), provider.borrow_weights([one.weight for one in parameters]):
         for one in found:
             if type(one) is ParameterView:
                 _follow(one)

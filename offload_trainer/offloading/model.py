@@ -33,8 +33,7 @@ from offload_trainer.offloading.update.step_params import StepParams, step_param
 from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
-from offload_trainer.offloading.weights.prefetch import WeightPrefetcher, modules_of_units
-from offload_trainer.offloading.weights.resident_guard import ResidentGuard
+from offload_trainer.offloading.weights.prefetch import ResidentGuard, WeightPrefetcher, modules_of_units
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.rules import Hyper

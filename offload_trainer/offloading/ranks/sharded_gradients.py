@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,15 +46,6 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
 
 _ONE_BACKWARD = "several ranks exchange gradients at the end of each session.micro_batch(...), around one backward"
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """A unit whose exchange has begun: outboxes are complete, and transfers between nodes are in flight."""
-
-    unit: Unit
-    box: int
-    arrived: Callable[[], None]  # waits for the transfers
 
 
 class ShardedGradients:
@@ -97,7 +89,8 @@ class ShardedGradients:
         self._in_outbox: set[str] = set()  # weights of the current unit whose gradient is in the outbox
         self._copies: list[Future] = []
         self._turn = self._round = 0
-        self._exchange_begun: _Exchange | None = None
+        # The unit whose exchange has begun, its outbox, and the wait for transfers between nodes.
+        self._exchange_begun: tuple[Unit, int, Callable[[], None]] | None = None
         self._last = False  # the current micro-batch is the step's last
         self._normed: set[int] = set()  # units whose partial norms are up to date
         self._complete: Complete | None = None
@@ -161,7 +154,7 @@ class ShardedGradients:
         self._finish_exchange()  # after the barrier other ranks may overwrite the previous unit's outbox
         self._sums.claim(unit.index)
         self._node.barrier()
-        self._exchange_begun = _Exchange(unit, box, self._sent_and_received(unit, box))
+        self._exchange_begun = unit, box, self._sent_and_received(unit, box)
         self._copies.clear()
         self._in_outbox.clear()
         self._turn += 1
@@ -175,20 +168,19 @@ class ShardedGradients:
         """Start sending gradients and marks to owners on other nodes, and receiving this rank's; return the wait."""
         node, count = self._node, len(self._names[unit.index])
         out, into = [], []
+        own_first, own_end = range_of_rank(unit, node.rank, ranks=node.world)
         for rank in node.remote_ranks:
             first, end = range_of_rank(unit, rank, ranks=node.world)
             out += [(rank, self._marks[node.rank][box][:count]), (rank, self._outboxes[node.rank][box][first:end])]
-        first, end = range_of_rank(unit, node.rank, ranks=node.world)
-        for rank in node.remote_ranks:
-            into += [(rank, self._remote_marks[rank][:count]), (rank, self._inboxes[rank][: end - first])]
+            into += [(rank, self._remote_marks[rank][:count]), (rank, self._inboxes[rank][: own_end - own_first])]
         return node.send_recv(out, into)
 
     def _finish_exchange(self) -> None:
         """Finish the exchange that has begun, if any: add all ranks' gradients to this rank's sums."""
         if self._exchange_begun is None:
             return
-        (unit, box), node = (self._exchange_begun.unit, self._exchange_begun.box), self._node
-        self._exchange_begun.arrived()
+        (unit, box, wait_for_transfers), node = self._exchange_begun, self._node
+        wait_for_transfers()
         self._exchange_begun = None
         marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._remote_marks
         marked = [marks[rank].tolist() for rank in range(node.world)]
@@ -202,12 +194,8 @@ class ShardedGradients:
             self._norms.take(unit.index, self._sums.collecting(unit.index), self._intake.arrived, staged=staged)
             self._normed.add(unit.index)
             if self._complete is not None and self._intake.arrived.issuperset(self._names[unit.index]):
-                self._report(unit, self._complete)
-
-    def _report(self, unit: Unit, complete: Complete) -> None:
-        """Store the unit's sums if they are in a staging buffer, and then report the unit."""
-        made = self._device.mark()
-        self._sums.send(unit.index).then(lambda error: complete(unit.index, made, error))
+                report = partial(self._complete, unit.index, self._device.mark())
+                self._sums.send(unit.index).then(report)  # if they are in a staging buffer, they are stored first
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
         """Add a unit's gradients to this rank's shard of the sums.

@@ -14,7 +14,7 @@ needed, on the thread and stream that compute. They are treated so on the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -390,6 +390,80 @@ class WeightPrefetcher:
         for number in range(len(self._slots)):
             with suppress(Exception):
                 self._evict(number)
+
+
+class ResidentGuard:
+    """The guard of the units that the model uses where `weights` stores them; `WeightPrefetcher` has the others.
+
+    When an update begins, the parameters of units that it changes lose their memory: they are NaN, like those of
+    offloaded weights. Before a module runs, a pre-hook waits for its units and restores their memory.
+    """
+
+    def __init__(
+        self,
+        weights: PlacedWeights,
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        update_progress: UpdateProgress,
+        *,
+        place: torch.device,
+    ) -> None:
+        """Point the parameters of these units to their unit's memory on the torch device `place`."""
+        self._update_progress = update_progress
+        self._placeholder = torch.full((), torch.nan, dtype=weights.dtype, device=place)
+        self._parts: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        for unit in weights.units:
+            memory = weights.in_place(unit.index)
+            if memory is not None:
+                self._parts[unit.index] = [
+                    (use, weights.values(memory, place))
+                    for place in unit.places
+                    for use in parameters[place.weight.name]
+                ]
+        for parameter, values in (part for parts in self._parts.values() for part in parts):
+            parameter.data = values
+        self._blocked: set[int] = set()
+        self._called: set[int] = set()  # units that a module's call has needed so far
+
+    def attach(self, wanted: Mapping[HasPreHooks, Sequence[int]]) -> None:
+        """Register pre-hooks on the modules of `wanted`, which maps each module to the units it needs."""
+        for module, units in wanted.items():
+            resident = [unit for unit in units if unit in self._parts]
+            if resident:
+                module.register_forward_pre_hook(self._before(resident))
+
+    def _before(self, units: Sequence[int]) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._called.update(units)
+            self.restore(units)
+
+        return not_compiled(hook)
+
+    def begin(self) -> None:
+        """Block the units that the update that has just begun will change."""
+        for unit, parts in self._parts.items():
+            if not self._update_progress.is_ready(unit):
+                self._blocked.add(unit)
+                for parameter, memory in parts:
+                    set_memory(parameter, self._placeholder.expand(memory.shape))
+
+    def restore(self, units: Iterable[int]) -> None:
+        """Wait until these units have their new weights, and restore their parameters' memory."""
+        for unit in self._blocked.intersection(units) if self._blocked else ():
+            self._update_progress.wait(unit)
+            for parameter, memory in self._parts[unit]:
+                set_memory(parameter, memory)
+            self._blocked.discard(unit)
+
+    def begin_forward(self) -> None:
+        """Restore the units that no module's call has needed so far: code may read their weights directly.
+
+        ProphetNet reads its n-gram embeddings so. The first forward shows which they are, before the first update.
+        """
+        self.restore(self._blocked - self._called)
+
+    def restore_all(self) -> None:
+        """Wait for all new weights, and restore all parameters' memory."""
+        self.restore(self._parts)
 
 
 def modules_of_units(

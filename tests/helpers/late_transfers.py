@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.device import Read, ReturnCopy
 from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.storage.host_memory import host_buffer
@@ -107,6 +108,21 @@ class HeldWrites(ThreadedTransfers):
             first, other = memory.data_ptr(), buffer.data_ptr()
             if first < other + buffer.nbytes and other < first + memory.nbytes:
                 self.crossed.append(f"{file.path.name}: the memory of a write is {verb}")
+
+
+class FailingWrites(ThreadedTransfers):
+    """Transfers whose writes to the files that `failing` names fail."""
+
+    def __init__(self, *failing: str) -> None:
+        super().__init__()
+        self.failing = list(failing)
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        if file.path.name not in self.failing:
+            return super().write(file, offset, buffer)
+        future = Future()
+        future.finish_part(TrainerError("the drive failed"))
+        return future
 
 
 class LateDevice:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_bench import assert_same, batches, engine, masters, model_directory, train
-from late_transfers import LateDevice
+from late_transfers import FailingWrites, LateDevice
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.gradients import collector as module
@@ -303,7 +303,7 @@ def test_gradients_of_a_tied_weight_are_added_on_the_device() -> None:
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["--params", "gpu"], ON_A_DRIVE], ids=["RAM", "drive"])
 def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
     norms, waits, measuring, inside = [], [], set(), threading.local()
@@ -336,8 +336,7 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
     monkeypatch.setattr(
         "offload_trainer.engine.build_tiered.gradient_ring", lambda *_, **__: 1 << 23
     )  # large enough for all gradients
-    where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
-    drive.mkdir()
+    where = model_directory(tmp_path / "gpt2", "gpt2")
     with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
         train(ours, batches(3), accumulate=3)
         assert len(norms) == len(ours.offloaded.trained)
@@ -347,21 +346,11 @@ def test_autograds_thread_computes_no_norm_of_sums_and_does_not_wait(
 
 @pytest.mark.usefixtures("nothing_is_small")
 def test_an_error_of_the_accumulator_ends_the_step_and_the_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failing drive raises one error from train_step, and closing the engine leaves no thread."""
-
-    class Failing(ThreadedTransfers):
-        def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Future:
-            if file.path.name != "gradients":
-                return super().write(file, offset, buffer)
-            future = Future()
-            future.finish_part(TrainerError("the drive failed"))
-            return future
-
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: Failing())
-    where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
-    drive.mkdir()
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: FailingWrites("gradients"))
+    where = model_directory(tmp_path / "gpt2", "gpt2")
     before = _threads_of_sums()  # threads of other tests' engines
     with engine(where, "--accumulate", "2", *ON_A_DRIVE, drives=[drive]) as ours:
         with pytest.raises(TrainerError, match=r"^the drive failed$"):
@@ -413,11 +402,10 @@ def test_ordered_norms_do_not_depend_on_the_chunk_size() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_small")
-def test_a_gpus_norms_do_not_depend_on_the_placement_of_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_norms_do_not_depend_on_the_placement_of_sums(drive: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Losses, norms and clipped masters of three micro-batches do not depend on the placement, with a GPU's norms."""
     monkeypatch.setattr(Gradients, "_ordered", True)
-    where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
-    drive.mkdir()
+    where = model_directory(tmp_path / "gpt2", "gpt2")
     results = []
     for words in (["--params", "gpu"], ["--params", "gpu", "placement.gradients=gpu"], ON_A_DRIVE):
         with engine(

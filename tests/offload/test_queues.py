@@ -37,11 +37,10 @@ LARGEST = 1 << 20  # bytes; no unit of these models is larger
 
 @pytest.mark.parametrize(("home", "accumulate"), [*zip(HOMES, [1, 3, 1, 3, 1, 3, 3], strict=True)])
 def test_queues_that_run_late_change_nothing(
-    home: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: str, accumulate: int, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bf16, four steps; downloads, uploads and fetches run at random times, or when they are waited for."""
-    model, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
-    drive.mkdir()
+    model = model_directory(tmp_path / "gpt2", "gpt2")
     words, data = [*HOMES[home], "--accumulate", str(accumulate)], batches(4 * accumulate)
     with engine(model, "--engine", "plain", "--accumulate", str(accumulate)) as reference:
         expected, weights = train(reference, data, accumulate=accumulate), masters(reference)

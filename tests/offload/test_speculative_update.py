@@ -18,7 +18,7 @@ import pytest
 import torch
 from engine_bench import assert_same, batches, digest, engine, masters, plain, saved, train
 from late_engines import use_late_transfers
-from late_transfers import LateDevice
+from late_transfers import FailingWrites, LateDevice
 from test_overlap import AWAY, HOMES, gpt2
 from test_tiered import skip_last_block
 
@@ -30,7 +30,6 @@ from offload_trainer.offloading.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import units_of
-from offload_trainer.storage.transfer import Future, ThreadedTransfers
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -257,24 +256,15 @@ def test_a_drive_that_fails_during_the_backward_is_reported(
     file: str, skipped: bool, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step whose update failed raises the error, or else the next operation that waits for it."""
-
-    class Failing(ThreadedTransfers):
-        def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Future:
-            if file.path.name not in failing:
-                return super().write(file, offset, buffer)
-            future = Future()
-            future.finish_part(TrainerError("the drive failed"))
-            return future
-
-    failing: list[str] = []
-    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: Failing())
+    transfers = FailingWrites()
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: transfers)
     with engine(
         gpt2(folder), *ON_DRIVES["state on the drive, weights and gradients there"], FULL, drives=[drive]
     ) as ours:
         hold_up(ours)
         train(ours, batches(1))
         ours.synchronize()
-        failing.append(file)
+        transfers.failing.append(file)
         if skipped:
             ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
         with pytest.raises(TrainerError, match=r"^the drive failed$"):

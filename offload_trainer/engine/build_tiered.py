@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.allocation import Drives, Layout
+from offload_trainer.offloading.allocation import Drives, EngineParts, Layout
 from offload_trainer.offloading.cuda_device import CudaDevice
 from offload_trainer.offloading.device import CpuDevice, Device
 from offload_trainer.offloading.ranks.node_comm import Node
@@ -27,16 +26,6 @@ from offload_trainer.storage.transfer import CheckedTransfers, ThreadedTransfers
 
 Say = Callable[[str], None]
 _SWITCH_SECONDS = 0.0005
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """The objects that place, move and update the model's state."""
-
-    layout: Layout
-    device: Device
-    drives: Drives
-    kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
 
 
 def open_parts(

@@ -85,15 +85,7 @@ class TieredEngine:
             self._module.to(self._place)
             for name, value in source.buffers().items():
                 set_buffer(self._module.model, name, value.to(self._place))
-            self.offloaded = OffloadedModel(
-                self._module.model,
-                parameters,
-                parts.layout,
-                device=parts.device,
-                drives=parts.drives,
-                kernels=parts.kernels,
-                seed=source.seed,
-            )
+            self.offloaded = OffloadedModel(self._module.model, parameters, parts, seed=source.seed)
             stack.callback(self.offloaded.close)
             if tier := work.inputs_away:
                 self.offloaded.keep_inputs(inputs_of(work), on_drives=tier == TierKind.DRIVES)

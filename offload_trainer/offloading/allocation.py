@@ -23,7 +23,7 @@ from offload_trainer.offloading.ranks.node_comm import Node, SideGroup
 from offload_trainer.offloading.ranks.sharded_gradients import GradientSums, ShardedGradients
 from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.offloading.weights.placed import PlacedWeights
-from offload_trainer.optim.gradient_kernel import GradientKernel, gradient_kernel
+from offload_trainer.optim.gradient_kernel import gradient_kernel
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import sum_with
 from offload_trainer.plan.tiered.layout import TierMap, Unit
@@ -79,6 +79,16 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class EngineParts:
+    """The objects that place, move and update the model's state."""
+
+    layout: Layout
+    device: Device
+    drives: Drives
+    kernels: tuple[Kernel, Kernel]  # the CPU's kernel, and the kernel for pages on the device
+
+
+@dataclass(frozen=True)
 class Stores:
     """The allocated storage for optimizer state, weights and gradients, and what tracks the update of these."""
 
@@ -89,12 +99,13 @@ class Stores:
     update_progress: UpdateProgress
 
 
-def allocate_stores(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], kernel: Kernel) -> Stores:
-    """Allocate memory on the device and in RAM, and files on the drives.
+def allocate_stores(parts: EngineParts, *, order: Sequence[str]) -> Stores:
+    """Allocate memory on the device and in RAM, and files on the drives. All ranks call it.
 
-    `order` lists the trainable weights in the order in which their norms are summed. `kernel` updates pages on the CPU;
-    if it is compiled, gradients are added and page checksums computed by compiled code, too. All ranks call it.
+    `order` lists the trainable weights in the order in which their norms are summed. If the CPU's kernel is compiled,
+    gradients are added and page checksums computed by compiled code, too.
     """
+    layout, device, drives, kernel = parts.layout, parts.device, parts.drives, parts.kernels[0]
     units, homes, node = layout.units, layout.homes, layout.node
     pages = [layout.copies * layout.format.page_bytes(page) for page in homes.pages]
     state = PageStore(
@@ -124,13 +135,12 @@ def allocate_stores(layout: Layout, *, device: Device, drives: Drives, order: Se
     )
     fetches = WeightFetches(outside, node=node, gpus=device.is_cuda)
     weights = PlacedWeights(units, homes.weights, store=outside, device=device, node=node)
-    gradients = _gradients(layout, device=device, drives=drives, order=order, kernel=gradient_kernel(kernel))
+    gradients = _gradients(parts, order=order)
     return Stores(state, weights, fetches, gradients, _update_progress(layout, weights, device))
 
 
-def _gradients(
-    layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], kernel: GradientKernel
-) -> GradientSums:
+def _gradients(parts: EngineParts, *, order: Sequence[str]) -> GradientSums:
+    layout, device, drives, kernel = parts.layout, parts.device, parts.drives, gradient_kernel(parts.kernels[0])
     units, homes, dtype, node = layout.units, layout.homes.gradients, layout.gradient_dtype, layout.node
     sizes, alone = [unit.trained * dtype.itemsize for unit in units], node.world == 1
     files = drives.files("gradients", sizes, homes)

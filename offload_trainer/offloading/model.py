@@ -21,8 +21,8 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activation_offload import Activations
-from offload_trainer.offloading.allocation import Drives, Layout, allocate_stores
-from offload_trainer.offloading.device import Device, trim_heap_between
+from offload_trainer.offloading.allocation import EngineParts, Layout, allocate_stores
+from offload_trainer.offloading.device import trim_heap_between
 from offload_trainer.offloading.gradients.collector import Gradients
 from offload_trainer.offloading.gradients.norms import global_norm
 from offload_trainer.offloading.pages.manifest import ManifestWriter
@@ -34,7 +34,6 @@ from offload_trainer.offloading.update.updater import Updater
 from offload_trainer.offloading.weights.lazy_weight import LazyWeight
 from offload_trainer.offloading.weights.parameter import offload_parameter
 from offload_trainer.offloading.weights.prefetch import ResidentGuard, WeightPrefetcher, modules_of_units
-from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.loss_scale import CONSTANT, LossScale
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
@@ -46,28 +45,18 @@ class OffloadedModel:
     """A module with hooks that fetch its weights and collect its gradients, and the optimizer that updates it."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, Sequence[nn.Parameter]],
-        layout: Layout,
-        *,
-        device: Device,
-        drives: Drives,
-        kernels: tuple[Kernel, Kernel],
-        seed: int,
+        self, module: nn.Module, parameters: Mapping[str, Sequence[nn.Parameter]], parts: EngineParts, *, seed: int
     ) -> None:
-        """Allocate weights, gradients and state as `layout` says, and register the hooks.
+        """Allocate weights, gradients and state as the layout says, and register the hooks.
 
         Args:
             module: the model.
             parameters: the parameters of `module` by weight name, one for each use of a tied weight. Their memory is
                 replaced and their values are lost; `put` sets the values.
-            layout: tiers, dtypes and buffer sizes.
-            device: the device that computes. The caller closes it, and the drives, after this object.
-            drives: private directories on drives.
-            kernels: the update kernel of the CPU, and the one for pages on `device`.
+            parts: the layout, the device, the drives and the kernels. The caller closes them after this object.
             seed: seed of the stochastic rounding of moments that are not fp32.
         """
+        layout, device, drives = parts.layout, parts.device, parts.drives
         self.node = layout.node
         self.units, self.parameters = layout.units, parameters
         self._module, self._device, self._drives, self._seed = module, device, drives, seed
@@ -86,13 +75,13 @@ class OffloadedModel:
         self.activations: Activations | None = None
         self.heap = Heap()
         with ExitStack() as stack:
-            stores = allocate_stores(layout, device=device, drives=drives, order=self.trained, kernel=kernels[0])
+            stores = allocate_stores(parts, order=self.trained)
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
             self._fetches, self.update_progress = stores.fetches, stores.update_progress
             stack.callback(self._fetches.close)
             stack.callback(self.gradients.close)
             stack.callback(self.update_progress.close)
-            self.updater = Updater(stores, layout, device=device, kernels=kernels)
+            self.updater = Updater(stores, parts)
             stack.callback(self.updater.close)
             self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places

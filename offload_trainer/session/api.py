@@ -25,11 +25,12 @@ from torch.nn.parameter import is_lazy
 
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine.build_tiered import EngineParts, open_parts
+from offload_trainer.engine.build_tiered import open_parts
 from offload_trainer.errors import UserError
 from offload_trainer.model.auto_class import named_after
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer
 from offload_trainer.model.loader import resolve_model, save_model_config
+from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, cuda_process, inputs_of
@@ -363,15 +364,7 @@ def _offloaded(
     config: TrainConfig,
     stack: ExitStack,
 ) -> OffloadedModel:
-    offloaded = OffloadedModel(
-        model,
-        parameters,
-        parts.layout,
-        device=parts.device,
-        drives=parts.drives,
-        kernels=parts.kernels,
-        seed=config.train.seed,
-    )
+    offloaded = OffloadedModel(model, parameters, parts, seed=config.train.seed)
     stack.callback(offloaded.close)
     offloaded.adds_up = parts.layout.gradient_dtype is torch.float32
     offloaded.put(weights)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offloading.allocation import Layout, Stores
-from offload_trainer.offloading.device import Device, cores_beside, limit_cores
+from offload_trainer.offloading.allocation import EngineParts, Stores
+from offload_trainer.offloading.device import cores_beside, limit_cores
 from offload_trainer.offloading.pages.store import PageSnapshot, ShadowPages
 from offload_trainer.offloading.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
 from offload_trainer.offloading.update.step_params import SpeculativeStep, StepParams
@@ -59,12 +59,12 @@ class _Step:
 class Updater:
     """The optimizer update: it reads the state and the gradients, and writes the state and the weights."""
 
-    def __init__(self, stores: Stores, layout: Layout, *, device: Device, kernels: tuple[Kernel, Kernel]) -> None:
+    def __init__(self, stores: Stores, parts: EngineParts) -> None:
         """Prepare the update of this rank's pages in `stores`.
 
-        `kernels` are the CPU's kernel, and the kernel for pages on `device`. The update runs on a thread if `layout`
-        lets it overlap the next forward.
+        The update runs on a thread if the layout lets it overlap the next forward.
         """
+        layout, device, kernels = parts.layout, parts.device, parts.kernels
         store, weights, gradients = stores.state, stores.weights, stores.gradients
         self._store, self._weights, self._gradients = store, weights, gradients
         self._update_progress, self._device = stores.update_progress, device

@@ -210,24 +210,17 @@ def test_speculation_pauses_after_more_than_two_mispredictions_in_eight_steps() 
     assert found == [True] * 4 + [False] * 5 + [True] * 4
 
 
-def test_a_run_whose_steps_are_all_clipped_does_not_speculate(
-    folder: Path, drive: Path, kept: list[tuple[int, int]]
+@pytest.mark.parametrize(("limit", "steps"), [(0.01, 3), (0, 4)])
+def test_a_run_whose_steps_are_all_clipped_stops_speculating(
+    limit: float, steps: int, folder: Path, drive: Path, kept: list[tuple[int, int]]
 ) -> None:
-    model, clip = gpt2(folder), "optim.max_grad_norm=0.01"
+    model, clip = gpt2(folder), f"optim.max_grad_norm={limit}"
     with engine(model, *HOMES["nothing in RAM"], clip, FULL, drives=[drive]) as ours:
         hold_up(ours)
         assert train(ours, batches(4)) == plain(model, 4, clip)[0]
         assert_same(masters(ours), plain(model, 4, clip)[1])
-    assert [counted for counted, _ in kept] == [0, 0, 0]
-
-
-def test_without_a_limit_every_step_is_as_expected(folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
-    model, clip = gpt2(folder), "optim.max_grad_norm=0"
-    with engine(model, *HOMES["nothing in RAM"], clip, FULL, drives=[drive]) as ours:
-        hold_up(ours)
-        assert train(ours, batches(4)) == plain(model, 4, clip)[0]
-    assert len(kept) == 4
-    assert all(counted == done > 0 for counted, done in kept)
+    assert len(kept) == steps
+    assert all(counted == (0 if limit else done) and done for counted, done in kept)
 
 
 # -- between steps -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from offload_trainer.offloading.device import DeviceCopy
 from offload_trainer.plan.tiered.layout import Page
-from offload_trainer.storage.transfer import Future, Workers, done
+from offload_trainer.storage.transfer import Future, Workers, done, followed
 
 
 class UpdateProgress:
@@ -169,20 +169,9 @@ class _DeferredFetch:
     """A fetch that begins when its unit has its new weights."""
 
     def __init__(self, home: Future, fetch: Callable[[], DeviceCopy], wait: Callable[[Future], None]) -> None:
-        self._fetch, self._wait = fetch, wait
-        self._arrival: DeviceCopy | None = None
-        self._begun = Future()
-        home.then(self._begin)
-
-    def _begin(self, error: BaseException | None) -> None:
-        if error is None:
-            try:
-                self._arrival = self._fetch()
-            except BaseException as caught:
-                error = caught
-        self._begun.finish_part(error)
+        self._wait, self._arrivals = wait, list[DeviceCopy]()
+        self._begun = followed(home, lambda: self._arrivals.append(fetch()))
 
     def wait(self) -> None:
         self._wait(self._begun)
-        assert self._arrival is not None
-        self._arrival.wait()
+        self._arrivals[0].wait()

@@ -53,7 +53,8 @@ def run_stock_ranks(folder: Path, *words: object, ranks: int, steps: int = 3) ->
     ]
     codes = [process.wait(300) for process in started]
     assert not any(codes), [out.read_text()[-3000:] for out in said]
-    found: dict[str, Any] = json.loads(said[0].read_text().splitlines()[-1])
+    lines = [line for line in said[0].read_text().splitlines() if line.startswith("{")]  # libraries print at exit
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 

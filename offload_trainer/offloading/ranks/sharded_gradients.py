@@ -194,8 +194,11 @@ class ShardedGradients:
             self._norms.take(unit.index, self._sums.collecting(unit.index), self._intake.arrived, staged=staged)
             self._normed.add(unit.index)
             if self._complete is not None and self._intake.arrived.issuperset(self._names[unit.index]):
-                report = partial(self._complete, unit.index, self._device.mark())
-                self._sums.send(unit.index).then(report)  # if they are in a staging buffer, they are stored first
+                self._report(unit, self._complete)
+
+    def _report(self, unit: Unit, complete: Complete) -> None:
+        """Store the unit's sums if they are in a staging buffer, and then report the unit."""
+        self._sums.send(unit.index).then(partial(complete, unit.index, self._device.mark()))
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
         """Add a unit's gradients to this rank's shard of the sums.

@@ -198,7 +198,8 @@ class ShardedGradients:
 
     def _report(self, unit: Unit, complete: Complete) -> None:
         """Store the unit's sums if they are in a staging buffer, and then report the unit."""
-        self._sums.send(unit.index).then(partial(complete, unit.index, self._device.mark()))
+        report = partial(complete, unit.index, self._device.mark())
+        self._sums.send(unit.index).then(report)
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
         """Add a unit's gradients to this rank's shard of the sums.

@@ -51,14 +51,6 @@ def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
     sys.exit(run_ranks(words, count=count))
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Exit code of a rank, negative for a signal, and the time at which the launcher saw it."""
-
-    code: int
-    timestamp: float
-
-
 def run_ranks(words: Sequence[str], *, count: int) -> int:
     """Run `count` ranks of `offload-train train WORDS` to their end; return the exit code."""
     waited = {number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN}  # SIGHUP under nohup
@@ -90,9 +82,12 @@ class _Ranks:
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, self.before),
             )
 
-    def wait(self) -> dict[int, Ended]:
-        """Wait until all ranks have ended; return how each failed one ended. The first failure ends the others."""
-        failed: dict[int, Ended] = {}
+    def wait(self) -> dict[int, int]:
+        """Wait until all ranks have ended; return the exit codes of those that failed, in the order of their ends.
+
+        The first failure ends the others. A code is negative for a signal.
+        """
+        failed: dict[int, int] = {}
         until: float | None = None
         while self.living:
             signal_info = signal.sigtimedwait(self.waited, _LOOK)
@@ -105,10 +100,9 @@ class _Ranks:
                 if code is not None:
                     del self.living[rank]
                 if code:
-                    failed[rank] = Ended(code, time.monotonic())
+                    failed[rank] = code
             # Ranks that were told to stop may be saving, unless one of them has ended for another reason.
-            others = [one for one in failed.values() if not (self.stopped and one.code in _STOPPED)]
-            if others and until is None:
+            if until is None and any(not (self.stopped and code in _STOPPED) for code in failed.values()):
                 until = time.monotonic() + _GRACE
                 if not self.stopped:
                     self._send(signal.SIGTERM)
@@ -122,18 +116,17 @@ class _Ranks:
                 process.send_signal(number)
 
 
-def first_failure(failed: dict[int, Ended]) -> tuple[int, int]:
-    """Return (rank, exit code) of the rank whose failure caused the others; the code is negative for a signal.
+def first_failure(failed: dict[int, int]) -> tuple[int, int]:
+    """Return (rank, exit code) of the rank whose failure caused the others, of those that `_Ranks.wait` has returned.
 
     The launcher ends the remaining ranks with SIGTERM, so SIGTERM and `LOST` count only if there is nothing else.
     """
-    codes = {rank: one.code for rank, one in failed.items()}
-    own = [rank for rank in codes if codes[rank] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
-    rank = min(own or codes, key=lambda rank: failed[rank].timestamp)
-    return rank, codes[rank]
+    own = [rank for rank, code in failed.items() if code not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
+    rank = next(iter(own or failed))
+    return rank, failed[rank]
 
 
-def _report_failure(failed: dict[int, Ended], words: Sequence[str], *, stopped: int) -> int:
+def _report_failure(failed: dict[int, int], words: Sequence[str], *, stopped: int) -> int:
     """Print why the run ended, unless a rank has, and where the command `words` resumes; return the exit code."""
     rank, code = first_failure(failed) if failed else (0, 0)
     if stopped:

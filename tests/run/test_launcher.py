@@ -12,7 +12,7 @@ from offload_trainer import ranks
 from offload_trainer.errors import LOST, UserError
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.run import launcher
-from offload_trainer.run.launcher import Ended, first_failure
+from offload_trainer.run.launcher import first_failure
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
 
@@ -28,7 +28,7 @@ from offload_trainer.settings import load_config
     ],
 )
 def test_the_first_failed_rank_is_reported(codes: list[int], first: tuple[int, int]) -> None:
-    assert first_failure({rank: Ended(code, timestamp=rank) for rank, code in enumerate(codes)}) == first
+    assert first_failure(dict(enumerate(codes))) == first
 
 
 @pytest.mark.slow
@@ -59,10 +59,10 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_says_where_the_next_start_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher names the checkpoint to resume from by the files in the run directory."""
 
-    def told(failed: dict[int, Ended], *, stopped: int = 0) -> int:
+    def told(failed: dict[int, int], *, stopped: int = 0) -> int:
         return launcher._report_failure(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
 
-    killed = {1: Ended(-signal.SIGKILL, timestamp=0)}
+    killed = {1: -signal.SIGKILL}
     for kept, where in (
         ((), "nothing was saved yet"),
         (("step-00000003", "step-00000012"), "checkpoint step-00000012"),

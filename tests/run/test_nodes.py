@@ -39,8 +39,9 @@ class Nodes:
         drives: Sequence[int] = (1, 1),
         script: Sequence[object] = (COMMAND,),
         restarted: tuple[dist.TCPStore, int] | None = None,
+        secrets: Sequence[str] = ("what both nodes know",) * NODES,
     ) -> None:
-        """`restarted`: the store of a launcher that restarts ranks, and how often it has."""
+        """`restarted`: the store of torchrun, and how often it has restarted the ranks."""
         folder.mkdir()
         self._bound, port = held_port()
         launcher: dict[str, object] = {}
@@ -53,7 +54,7 @@ class Nodes:
             drive = folder / f"drive-{rank // each}"
             drive.mkdir(exist_ok=True)
             place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
-            place |= {ranks.SECRET: "what both nodes know", **launcher}
+            place |= {"GROUP_RANK": rank // each, ranks.SECRET: secrets[rank // each], **launcher}
             named = ["--nvme", drive] if drives[rank // each] else []
             env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             self.told.append(folder / f"told-{rank}")
@@ -152,18 +153,11 @@ def test_nodes_without_a_secret_are_refused(secret: str, monkeypatch: pytest.Mon
 
 def test_nodes_of_other_secrets_are_refused(tmp_path: Path) -> None:
     """Nodes with different secrets are refused, and the first one learns it through the launcher's store."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    messages = []
-    for node in range(NODES):
-        place = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": NODES, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, ranks.SECRET: f"the secret of node {node}"}
-        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
-        messages.append(tmp_path / f"told-{node}")
-        env = {name: str(value) for name, value in place.items()}
-        words = [*WORDS, *by(2), "--output", tmp_path / "out"]
-        messages.append(start(COMMAND, *words, stdout=messages[-1], stderr=messages[-1], **env))  # type: ignore[arg-type]
-    codes = [one.wait(300) for one in messages[1::2]]  # type: ignore[union-attr]
-    first, second = (path.read_text() for path in messages[::2])  # type: ignore[union-attr]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words, secrets = [*WORDS, *by(2), "--output", tmp_path / "out"], [f"the secret of node {node}" for node in (0, 1)]
+    nodes = Nodes(*words, each=1, folder=tmp_path / "nodes", restarted=(store, 0), secrets=secrets)
+    codes = nodes.wait()
+    first, second = (path.read_text() for path in nodes.told)
     assert codes == [2, 2], f"{first}\n{second}"
     assert f"give every node the same {ranks.SECRET}" in first
     assert "a rank does not come, and its note is not signed with this run's secret" in first

@@ -153,7 +153,7 @@ class Mesh:
 
     def _move_all(self, out: dict[int, _Queue], into: dict[int, _Queue], *, until: float) -> None:
         for peer in list(out):  # most messages fit into the socket buffer and need no poll
-            self._send(peer, out)
+            self._transfer(peer, out, self._peers[peer].send)
         poll = select.poll()
         watched = {peer: self._peers[peer].fileno() for peer in {*out, *into}}
         for peer, descriptor in watched.items():
@@ -168,40 +168,26 @@ class Mesh:
                 peer = self._number[descriptor]
                 failed = event & (select.POLLHUP | select.POLLERR)
                 if peer in into and (failed or event & select.POLLIN):
-                    self._receive(peer, into)
+                    self._transfer(peer, into, self._peers[peer].recv_into)
                 elif peer in out and failed:
                     raise PeerGone(f"the connection to rank {peer} is closed")
                 if peer in out and event & select.POLLOUT:
-                    self._send(peer, out)
+                    self._transfer(peer, out, self._peers[peer].send)
                 if events := _events(peer, out, into):
                     poll.modify(descriptor, events)
                 else:
                     poll.unregister(descriptor)
 
-    def _send(self, peer: int, out: dict[int, _Queue]) -> None:
-        parts = out[peer]
+    def _transfer(self, peer: int, queues: dict[int, _Queue], move: Callable[[memoryview], int]) -> None:
+        """Send or receive until the socket would block; remove the peer's queue when that is done."""
+        parts = queues[peer]
         try:
             while parts:
-                sent = self._peers[peer].send(parts[0])
-                if sent < len(parts[0]):
-                    parts[0] = parts[0][sent:]
-                    return
-                parts.popleft()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise PeerGone(f"the connection to rank {peer} is closed: {error.strerror}") from error
-        del out[peer]
-
-    def _receive(self, peer: int, into: dict[int, _Queue]) -> None:
-        parts = into[peer]
-        try:
-            while parts:
-                got = self._peers[peer].recv_into(parts[0])
-                if not got:
+                moved = move(parts[0])
+                if not moved:
                     raise PeerGone(f"rank {peer} has closed its connection")
-                if got < len(parts[0]):
-                    parts[0] = parts[0][got:]
+                if moved < len(parts[0]):
+                    parts[0] = parts[0][moved:]
                     continue
                 whole = parts.popleft().obj
                 if isinstance(whole, _Size) and bytes(whole) != whole.expected:
@@ -211,7 +197,7 @@ class Mesh:
             return
         except OSError as error:
             raise PeerGone(f"the connection to rank {peer} is closed: {error.strerror}") from error
-        del into[peer]
+        del queues[peer]
 
 
 _Queue = deque[memoryview]

@@ -42,6 +42,7 @@ _LATER = 30  # extra seconds before other ranks time out, so that rank 0 does fi
 _LEAST_SECRET = 16  # characters
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: network interface between the nodes, as for gloo
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_NUMBER = struct.Struct("!q")
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,6 @@ def join() -> None:
     barrier = _connect_on_one_node if each == world else _connect_on_several
     _joined = _Joined(rank, world, here, *barrier(rank, world, here))
     signal.signal(signal.SIGTERM, handler)
-
-
-def leave() -> None:
-    """Close the connections to the other ranks and become a single process again."""
-    global _joined
-    if _joined is not None:
-        _joined.everybody.close()
-        _joined.listener.close()
-    _joined = None
 
 
 def _run() -> str:
@@ -283,12 +275,10 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
     """
     assert _joined is not None
     patience = STALLED + _LATER if in_step else _SETTING_UP
+    every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
     if gpus:
         join_torch("nccl")
-        every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
-        limit = timedelta(seconds=patience)
-        return dist.new_subgroups_by_enumeration(every, backend="nccl", timeout=limit)[0]
-    every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
+        return dist.new_subgroups_by_enumeration(every, backend="nccl", timeout=timedelta(seconds=patience))[0]
     ours = next(ranks for ranks in every if _joined.rank in ranks)
     with _as_peer_failure():
         return _joined.listener.mesh(ours, patience=patience, within=_SETTING_UP, while_waiting=_joined.everybody.check)
@@ -352,33 +342,29 @@ def _as_peer_failure() -> Iterator[None]:
 
 
 def barrier(*, stalled: float = STALLED) -> None:
-    """Block until all ranks have reached the barrier.
-
-    After `stalled` seconds, rank 0 raises TrainerError that names the missing ranks; the others raise PeerFailed.
-    """
+    """Block until all ranks have reached the barrier; see `exchange_numbers` for one that does not."""
     if _joined:
-        with naming_missing_ranks(stalled):
-            _joined.everybody.barrier(patience=patience_in_step(stalled))
+        exchange_numbers(0, stalled=stalled, group=_joined.everybody)
 
 
-def patience_in_step(stalled: float) -> float:
-    """Return this rank's timeout in seconds. Rank 0 times out first, so that it reports the missing ranks."""
-    return stalled + (0 if place_here()[0] == 0 else _LATER)
+def exchange_numbers(number: int, *, stalled: float, group: Mesh) -> list[int]:
+    """Return the number of each rank of `group`, which has all ranks, once all have given theirs.
 
-
-@contextmanager
-def naming_missing_ranks(stalled: float) -> Iterator[None]:
-    """Convert a timeout into TrainerError that names the missing ranks, on rank 0; raise PeerFailed otherwise."""
+    After `stalled` seconds, rank 0 raises TrainerError that names the missing ranks; the others, which wait longer so
+    that rank 0 reports first, raise PeerFailed.
+    """
+    first = group.rank == 0
     try:
         with _as_peer_failure():
-            yield
+            found = group.all_gather_equal(_NUMBER.pack(number), patience=stalled + (0 if first else _LATER))
     except PeerFailed as error:
-        if isinstance(error.__cause__, PeerTimeout) and place_here()[0] == 0:
+        if first and isinstance(error.__cause__, PeerTimeout):
             raise TrainerError(
                 f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
                 f"{error.__cause__}; {RERUN_HINT}"
             ) from error
         raise
+    return [int(_NUMBER.unpack(one)[0]) for one in found]
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
@@ -411,9 +397,17 @@ def all_gather_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
             mine = parts.chunk(dist.get_world_size(group))[number]
             dist.all_gather_into_tensor(parts, mine, group=group)
             return
-        pieces = dict(zip(group.members, parts.chunk(len(group.members)), strict=True))
-        own = _bytes_of(pieces[group.rank])
-        group.exchange([(peer, own) for peer in group.others], [(p, _bytes_of(pieces[p])) for p in group.others])
+        pieces = parts.chunk(len(group.members))
+        _exchange([pieces[number]] * len(pieces), pieces, group=group)
+
+
+def _exchange(out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, group: Mesh) -> None:
+    """Send `out[i]` to rank i of the group and fill `into[i]` from it; both are 1-D. This rank's own are left alone."""
+    others = [(number, peer) for number, peer in enumerate(group.members) if peer != group.rank]
+    group.exchange(
+        [(peer, _bytes_of(out[number])) for number, peer in others],
+        [(peer, _bytes_of(into[number])) for number, peer in others],
+    )
 
 
 def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
@@ -426,13 +420,9 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
         if not isinstance(group, Mesh):
             dist.all_to_all_single(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
             return received
-        out = {member: parts[number].view(-1) for number, member in enumerate(group.members)}
-        into = {member: received[number].view(-1) for number, member in enumerate(group.members)}
-        into[group.rank].copy_(out[group.rank])
-        group.exchange(
-            [(peer, _bytes_of(out[peer])) for peer in group.others],
-            [(peer, _bytes_of(into[peer])) for peer in group.others],
-        )
+        mine = group.members.index(group.rank)
+        received[mine] = parts[mine]
+        _exchange(list(parts.flatten(1)), list(received.flatten(1)), group=group)
     return received
 
 
@@ -459,11 +449,7 @@ def all_reduce(values: torch.Tensor, *, group: Mesh) -> None:
     gathered = torch.empty((len(group.members), values.numel()), dtype=values.dtype)
     mine = group.members.index(group.rank)
     gathered[mine] = values.reshape(-1)
-    with _as_peer_failure():
-        group.exchange(
-            [(peer, _bytes_of(gathered[mine])) for peer in group.others],
-            [(peer, _bytes_of(gathered[number])) for number, peer in enumerate(group.members) if peer != group.rank],
-        )
+    all_gather_parts(gathered.view(-1), mine, group=group)
     values.copy_(gathered.sum(0).reshape(values.shape))
 
 

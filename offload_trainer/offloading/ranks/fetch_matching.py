@@ -10,14 +10,11 @@ in between that the others have not announced yet. It fetches these units alone.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
-from offload_trainer.ranks import group_of, naming_missing_ranks, patience_in_step
 from offload_trainer.storage.transfer import Future, Workers, ending
 
 _BARRIER = -1
-_NUMBER = struct.Struct("!q")
 
 Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
 
@@ -70,19 +67,3 @@ class FetchMatching:
     def close(self) -> None:
         """End the thread. If it waits for a rank that never comes, leave it to the end of the process."""
         self._thread.close(patience=1.0)
-
-
-def exchange_of(*, stalled: float) -> Exchange:
-    """Return a function that exchanges one number between all ranks, over separate connections. Collective.
-
-    The function raises TrainerError on rank 0, naming the ranks that have not come after `stalled` seconds, and
-    Elsewhere if another rank has ended.
-    """
-    mesh, patience = group_of(), patience_in_step(stalled)
-
-    def exchange(mine: int) -> list[int]:
-        with naming_missing_ranks(stalled):
-            numbers = mesh.all_gather_equal(_NUMBER.pack(mine), patience=patience)
-        return [int(_NUMBER.unpack(one)[0]) for one in numbers]
-
-    return exchange

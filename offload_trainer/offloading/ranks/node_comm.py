@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching, exchange_of
+from offload_trainer.offloading.ranks.fetch_matching import Exchange, FetchMatching
 from offload_trainer.plan.tiers import in_memory, size_of_home
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
 
@@ -122,8 +123,8 @@ class Node:
         return self._matching
 
     def exchange(self) -> Exchange:
-        """Return a function that exchanges a number between one thread of each rank; see `barrier`. Collective."""
-        return exchange_of(stalled=self._stalled)
+        """Return `ranks.exchange_numbers` over separate connections, for one thread of each rank. Collective."""
+        return partial(ranks.exchange_numbers, stalled=self._stalled, group=ranks.group_of())
 
     @property
     def fetches_together(self) -> bool:
@@ -141,10 +142,7 @@ class Node:
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on the first rank of each node while the others wait; an error is raised on every rank."""
-        if self.world == 1:
-            work()
-        else:
-            ranks.on_some(work, mine=self.is_first)
+        self.on_each_rank(lambda: work() if self.is_first else None)
 
     def on_each_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's result; an error of one rank is raised on every rank."""

@@ -45,7 +45,7 @@ from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
 from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, empty_list, hold
 from offload_trainer.storage.tensorfile import DTYPES
-from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, Timer, peak_rss_bytes
+from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.telemetry.trackers import Tracked, Trackers
 from offload_trainer.trainer import Job, TimeToSave
@@ -268,7 +268,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     peak = setup.planned.machine.rates.matmul.get(setup.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     say = telemetry.say if telemetry else setup.log.say
-    timer: Timer = HostTimer()
+    timer: HostTimer | StreamTimer = HostTimer()
     if torch.cuda.is_available():  # the other engines use streams that do not wait for each other at a phase's end
         timer = StreamTimer() if plan.engine == "tiered" else HostTimer(torch.cuda.synchronize)
     return Job(

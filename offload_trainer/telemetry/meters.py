@@ -5,14 +5,13 @@ All of them are counted by a clock, the kernel or CUDA; none is derived from the
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from offload_trainer.plan.step_time import PHASES as OF_STEP
 from offload_trainer.storage.atomic_io import bytes_below
@@ -20,17 +19,6 @@ from offload_trainer.storage.atomic_io import bytes_below
 PHASES = ("data", *OF_STEP)
 
 _IO = Path("/proc/self/io")
-_STATUS = Path("/proc/self/status")
-
-
-class Timer(Protocol):
-    """A timer that marks moments, and returns the seconds between two of them."""
-
-    def mark(self) -> Any:
-        """Return a mark of this moment; on a device, of the moment when it has done all that is queued so far."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks, after waiting until both are reached."""
 
 
 class HostTimer:
@@ -51,7 +39,10 @@ class HostTimer:
 
 
 class StreamTimer:
-    """Marks positions in the current CUDA stream, so that the host need not wait for the device at a mark."""
+    """Marks positions in the current CUDA stream, so that the host need not wait for the device at a mark.
+
+    `seconds` waits until the device has reached both marks.
+    """
 
     def mark(self) -> Any:
         import torch
@@ -68,7 +59,7 @@ class StreamTimer:
 class PhaseClock:
     """Seconds of one step by phase; a phase entered several times (micro-batches) adds up."""
 
-    def __init__(self, timer: Timer | None = None) -> None:
+    def __init__(self, timer: HostTimer | StreamTimer | None = None) -> None:
         """Time with `timer`, by default the host's."""
         self._timer = timer or HostTimer()
         self._passed: list[tuple[str, Any, Any]] = []  # phases with the marks at their edges
@@ -135,12 +126,8 @@ def read_io() -> IoCount:
 
 def peak_rss_bytes() -> int:
     """Return the peak resident memory of this process in bytes."""
-    # Prefer VmHWM: getrusage's maximum survives exec, so a child of a large parent would report the parent's.
-    peak = _status_bytes("VmHWM")
-    if peak is not None:
-        return peak
-    maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return maximum if sys.platform == "darwin" else maximum * 1024
+    # getrusage's maximum survives exec, so a child of a large parent would report the parent's.
+    return _status_bytes("VmHWM")
 
 
 def forget_peak_rss() -> None:
@@ -151,12 +138,7 @@ def forget_peak_rss() -> None:
 
 def current_rss_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    now = _status_bytes("VmRSS")
-    if now is not None:
-        return now
-    import psutil  # the only portable way; not needed where /proc exists
-
-    return int(psutil.Process().memory_info().rss)
+    return _status_bytes("VmRSS")
 
 
 def _cuda() -> Any:
@@ -193,12 +175,7 @@ def memory_now(swaps: Sequence[Path]) -> dict[str, int]:
     return held
 
 
-def _status_bytes(field: str) -> int | None:
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024  # e.g. "VmHWM:   12345 kB", where kB means KiB
-    return None
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024  # e.g. "VmHWM:   12345 kB", where kB means KiB

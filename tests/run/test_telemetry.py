@@ -190,13 +190,6 @@ def test_memory_is_in_bytes_and_the_peak_outlives_the_buffer():
     assert before + 63 * MIB < peak < before + 96 * MIB
 
 
-def test_memory_without_proc(monkeypatch, tmp_path):
-    here = meters.current_rss_bytes(), meters.peak_rss_bytes()
-    monkeypatch.setattr(meters, "_STATUS", tmp_path / "none")
-    assert meters.current_rss_bytes() == pytest.approx(here[0], rel=0.2)
-    assert meters.peak_rss_bytes() >= 0.8 * here[0]
-
-
 def test_memory_of_a_device_is_torchs_once_cuda_runs(monkeypatch, tmp_path):
     (tmp_path / "page").write_bytes(b"x" * 8192)
     for initialized, peak in ((False, 0), (True, 12345)):

@@ -95,7 +95,7 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
         directory / OPTIMIZER,
     )
     for kind in moments:
-        (directory / _part(kind)).unlink()
+        (directory / f"{kind}.part").unlink()
     torch.save(_scheduler(optim, rate=rate, step=done.step), directory / SCHEDULER)
     rows = config["train"].get("micro_batch_size", 1)
     trainer_state = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
@@ -115,20 +115,9 @@ def _order(checkpoint: Path) -> list[list[str]]:
 
 def _group(optim: OptimSection, *, rate: float, decay: float) -> dict[str, Any]:
     """Return the settings of a group as torch.optim.AdamW stores them."""
-    return {
-        "lr": rate,
-        "betas": tuple(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": decay,
-        "amsgrad": False,
-        "maximize": False,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-        "decoupled_weight_decay": True,
-        "initial_lr": optim.lr,
-    }
+    betas = tuple(optim.betas)
+    made = torch.optim.AdamW([torch.zeros(1)], lr=rate, betas=betas, eps=optim.eps, weight_decay=decay)
+    return {**made.state_dict()["param_groups"][0], "initial_lr": optim.lr}
 
 
 def _scheduler(optim: OptimSection, *, rate: float, step: int) -> dict[str, Any]:
@@ -137,24 +126,9 @@ def _scheduler(optim: OptimSection, *, rate: float, step: int) -> dict[str, Any]
     Its position is the one at which transformers' schedule has the run's rate, so the Trainer resumes without a jump.
     """
     position = max(0, step + 1 - optim.schedule_delay)
-    return {
-        "base_lrs": [optim.lr] * 2,
-        "last_epoch": position,
-        "_step_count": position + 1,
-        "_is_initial": False,
-        "_get_lr_called_within_step": False,
-        "_last_lr": [rate] * 2,
-        "lr_lambdas": [None] * 2,
-    }
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-
-
-def _part(kind: str) -> str:
-    return f"{kind}.part"
+    weights = [{"params": [torch.zeros(1)]} for _ in range(2)]
+    made = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(weights, lr=optim.lr), lambda _: 1.0)
+    return {**made.state_dict(), "last_epoch": position, "_step_count": position + 1, "_last_lr": [rate] * 2}
 
 
 def _mapped(directory: Path, checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -164,7 +138,7 @@ def _mapped(directory: Path, checkpoint: Path, kind: str) -> dict[str, torch.Ten
     """
     with TensorFileReader(checkpoint / f"{kind}.safetensors") as stored:
         shapes = {name: entry.shape for name, entry in stored.entries.items()}
-    path = directory / _part(kind)
+    path = directory / f"{kind}.part"
     writer = TensorFileWriter(path, [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()])
     for name, tensor in read_tensors(checkpoint, kind, shapes=shapes):
         writer.write(name, tensor)
@@ -173,6 +147,6 @@ def _mapped(directory: Path, checkpoint: Path, kind: str) -> dict[str, torch.Ten
     first = size - 4 * sum(math.prod(shape) for shape in shapes.values())
     found, start = {}, first // 4
     for name, shape in shapes.items():
-        found[name] = torch.empty(0).set_(storage, start, shape, _strides(shape))
+        found[name] = torch.empty(0).set_(storage, start, shape)
         start += found[name].numel()
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import with_config
 
@@ -53,11 +53,6 @@ class StepRecord:
         optional = ("memory", "allocation_retries", "hidden")
         return _to_json(self, leave_out=[name for name in optional if not getattr(self, name)])
 
-    @classmethod
-    def from_json(cls, line: str | bytes) -> Self:
-        """Parse a line that `to_json` wrote. Raises ValueError on anything else, such as a torn line."""
-        return parsed(line, cls)
-
 
 @with_config(EXACT)
 @dataclass(frozen=True)
@@ -72,11 +67,6 @@ class EvalRecord:
     def to_json(self) -> str:
         """Return one line without a newline; NaN and infinity become null."""
         return _to_json(self)
-
-    @classmethod
-    def from_json(cls, line: str | bytes) -> Self:
-        """Parse a line that `to_json` wrote. Raises ValueError on anything else."""
-        return parsed(line, cls)
 
 
 def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) -> str:
@@ -99,15 +89,15 @@ def read_metrics(path: Path, *, most: int | None = None) -> list[StepRecord]:
     memory. One of each stretch of equal length is taken, not always at the same place in it: steps may be long and
     short in turn.
     """
-    return _read(path, StepRecord.from_json, most=most)
+    return _read(path, StepRecord, most=most)
 
 
 def read_evaluations(path: Path) -> list[EvalRecord]:
     """Return the records of an evaluations.jsonl in the same way."""
-    return _read(path, EvalRecord.from_json)
+    return _read(path, EvalRecord)
 
 
-def _read(path: Path, parse: Callable[[bytes], _Record], *, most: int | None = None) -> list[_Record]:
+def _read(path: Path, kind: type[_Record], *, most: int | None = None) -> list[_Record]:
     records: list[_Record] = []
     stride, taken, line = 1, True, b""
     try:
@@ -122,10 +112,10 @@ def _read(path: Path, parse: Callable[[bytes], _Record], *, most: int | None = N
                 stride = math.ceil(os.fstat(file.fileno()).st_size / len(line) / most)
             if taken := number % stride == number // stride * _PRIME % stride:
                 with suppress(ValueError):  # torn by a kill
-                    records.append(parse(line))
+                    records.append(parsed(line, kind))
     if not taken:
         with suppress(ValueError):
-            records.append(parse(line))
+            records.append(parsed(line, kind))
     return records
 
 

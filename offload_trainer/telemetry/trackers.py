@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import read_back
+from offload_trainer.safe_files import one_line, read_back
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
@@ -117,7 +117,7 @@ class Trackers:
             act()
         except Exception as error:  # no tracker error may stop the run
             del self._trackers[name]
-            self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {_line(error)}")
+            self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {one_line(error)}")
 
 
 def numbers_of(group: str, record: StepRecord | EvalRecord) -> Numbers:
@@ -140,7 +140,7 @@ def refuse_missing(names: Sequence[str]) -> None:
                 raise ImportError(f"{module} is not installed; a directory of that name is found instead")
         except ImportError as error:
             raise UserError(
-                f"save.trackers={name}: {_line(error)}. Install it: pip install 'offload-trainer[{name}]'"
+                f"save.trackers={name}: {one_line(error)}. Install it: pip install 'offload-trainer[{name}]'"
             ) from error
 
 
@@ -148,11 +148,7 @@ def _begin(name: str, run: Tracked, identity: str | None) -> _Tracker:
     try:
         return _KINDS[name].begin(run, identity)
     except Exception as error:  # errors of a library, a network or an account
-        raise UserError(f"save.trackers={name} cannot begin: {_line(error)}. {_KINDS[name].fix}") from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+        raise UserError(f"save.trackers={name} cannot begin: {one_line(error)}. {_KINDS[name].fix}") from error
 
 
 # -- the trackers ----------------------------------------------------------------------------------------------------

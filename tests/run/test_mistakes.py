@@ -19,19 +19,11 @@ CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "S
 
 # name of the mistake -> the command, in the folder that `places` makes; a part of the message
 MISTAKES: dict[str, tuple[str, str]] = {
-    "a flag misspelt": ("--lrr 1e-3", "did you mean --lr?"),
-    "a flag of another trainer": ("--learning-rate 1e-3", "use --lr 1e-3"),
-    "another trainer's command": ("finetune --lr 1e-3", "use `offload-train train`"),
     "text where a configuration is expected": ("little.txt", "--data little.txt"),
     "text without its flag": ("--lr 1e-3 little.txt", "--data little.txt"),
     "a model without its flag": ("whole", "--model whole"),
     "a configuration behind flags": ("--nvme drive torn.yaml", "a configuration file is the first word"),
     "a pattern that nothing matches": ("--data 'none*.txt'", "none*.txt"),
-    "steps and epochs": ("--steps 3 --epochs 2", "leave train.steps (--steps) out"),
-    "nothing at all": ("", "nothing was asked for"),
-    "a key misspelt": ("optim.lrr=1", "did you mean optim.lr?"),
-    "a flag without its value": ("--gpus", "--gpus: needs a value"),
-    "no such configuration": ("nowhere.yaml", "nowhere.yaml: No such file"),
     "a configuration that is no YAML": ("torn.yaml", "torn.yaml"),
     "tokens that no rows make": ("train.tokens_per_step=100", "not a multiple"),
     "no such model": ("--model nowhere", "nowhere"),
@@ -74,7 +66,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "another text where a run was": ("--data long.txt --output run TINY", "text"),
     "an export of nothing": ("export nowhere out --dtype bf16", "nowhere"),
     "an export over files": ("export run full --dtype bf16", "full"),
-    "no such machine": ("plan --machine nowhere", "nowhere"),
     "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
     "no such recipe": ("cp demmo", "did you mean demo?"),
     "a recipe over a file": ("cp demo torn.yaml", "torn.yaml: already exists"),

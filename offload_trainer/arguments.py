@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.settings import FLAGS, describe_key, refuse_unwritable
+from offload_trainer.settings import FLAGS, all_keys, refuse_unwritable
 from offload_trainer.synonyms import command_of, nearest
 from offload_trainer.units import parse_bytes, shown
 
@@ -300,7 +300,7 @@ def _show_flags(parser: _Parser, names: tuple[str, ...]) -> None:
             continue
         group = parser.add_argument_group(section, info.annotation.__doc__)
         for name in here:
-            text = describe_key(FLAGS[name].key).replace("%", "%%")
+            text = str(all_keys()[FLAGS[name].key].description).replace("%", "%%")
             if metavar := FLAGS[name].metavar:
                 group.add_argument(name, metavar=metavar, help=text)
             else:

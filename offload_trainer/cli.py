@@ -13,6 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _say(line: str) -> None:
 
 def _answer(found: Any, *, as_json: bool, told: Callable[[], str]) -> None:
     """Print a result as JSON, or in the words of `told`."""
-    print(json.dumps(found, indent=1) if as_json else shown(told()), flush=True)
+    print(json.dumps(found, indent=1, default=asdict) if as_json else shown(told()), flush=True)
 
 
 def _train(given: Namespace, words: list[str]) -> None:
@@ -213,7 +214,7 @@ def _doctor(given: Namespace, words: list[str]) -> None:
             engine=engine_of(config),
             threads_given=threads,
         )
-    _answer([vars(check) for check in checks], as_json=given.json, told=lambda: report(checks))
+    _answer(checks, as_json=given.json, told=lambda: report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
 
@@ -297,7 +298,7 @@ def _runs(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.runs import aligned, run_table, runs_in
 
     found = runs_in(given.directory)
-    _answer([run.to_json() for run in found], as_json=given.json, told=lambda: aligned(run_table(found)))
+    _answer(found, as_json=given.json, told=lambda: aligned(run_table(found)))
 
 
 def _report(given: Namespace, _: list[str]) -> None:
@@ -313,7 +314,7 @@ def _ls(given: Namespace, _: list[str]) -> None:
     from offload_trainer.run.commands.recipes import listing, recipes
 
     found = recipes()
-    _answer([recipe.to_json() for recipe in found], as_json=given.json, told=lambda: listing(found))
+    _answer(found, as_json=given.json, told=lambda: listing(found))
 
 
 def _cp(given: Namespace, _: list[str]) -> None:

@@ -15,12 +15,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
@@ -130,7 +132,7 @@ class _Draft:
         """
         self.worded.add(key)
         section, _, name = key.partition(".")
-        annotation = annotation_of(section, name)
+        annotation = _annotation_of(key)
         if annotation is None and not _overrides_key(section, name):
             self.mistakes.append(_no_key(spelled, key, text))
             return
@@ -196,26 +198,16 @@ def _matching(given: Any) -> list[Any]:
     return list(found) or [given]
 
 
-def all_keys() -> Iterator[str]:
-    for section, info in TrainConfig.model_fields.items():
-        model: Any = info.annotation
-        yield from (f"{section}.{name}" for name in model.model_fields)
+@cache
+def all_keys() -> dict[str, FieldInfo]:
+    """Return the schema of each key by its name, `section.key`."""
+    models: dict[str, Any] = {section: info.annotation for section, info in TrainConfig.model_fields.items()}
+    return {f"{section}.{name}": key for section, model in models.items() for name, key in model.model_fields.items()}
 
 
-def describe_key(key: str) -> str:
-    """Return the description of a key from the configuration schema."""
-    section, _, name = key.partition(".")
-    model: Any = TrainConfig.model_fields[section].annotation
-    return str(model.model_fields[name].description)
-
-
-def annotation_of(section: str, name: str) -> Any:
+def _annotation_of(key: str) -> Any:
     """Return the type annotation of a key; None if there is no such key."""
-    info = TrainConfig.model_fields.get(section)
-    if info is None or not isinstance(info.annotation, type):
-        return None
-    found = info.annotation.model_fields.get(name)
-    return found.annotation if found else None
+    return all_keys()[key].annotation if key in all_keys() else None
 
 
 def _overrides_key(section: str, name: str) -> bool:
@@ -317,7 +309,7 @@ def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) 
 
 def _choices(key: str) -> str:
     """Return a summary of a key's allowed values: `off|forward|backward`, `N|auto`, `TEXT`."""
-    kind = annotation_of(*key.split(".", 1))
+    kind = _annotation_of(key)
     open_ended = "N" if _holds(kind, int, float) else "TEXT" if _holds(kind, str) or kind is None else ""
     return "|".join(dict.fromkeys([*([open_ended] if open_ended else []), *literals_of(kind)]))
 

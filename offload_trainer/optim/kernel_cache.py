@@ -192,8 +192,5 @@ def _make_private(directory: Path) -> None:
 
 def _line_of_features() -> str:
     """Return the line of /proc/cpuinfo with the CPU's instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

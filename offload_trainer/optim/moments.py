@@ -159,7 +159,7 @@ class StoredMoment:
     def start_at_zero(self) -> None:
         """Set a moment whose bytes are all zero to the value zero; in 8 bits code 0 is the lowest number instead."""
         if self.scales is not None:
-            self.values.fill_(zero_code(signed=self.moment.signed))
+            self.values.fill_(int((dynamic_map(self.moment.signed) == 0).nonzero()))
 
 
 def stored_moment(moment: Moment, fields: Mapping[str, torch.Tensor], here: slice | None = None) -> StoredMoment:
@@ -194,11 +194,6 @@ def dynamic_map(signed: bool) -> torch.Tensor:
         if signed:
             values += [-middle for middle in middles]
     return torch.tensor(sorted(values))
-
-
-def zero_code(*, signed: bool) -> int:
-    """Return the code of zero."""
-    return int((dynamic_map(signed) == 0).nonzero())
 
 
 @functools.cache

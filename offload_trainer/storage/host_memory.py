@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -92,11 +93,8 @@ def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
         mapping = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise TrainerError(f"{format_bytes(size)} of host memory cannot be had: {error.strerror}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages: the memory works the same, slightly slower
+    with suppress(OSError):  # a kernel without huge pages: the memory works the same, slightly slower
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return _tensor(mapping, size, pinned=pinned)
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -19,6 +19,22 @@ from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, open_f
 
 _Record = TypeVar("_Record")
 _PRIME = 7919  # shares no factor with the length of a stretch, so each place in a stretch is taken equally often
+
+
+def _to_json(record: Any) -> str:
+    """Return a record as one line without a newline. NaN and infinity, which JSON lacks, become null.
+
+    Fields that have a default are left out if they are 0 or empty.
+    """
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    always = {each.name for each in fields(record) if each.default is MISSING and each.default_factory is MISSING}
+    values = {key: finite(value) for key, value in asdict(record).items() if value or key in always}
+    return json.dumps(values, allow_nan=False)
 
 
 @with_config(EXACT)
@@ -48,10 +64,7 @@ class StepRecord:
     allocation_retries: Count = 0  # running total: torch freed its cached blocks because the device was out of memory
     hidden: Number = 0.0  # seconds of an overlapped update that no phase waited for; 0 if unknown
 
-    def to_json(self) -> str:
-        """Return one line without a newline. NaN and infinity, which JSON lacks, become null."""
-        optional = ("memory", "allocation_retries", "hidden")
-        return _to_json(self, leave_out=[name for name in optional if not getattr(self, name)])
+    to_json = _to_json
 
 
 @with_config(EXACT)
@@ -64,19 +77,7 @@ class EvalRecord:
     perplexity: Number | None
     bits_per_byte: Number | None  # None if the number of bytes of the tokens is unknown
 
-    def to_json(self) -> str:
-        """Return one line without a newline; NaN and infinity become null."""
-        return _to_json(self)
-
-
-def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) -> str:
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(inner) for key, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    values = {key: finite(value) for key, value in asdict(record).items() if key not in leave_out}
-    return json.dumps(values, allow_nan=False)
+    to_json = _to_json
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

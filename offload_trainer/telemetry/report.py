@@ -263,9 +263,5 @@ def lines(
                 title = escape(f"step {step:.0f}: {text(value)}")
                 circle = f'cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: {colour}"'
                 parts.append(f"<circle {circle}><title>{title}</title></circle>")
-    return _svg(parts, height=height, label=label)
-
-
-def _svg(parts: Sequence[str], *, height: int, label: str) -> str:
     body = "\n".join(parts)
     return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'

@@ -106,7 +106,7 @@ class Telemetry:
         if self.report is not None:
             self.report.step(left=self._screen.seconds_left(record.step))
         if self._trackers is not None:
-            self._trackers.step(record)
+            self._trackers.put("train", record)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Send a finished validation to every output."""
@@ -117,7 +117,7 @@ class Telemetry:
             f"  perplexity {four_digits(record.perplexity)}{bits}"
         )
         if self._trackers is not None:
-            self._trackers.evaluation(record)
+            self._trackers.put("validation", record)
 
     def close(self) -> None:
         """Close every output."""

@@ -78,13 +78,14 @@ class Trackers:
         self._thread = threading.Thread(target=self._send, name="trackers", daemon=True)
         self._thread.start()
 
-    def step(self, record: StepRecord) -> None:
-        """Queue a finished step."""
-        self._put("train", record)
-
-    def evaluation(self, record: EvalRecord) -> None:
-        """Queue a finished validation."""
-        self._put("validation", record)
+    def put(self, group: str, record: StepRecord | EvalRecord) -> None:
+        """Queue a finished step (group "train") or validation."""
+        try:
+            self._queue.put_nowait((numbers_of(group, record), record.step))
+        except queue.Full:
+            if not self._late:
+                self._say(f"note: {', '.join(self._trackers)}: {_WAITING} steps behind, so some are left out there")
+            self._late = True
 
     def close(self) -> None:
         """Wait, with a time limit, until all trackers have received all records."""
@@ -95,14 +96,6 @@ class Trackers:
             self._say(
                 f"note: {', '.join(self._trackers)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it"
             )
-
-    def _put(self, group: str, record: StepRecord | EvalRecord) -> None:
-        try:
-            self._queue.put_nowait((numbers_of(group, record), record.step))
-        except queue.Full:
-            if not self._late:
-                self._say(f"note: {', '.join(self._trackers)}: {_WAITING} steps behind, so some are left out there")
-            self._late = True
 
     def _send(self) -> None:
         while (given := self._queue.get()) is not None:

@@ -37,19 +37,8 @@ ROOMS = {
     "bitsandbytes": {"engine", "offloading"},  # DeepSpeed's 8-bit AdamW; the arithmetic of quantised weights
     "datasets": {"data"},
 }
-LIBRARY_FREE = {
-    "numa",
-    "packages",
-    "units",
-    "stdio",
-    "errors",
-    "safe_files",
-    "signals",
-    "mesh",
-    "config",
-    "plan",
-}
-LIBRARY_FREE |= {"settings", "synonyms", "numa"}
+LIBRARY_FREE = {"packages", "units", "stdio", "numa", "errors", "safe_files", "signals", "mesh", "config", "synonyms"}
+LIBRARY_FREE |= {"plan", "settings"}
 
 
 @cache

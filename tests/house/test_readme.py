@@ -1,8 +1,8 @@
 """Tests of the README and docs/: commands parse, plans run, and named files exist.
 
-Other tests run the README's quickstart (tests/tools/test_newcomer.py), docs/scaling.md (test_scaling_docs.py), and the
-Python of docs/library.md, docs/integrations.md and the README (tests/library). This module runs the commands that need
-no training and no drive. It parses the others with today's keys; PARSED has the reasons.
+Other tests run the README's quickstart (tests/tools/test_newcomer.py), and the Python of docs/library.md,
+docs/integrations.md and the README (tests/library). This module runs the commands that need no training and no drive.
+It parses the others with today's keys; PARSED has the reasons.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Pages with their own tests, or with a record of experiments instead of instructions.
-ELSEWHERE = {"docs/scaling.md"}
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
-TEXTS = {page: (ROOT / page).read_text() for page in PAGES if page not in ELSEWHERE}
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)
 COMMANDS = {(one or other).replace("\\\n", "") for text in TEXTS.values() for one, other in COMMAND.findall(text)}
 # The text only names these.

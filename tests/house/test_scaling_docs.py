@@ -1,4 +1,4 @@
-"""Tests of docs/scaling.md: its table has the seconds of `plan --parallel`, and its commands are understood."""
+"""Tests of docs/scaling.md: its table has the seconds of `plan --parallel`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.cli import main
-from offload_trainer.settings import load_config
 from offload_trainer.units import format_count, format_seconds
 
 pytestmark = pytest.mark.slow
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
 ROWS = re.findall(r"^\| `(--machine [^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)
-COMMANDS = re.findall(r"^ {4}offload-train (.+)$", PAGE, re.MULTILINE)
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -58,17 +56,5 @@ def test_a_row_of_the_table_is_what_the_plan_says(
     assert " | ".join([tokens, *map(told, ("tiered", "ZeRO-2", "ZeRO-3", "tensor"))]) == cells
 
 
-def test_the_page_has_rows_and_commands() -> None:
+def test_the_page_has_rows() -> None:
     assert len(ROWS) >= 8
-    assert len(COMMANDS) >= 4
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run_or_are_understood(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = shlex.split(command)
-    if words[0] == "plan":
-        assert main(words) == 0
-        assert "does not fit" not in capsys.readouterr().out.replace("does not fit: ZeRO", "")
-    else:
-        parallel = load_config(words).parallel
-        assert (parallel.tensor, parallel.sequence) in ((2, 1), (1, 4))

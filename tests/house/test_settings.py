@@ -315,21 +315,21 @@ def test_every_shipped_config(config: Path) -> None:
 
 
 def test_answers_without_torch(tmp_path: Path) -> None:
-    """Help, mistakes, recipes and plans of presets load nothing heavy and write nothing; a mistake exits with 2."""
+    """Help, mistakes, recipes and plans of presets load nothing heavy and write only a copy; a mistake exits with 2."""
     code = (
         "import sys; from offload_trainer.cli import main\n"
         "words = (['--help'], ['optim.lrr=1'], ['plan', '--stepz', '3'], ['--print-config'], ['ls'],\n"
-        "         ['plan', '--machine', 'h200', '--model', 'gpt2'])\n"
+        "         ['cp', 'tiny'], ['plan', '--machine', 'h200', '--model', 'gpt2'])\n"
         "codes = [main(each) for each in words]\n"
-        "assert codes == [0, 2, 2, 0, 0, 0], codes\n"
-        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy', 'tqdm', 'psutil', 'wandb', 'trackio'}\n"
+        "assert codes == [0, 2, 2, 0, 0, 0, 0], codes\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy', 'tqdm', 'psutil', 'wandb', 'trackio', 'pyarrow'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("did you mean") == 2
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
 def test_documentation_of_keys_is_current(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ LEADS: dict[str, str] = {
     "--learning_rate 1e-4": "--lr 1e-4",  # transformers and TRL
     "--learning-rate 1e-4": "--lr 1e-4",
     "--weight_decay 0.1": "optim.weight_decay=0.1",
-    "--per_device_train_batch_size 2": "--micro-batch 2",
     "--gradient_checkpointing": "model.activation_checkpointing=on",
     "--gradient_checkpointing false": "model.activation_checkpointing=off",
     "--lr_scheduler_type constant_with_warmup": "optim.schedule=constant",
@@ -30,37 +29,26 @@ LEADS: dict[str, str] = {
     "--fp16 true": "--dtype fp16",
     "--optim adamw_8bit": "optim.moment_dtype=8bit",
     "--optim adamw_torch_fused": "optim.name=adamw",
-    "--report_to wandb": "save.trackers=wandb",
     "--deepspeed ds.json": "--engine deepspeed",
     "--push_to_hub": "--push-to-hub USER/NAME",
     "--logging_steps 10": LOGGED,
-    "--do_train": "`offload-train` trains",
     "--dataloader_num_workers 4": "nothing to set",
     "--attn_implementation flash_attention_2": "model.attention=sdpa",
-    "--dataset_train_split train": "--data hub:OWNER/NAME/CONFIGURATION:SPLIT",
     "--use_peft": ADAPTERS,
-    "--load_in_4bit": QUANTISED,
     "zero_optimization.stage=3": "deepspeed.zero_stage=3 --engine deepspeed",  # DeepSpeed
     "train_batch_size=64": "train.tokens_per_step=N|auto",
     "zero_optimization.offload_param.device=nvme": "placement.params=nvme",
     "zero_optimization.offload_optimizer.nvme_path=/x": "placement.nvme=/x",
     "bf16.enabled=true": "model.dtype=bf16",
-    "base_model=gpt2": "model.name=gpt2",  # Axolotl
-    "sample_packing=true": "data.packing=on",
     "warmup_ratio=0.03": "optim.warmup_steps=N|auto",
-    "--flash_attn fa2": "model.attention=sdpa",  # LLaMA-Factory
-    "--template llama3": "data.chat_template=TEXT",
     "--stage sft": "docs/finetune.md",
     "optimizer.lr=2e-5": "optim.lr",  # torchtune
     "checkpointer.output_dir=out": "save.output=out",
-    "device=cuda": "CUDA_VISIBLE_DEVICES",
     "--batch_size=12": "--micro-batch N",  # nanoGPT
-    "--n_layer=6": "model.overrides.n_layer=",
     "--wandb_log=True": "save.trackers=wandb",
     "--dtype=bfloat16": "use bf16",
     "--precision bf16-true": "--dtype bf16",  # LitGPT
     "--train.lr_warmup_steps 100": "optim.warmup_steps=100",
-    "--eval.interval 10": "train.eval_every=10",
     "--quantize bnb.nf4": QUANTISED,
     "--resume true": "use auto",
     "--optimizer AdamW": "use optim.name=adamw",

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
 
 import torch
 
 from offload_trainer.optim.moments import Bits
 from offload_trainer.optim.native_adam import NativeLibrary, tables
 from offload_trainer.optim.rules import TYPES
-
-
-class Moments(Protocol):
-    """The functions of moments.py."""
-
-    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None: ...
-
-    def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None: ...
-
-    def encode_8bit(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        absmax: torch.Tensor,
-        *,
-        signed: bool,
-        noise: Bits | None = None,
-    ) -> None: ...
-
-    def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None: ...
 
 
 class NativeMoments:

@@ -10,7 +10,7 @@ from update_ranges import ADAMW, FORMATS, form, part
 
 from offload_trainer.optim import moments as moments_
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
-from offload_trainer.optim.kernels import matches_torch, random_page
+from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.torch_adam import TorchKernel
@@ -127,7 +127,3 @@ def test_bits_do_not_depend_on_where_a_unit_is_cut(kind: type[Kernel], states: s
         page = updated(kernel, [part(0, end - start, *alike)], states=states, start=start, end=end)
         whole = {name: cut(name, tensor, start, end) for name, tensor in fields.items()}
         assert same(page, (whole, out[start:end]))
-
-
-def test_the_check_at_the_start_passes() -> None:
-    assert matches_torch(NativeKernel())

@@ -68,7 +68,6 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "an export over files": ("export run full --dtype bf16", "full"),
     "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
     "no such recipe": ("cp demmo", "did you mean demo?"),
-    "a recipe over a file": ("cp demo torn.yaml", "torn.yaml: already exists"),
     "settings over a file": ("tune --write torn.yaml", "torn.yaml: already exists"),
     "a count that is none": ("bench --drive-gigabytes few", "whole number"),
 }

@@ -91,15 +91,6 @@ def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
         refuse_foreign(page)
 
 
-@pytest.mark.slow
-def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tune refuses an existing file before it spends minutes on measuring."""
-    (tmp_path / "tuned.yaml").write_text("mine")
-    done = ask("tune", *TINY, "--write", tmp_path / "tuned.yaml")
-    assert (done.returncode, "tuned.yaml: already exists" in done.stderr) == (2, True), done.stderr
-    assert (tmp_path / "tuned.yaml").read_text() == "mine"
-
-
 # -- an older run in the default directory -----------------------------------------------------------------------------
 
 

@@ -35,8 +35,8 @@ def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int
     messages: list[str] = []
     sink = Trackers(names, tracked(directory, done=done), say=messages.append)
     for step in steps:
-        sink.step(a_step(step, grad_norm=None if step == 2 else 1.5))
-    sink.evaluation(EVALUATION)
+        sink.put("train", a_step(step, grad_norm=None if step == 2 else 1.5))
+    sink.put("validation", EVALUATION)
     sink.close()
     return messages
 
@@ -154,10 +154,10 @@ def test_a_blocked_tracker_delays_no_step(tmp_path: Path, monkeypatch: pytest.Mo
     put(monkeypatch, "slow", stuck)
     messages: list[str] = []
     sink = Trackers(["slow"], tracked(tmp_path), say=messages.append)
-    sink.step(a_step(1))
+    sink.put("train", a_step(1))
     assert entered.wait(300)
     for step in (2, 3, 4, 5):  # two are queued, and two are dropped
-        sink.step(a_step(step))
+        sink.put("train", a_step(step))
     sink.close()
     go.set()
     assert messages == [

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.units import shown
@@ -34,9 +33,6 @@ class Recipe:
     run: str  # command, which refers to the recipe as configs/FILE
     memory: str | None  # memory needed on the machine of its `plan` line
     text: str  # complete content
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def recipes() -> list[Recipe]:

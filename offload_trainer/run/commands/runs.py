@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,9 +53,6 @@ class Run:
     loss: float | None = None
     validation_loss: float | None = None
     saved: int | None = None  # step of the newest checkpoint
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def runs_in(directory: Path) -> list[Run]:

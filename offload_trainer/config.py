@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _whole(value: Any) -> Any:
@@ -214,12 +214,6 @@ class OptimSection(_Section):
         description="bf16, fp32: on NaN or infinity in the gradient, end the run (stop) or leave the weights "
         "unchanged in that step (skip)",
     )
-
-    @field_validator("betas", mode="before")
-    @classmethod
-    def _tuple(cls, betas: Any) -> Any:
-        """Convert a JSON list to the tuple that strict validation expects."""
-        return tuple(betas) if isinstance(betas, list) else betas
 
 
 class TrainSection(_Section):

@@ -72,7 +72,8 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
     """Write the files that a Trainer reads in addition to the model's."""
     config, done = configuration_of(checkpoint), read_state(checkpoint)
     try:
-        optim, steps = OptimSection.model_validate(config["optim"]), int(config["train"]["steps"])
+        # strict validation accepts a list for a tuple only when the input is JSON
+        optim, steps = OptimSection.model_validate_json(json.dumps(config["optim"])), int(config["train"]["steps"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{checkpoint / 'run.json'} has no optimizer settings of a run: {error}") from error
     rate = learning_rate(done.step, optim, steps=steps)

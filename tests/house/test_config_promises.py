@@ -18,7 +18,6 @@ from offload_trainer import config as schema
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiers import Placement
@@ -137,16 +136,6 @@ def test_keys_reach_deepspeed(name: str) -> None:
     assert {f"deepspeed.{key}" for key in STOCK} == {key for key in all_keys() if key.startswith("deepspeed.")} - {
         "deepspeed.zero_stage"  # engine/test_deepspeed_engine.py
     }
-
-
-def test_a_models_own_code_runs_where_it_is_allowed(tmp_path: Path) -> None:
-    auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('of its own')\n")
-    config = load_config(["--model", str(tmp_path), "--scratch", "model.trust_remote_code=true"])
-    with pytest.raises((UserError, ValueError)):
-        resolve_model(config.model, seed=0)
-    assert (tmp_path / "ran").exists()
 
 
 def test_force_lets_a_plan_pass_that_does_not_fit() -> None:

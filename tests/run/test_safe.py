@@ -86,10 +86,13 @@ def test_only_one_module_reads_pickles() -> None:
 def test_a_models_own_code_needs_permission(tmp_path: Path) -> None:
     auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('of its own')\n")
     with pytest.raises(UserError, match="trust_remote_code"):
         resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
     assert not (tmp_path / "ran").exists()
+    with pytest.raises((UserError, ValueError)):
+        resolve_model(ModelSection(name=str(tmp_path), random_init=True, trust_remote_code=True), seed=0)
+    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.slow

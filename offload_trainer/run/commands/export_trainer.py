@@ -116,8 +116,7 @@ def _order(checkpoint: Path) -> list[list[str]]:
 
 def _group(optim: OptimSection, *, rate: float, decay: float) -> dict[str, Any]:
     """Return the settings of a group as torch.optim.AdamW stores them."""
-    betas = tuple(optim.betas)
-    made = torch.optim.AdamW([torch.zeros(1)], lr=rate, betas=betas, eps=optim.eps, weight_decay=decay)
+    made = torch.optim.AdamW([torch.zeros(1)], lr=rate, betas=optim.betas, eps=optim.eps, weight_decay=decay)
     return {**made.state_dict()["param_groups"][0], "initial_lr": optim.lr}
 
 
@@ -148,6 +147,6 @@ def _mapped(directory: Path, checkpoint: Path, kind: str) -> dict[str, torch.Ten
     first = size - 4 * sum(math.prod(shape) for shape in shapes.values())
     found, start = {}, first // 4
     for name, shape in shapes.items():
-        found[name] = torch.empty(0).set_(storage, start, shape)
+        found[name] = torch.empty(0).set_(storage, start, shape, torch.empty(shape, device="meta").stride())
         start += found[name].numel()
     return found

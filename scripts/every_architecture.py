@@ -288,7 +288,7 @@ def check_modules(subject: Subject) -> Result:
 
 def check_packing(subject: Subject) -> Result:
     """Test if packed documents of a row stay apart."""
-    refuse_crossing(subject.model, trust_remote_code=False)
+    refuse_crossing(subject.model)
     return Result("right")
 
 

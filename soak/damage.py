@@ -38,7 +38,8 @@ from hypothesis import strategies as st
 
 from offload_trainer import checkpoint as saved
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
-from offload_trainer.data.rows import Batch, DataState, RowReader, split_rows
+from offload_trainer.data.mixture import split_rows
+from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine

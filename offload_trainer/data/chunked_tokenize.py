@@ -7,20 +7,20 @@ a space before the first word. Each candidate cut is therefore tested by tokenis
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.data.tokenfile import TokenWriter
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.data.documents import Seen, read_documents, text_in
+from offload_trainer.data.tokenizer import end_of_text
 
 PIECE = 1 << 16  # characters
 # A batch for one call: large enough for a multi-threaded tokenizer, small enough for memory.
 BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
-_SECONDS_BETWEEN_REPORTS = 5.0
 _AROUND = 256  # characters on each side of a cut that are tokenised to test it
 _TRIED = 4  # candidate places of each kind
 
@@ -89,21 +89,50 @@ def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
 
 
 class DocumentEncoder:
-    """Encodes documents of any length; each is followed by the id `separator`, if there is one."""
+    """Encodes documents of any length; each is followed by end-of-text, if the tokenizer has one.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, separator: int | None) -> None:
+    `RowEncoder` (packing.py) has the same methods for conversations.
+    """
+
+    row_length, packed, open_rows, summary = None, False, 0, None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.splitter = TextSplitter(self._encode)
-        self._tokenizer, self._separator = tokenizer, separator
+        self.text_bytes = 0  # bytes of the documents so far, as UTF-8
+        self.key: list[Any] = []
+        self._tokenizer, self._field, self._end = tokenizer, text_field, end_of_text(tokenizer)
 
-    def batches(self, documents: Iterable[Iterable[str]]) -> Iterator[tuple[list[int], int]]:
-        """Yield batch after batch of the documents' ids, with the number of bytes of their text."""
+    @property
+    def note(self) -> str:
+        """A remark for the user on the documents so far, or an empty string."""
+        inexact = self.splitter.inexact
+        without = "splits text that has no lines or words, so a few ids may differ from those of the unsplit text"
+        return f"note: {inexact} {without}" if inexact else ""
+
+    def read(self, source: Path, *, seen: Seen) -> Iterator[Iterable[str]]:
+        """Yield the documents of a file as `read_documents` does."""
+        return read_documents(source, text_field=self._field, seen=seen)
+
+    def parsed(self, record: dict[str, Any], *, where: str) -> list[str]:
+        """Return the document in a record. Raises UserError if it has none."""
+        return [text_in(record, self._field, where=where)]
+
+    def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
+        """Yield the documents' ids as uint32, batch after batch."""
         for batch in _batches(piece for blocks in documents for piece in self.splitter.pieces(blocks)):
             ids: list[int] = []
             for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
                 ids += row[len(self._encode(piece.before)) :] if piece.before else row
-                if piece.ends_document and self._separator is not None:
-                    ids.append(self._separator)
-            yield ids, sum(len(piece.text.encode()) for piece in batch)
+                if piece.ends_document and self._end is not None:
+                    ids.append(self._end)
+            self.text_bytes += sum(len(piece.text.encode()) for piece in batch)
+            yield np.array(ids, dtype=np.uint32)
+
+    def rest(self) -> list[np.ndarray]:
+        return []
+
+    def why_none(self) -> str:
+        return "it contains no text: name another"
 
     def _encode_all(self, texts: list[str]) -> Any:
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -111,41 +140,6 @@ class DocumentEncoder:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._encode_all([text])[0]
         return ids
-
-
-def tokenize_documents(
-    documents: Iterator[Iterable[str]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    separator: int | None,
-    writer: TokenWriter,
-    total: int,
-    say: Callable[[str], None],
-) -> None:
-    """Write the documents' ids, each document followed by `separator`, and the number of bytes of their text.
-
-    `total` is the size of the files in bytes, for progress reports.
-    """
-    encoder = DocumentEncoder(tokenizer, separator=separator)
-    done = 0
-    begin = reported = time.monotonic()
-    for ids, size in encoder.batches(documents):
-        writer.write(ids)
-        done += size
-        now = time.monotonic()
-        if now - reported >= _SECONDS_BETWEEN_REPORTS:
-            reported = now
-            say(
-                f"tokenised {format_bytes(done)} of {format_bytes(total)}: {format_count(writer.tokens)} "
-                f"tokens, {format_bytes(done / (now - begin))}/s"
-            )
-    say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
-    writer.text_bytes = done
-    if inexact := encoder.splitter.inexact:
-        say(
-            f"note: {inexact} splits text that has no lines or words, so a few ids may differ from those "
-            "of the unsplit text"
-        )
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

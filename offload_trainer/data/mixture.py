@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,154 +52,36 @@ def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> in
             return index
 
 
-# -- one file after the other ------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class TokenShards:
-    """Ids of several token files of one dtype. An attribute on which the files disagree, or that one lacks, is None."""
+class Split(NamedTuple):
+    """Row numbers for training, and those for validation after them."""
 
-    files: tuple[TokenFile, ...]
-    row_length: None = None  # `joined` refuses several files of rows
-    packed: bool = False
-    summary: None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.files[0].path} and {len(self.files) - 1} more"
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return tuple(file.path for file in self.files)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.files[0].dtype
-
-    @property
-    def sums(self) -> tuple[int, ...]:
-        return tuple(crc for file in self.files for crc in (file.tokens, *file.sums))
-
-    @property
-    def tokenizer(self) -> str | None:
-        return _tokenizer_of(self.files)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.files))
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from `start` on, in the files' dtype. Raises as `TokenFile.read`."""
-        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
-        parts = []
-        for file, end in zip(self.files, accumulate(map(len, self.files)), strict=True):
-            begin = end - len(file)
-            first, last = max(start, begin), min(start + count, end)
-            if first < last:
-                parts.append(file.read(first - begin, last - first))
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+    train: range
+    validation: range
 
 
-Tokens = TokenFile | TokenShards
+def split_rows(token_count: int, *, seq_len: int, validation: float, name: str = "the text") -> Split:
+    """Divide the rows of a token file into training rows and, at the end, a share `validation` of held-out rows.
 
+    There is at least one held-out row if `validation` is above 0. A row needs `seq_len` tokens and the one after, which
+    is the next row's first: there are (token_count - 1) // seq_len rows, and tokens after the last are not used. No
+    token is predicted in both training and validation: the last training row's last target is the first validation
+    row's first input.
 
-def _tokenizer_of(files: Sequence[Tokens]) -> str | None:
-    """Return the fingerprint of the tokenizer that all files state, or None."""
-    found = {file.tokenizer for file in files}
-    return found.pop() if len(found) == 1 else None
-
-
-def joined(files: Sequence[TokenFile]) -> Tokens:
-    """Return the files as one sequence of ids.
-
-    Raises UserError if they differ in dtype, tokenizer, vocabulary or end-of-text (a file that does not state a value
-    fits any), or if one of several files holds rows of conversations.
+    Raises UserError, with `name`, if no row is left to train on.
     """
-    for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
-        values = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
-        if len(values) > 1:
-            listing = ", ".join(f"{value} in {path}" for value, path in values.items())
-            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {listing}; make them equal")
-    if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
+    rows = (token_count - 1) // seq_len
+    held_out = max(1, int(rows * validation)) if validation > 0 else 0
+    if rows - held_out < 1:
+        needed = (1 + (held_out > 0)) * seq_len + 1
         raise UserError(
-            f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
-            "the conversations of all files as .jsonl"
+            f"{name} has {token_count} tokens, and one training row of {seq_len}"
+            f"{' and one for validation' if held_out else ''} needs {needed}: "
+            f"give more text, a smaller --seq-len{', or data.validation=0' if held_out else ''}"
         )
-    return files[0] if len(files) == 1 else TokenShards(tuple(files))
-
-
-# -- mixtures ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """`count` rows of one text, from its row number `first` on."""
-
-    tokens: Tokens
-    first: int
-    count: int
-
-
-@dataclass(frozen=True, eq=False)
-class MixedTokens:
-    """Token files read as one sequence of rows in the numbering above; ids are read one row at a time.
-
-    An attribute on which the files disagree, or that one lacks, is None.
-    """
-
-    files: tuple[Tokens, ...]
-    train: tuple[_Part, ...]
-    validation: tuple[_Part, ...]
-    seq_len: int
-    weights: tuple[float, ...]
-
-    @property
-    def name(self) -> str:
-        return " and ".join(file.name for file in self.files)
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return tuple(path for file in self.files for path in file.paths)
-
-    @property
-    def sums(self) -> tuple[int, ...]:
-        return tuple(crc for file in self.files for crc in (len(file), *file.sums))
-
-    @property
-    def row_length(self) -> int | None:
-        return self.files[0].row_length
-
-    @property
-    def packed(self) -> bool:
-        return self.files[0].packed
-
-    @property
-    def tokenizer(self) -> str | None:
-        return _tokenizer_of(self.files)
-
-    @property
-    def summary(self) -> str | None:
-        return "; ".join(file.summary for file in self.files if file.summary) or None
-
-    def __len__(self) -> int:
-        return sum(part.count for part in (*self.train, *self.validation)) * self.seq_len + 1
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return the ids of one row and the one id after it. Raises as `TokenFile.read`."""
-        row, inside = divmod(start, self.seq_len)
-        assert inside == 0, start
-        assert count == self.seq_len + 1, count
-        trained, held_out = (sum(part.count for part in parts) for parts in (self.train, self.validation))
-        if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
-            row = trained + order(row - trained, held_out, seed=0, epoch=0, shuffle=True)
-        for part in (*self.train, *self.validation):
-            if row < part.count:
-                return part.tokens.read((part.first + row) * self.seq_len, count)
-            row -= part.count
-        raise AssertionError(start)
-
-    @property
-    def shares(self) -> Shares:
-        return Shares(tuple(part.count for part in self.train), self.weights)
+    return Split(train=range(rows - held_out), validation=range(rows - held_out, rows))
 
 
 class Shares:
@@ -236,9 +119,117 @@ class Shares:
         return f"mixture, in an epoch of {total} rows: {'; '.join(parts)}"
 
 
+# -- several files -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShards:
+    """Ids of several token files of one dtype: one file after the other, or the rows of a mixture as numbered above.
+
+    An attribute on which the files disagree, or that one lacks, is None.
+    """
+
+    files: tuple[Tokens, ...]
+    # Of a mixture alone:
+    seq_len: int = 0
+    splits: tuple[Split, ...] = ()  # rows of each text
+    shares: Shares | None = None
+
+    @property
+    def name(self) -> str:
+        first, *others = (file.name for file in self.files)
+        return " and ".join([first, *others]) if self.shares else f"{first} and {len(others)} more"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(path for file in self.files for path in file.paths)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.files[0].dtype
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        return tuple(crc for file in self.files for crc in (len(file), *file.sums))
+
+    @property
+    def row_length(self) -> int | None:
+        return self.files[0].row_length
+
+    @property
+    def packed(self) -> bool:
+        return self.files[0].packed
+
+    @property
+    def tokenizer(self) -> str | None:
+        found = {file.tokenizer for file in self.files}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def summary(self) -> str | None:
+        return "; ".join(file.summary for file in self.files if file.summary) or None
+
+    def __len__(self) -> int:
+        if self.shares is None:
+            return sum(map(len, self.files))
+        return sum(len(rows) for split in self.splits for rows in split) * self.seq_len + 1
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` ids from `start` on, in the files' dtype; of a mixture, one row and the one id after it.
+
+        Raises as `TokenFile.read`.
+        """
+        if self.shares is not None:
+            return self._row_of_mixture(start, count)
+        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
+        parts = []
+        for file, end in zip(self.files, accumulate(map(len, self.files)), strict=True):
+            begin = end - len(file)
+            first, last = max(start, begin), min(start + count, end)
+            if first < last:
+                parts.append(file.read(first - begin, last - first))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+    def _row_of_mixture(self, start: int, count: int) -> np.ndarray:
+        row, inside = divmod(start, self.seq_len)
+        assert inside == 0, start
+        assert count == self.seq_len + 1, count
+        train, validation = zip(*self.splits, strict=True)
+        trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
+        if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
+            row = trained + order(row - trained, held_out, seed=0, epoch=0, shuffle=True)
+        for file, rows in zip(self.files * 2, (*train, *validation), strict=True):
+            if row < len(rows):
+                return file.read(rows[row] * self.seq_len, count)
+            row -= len(rows)
+        raise AssertionError(start)
+
+
+Tokens = TokenFile | TokenShards
+
+
+def joined(files: Sequence[TokenFile]) -> Tokens:
+    """Return the files as one sequence of ids.
+
+    Raises UserError if they differ in dtype, tokenizer, vocabulary or end-of-text (a file that does not state a value
+    fits any), or if one of several files holds rows of conversations.
+    """
+    for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
+        values = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
+        if len(values) > 1:
+            listing = ", ".join(f"{value} in {path}" for value, path in values.items())
+            raise UserError(f"the token files differ: their {what.replace('_', ' ')} is {listing}; make them equal")
+    if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
+        raise UserError(
+            f"{rows[0]} holds conversations in rows, but is one of {len(files)} files: use it alone, or give "
+            "the conversations of all files as .jsonl"
+        )
+    return files[0] if len(files) == 1 else TokenShards(tuple(files))
+
+
 def mixed(
     files: Sequence[Tokens], weights: Sequence[float], *, names: Sequence[str], seq_len: int, validation: float
-) -> MixedTokens:
+) -> TokenShards:
     """Return the texts as one mixture, with the last share `validation` of each text's rows held out.
 
     Raises UserError if they are not of one kind, or a text has too few rows.
@@ -247,22 +238,14 @@ def mixed(
         if len(values := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:
             listing = " and ".join(f"{name} ({what.replace('_', ' ')} {value})" for value, name in values.items())
             raise UserError(f"data.mixture: {listing} differ in kind: use only conversations, or only text")
-    train, held_out = [], []
-    for file, name in zip(files, names, strict=True):
-        rows = (len(file) - 1) // seq_len
-        kept = max(1, int(rows * validation)) if validation > 0 else 0
-        if rows - kept < 1:
-            raise UserError(
-                f"data.mixture: {name} has {len(file)} tokens, and one row of {seq_len} to train on"
-                f"{' and one for validation' if kept else ''} needs {(1 + (kept > 0)) * seq_len + 1}: give more of it, "
-                f"a smaller --seq-len{', or data.validation=0' if kept else ''}"
-            )
-        train.append(_Part(file, 0, rows - kept))
-        held_out.append(_Part(file, rows - kept, kept))
-    found = MixedTokens(tuple(files), tuple(train), tuple(held_out), seq_len, tuple(weights))
-    if 0 in found.shares.counts:
-        name = names[found.shares.counts.index(0)]
+    splits = tuple(
+        split_rows(len(file), seq_len=seq_len, validation=validation, name=f"data.mixture: {name}")
+        for file, name in zip(files, names, strict=True)
+    )
+    shares = Shares([len(split.train) for split in splits], weights)
+    if 0 in shares.counts:
+        name = names[shares.counts.index(0)]
         raise UserError(
-            f"data.mixture: {name} would have no row in an epoch of {sum(found.shares.rows)}: give it a larger weight"
+            f"data.mixture: {name} would have no row in an epoch of {sum(shares.rows)}: give it a larger weight"
         )
-    return found
+    return TokenShards(tuple(files), seq_len, splits, shares)

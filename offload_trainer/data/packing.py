@@ -1,6 +1,6 @@
 """Conversion of conversations to rows of fixed length, with one or several conversations in a row, marked for the loss.
 
-    records ── Example ── RowEncoder: AnswerEncoder ── RowMaker (── Packer) ──> rows of marked ids ── TokenWriter
+    records ── Example ── RowEncoder: AnswerEncoder ── RowMaker ──> rows of marked ids ── TokenWriter
 
     row      id id id id ... | pad pad                     one conversation per row
     packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
@@ -13,8 +13,7 @@ A file of rows is an ordinary file of ids.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,35 +23,19 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.conversations import Example, example_of
+from offload_trainer.data.chunked_tokenize import DocumentEncoder
+from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_of
+from offload_trainer.data.documents import Seen, read_records
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
-from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED, TokenWriter
-from offload_trainer.data.tokenizer import padding_id
-from offload_trainer.errors import UserError
+from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED
+from offload_trainer.data.tokenizer import end_of_text, padding_id
 from offload_trainer.units import format_count
 
 # Increase it when the same conversations and template give other rows than before.
 _VERSION = 2
 _BATCH = 256  # conversations per tokenizer call
-_SECONDS_BETWEEN_REPORTS = 5.0
 _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
-
-
-@dataclass(frozen=True)
-class RowOptions:
-    """Settings of the conversion of conversations to rows."""
-
-    form: str  # name of the lines' form, see conversations.py
-    everything: bool  # train on all tokens, not only on answers
-    length: int  # row length in tokens
-    packed: bool  # put several conversations in a row
-
-    def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-        """Return everything that the rows depend on except the lines and the tokenizer's ids."""
-        # omit the key for unpacked rows, so that their existing cache files keep their names
-        packed = ["packed"] if self.packed else []
-        return [_VERSION, self.form, self.everything, self.length, template_digest(tokenizer), *packed]
 
 
 def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -60,92 +43,84 @@ def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
 
 
-def row_options(
-    section: DataSection, form: str, *, tokenizer: PreTrainedTokenizerBase, length: int, say: Callable[[str], None]
-) -> RowOptions:
-    """Return how conversations of `form` become rows of `length` tokens, in a token file and in a stream.
-
-    A tokenizer without a chat template gets a plain one, which exports of the model then contain too.
-    """
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = _PLAIN_TEMPLATE.read_text()
-        say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
-    return RowOptions(form, everything=section.train_on == "all", length=length, packed=section.packing == "on")
-
-
-def write_rows(
-    writer: TokenWriter,
-    records: Iterator[tuple[str, dict[str, Any]]],
-    wish: RowOptions,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    end_of_text: int | None,
-    say: Callable[[str], None],
-) -> None:
-    """Write the rows of all records and set the writer's summary; `tokenizer` must have its chat template.
-
-    Raises UserError, with file and line, for a record that is not a conversation, and if no conversation has a learned
-    token.
-    """
-    rows = RowEncoder(wish, tokenizer=tokenizer, end_of_text=end_of_text)
-    reported = time.monotonic()
-    examples = (example_of(record, form=wish.form, where=where) for where, record in records)
-    while batch := list(islice(examples, _BATCH)):
-        for row in rows.encode(batch):
-            writer.write(row)
-        if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
-            reported = time.monotonic()
-            say(f"{rows.counts.conversations} conversations, {format_count(rows.counts.tokens)} tokens")
-    for row in rows.rest():
-        writer.write(row)
-    if not writer.tokens:
-        raise UserError(rows.counts.why_none(length=wish.length))
-    writer.write([padding_id(tokenizer) | NOT_LEARNED])  # the last row needs one token after it as its last target
-    writer.summary = rows.summary
-
-
 class RowEncoder:
-    """Converts conversations to rows, as a file of rows and a stream have them."""
+    """Encodes conversations as rows, for a token file and for a stream."""
 
-    def __init__(self, wish: RowOptions, *, tokenizer: PreTrainedTokenizerBase, end_of_text: int | None) -> None:
-        """Set up the encoder; `tokenizer` must have its chat template. Raises UserError as `AnswerEncoder`."""
-        self.options = wish
-        self._encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
-        pad = padding_id(tokenizer)
-        self._maker, self._packer = RowMaker(wish.length, pad=pad), Packer(wish.length, pad=pad)
-        self._complete = 0  # rows
+    text_bytes, note = None, ""
 
-    @property
-    def counts(self) -> Counts:
-        return self._maker.counts
+    def __init__(
+        self,
+        section: DataSection,
+        form: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Set up the encoder of records of `form` (conversations.py) into rows of `length` tokens.
+
+        A tokenizer without a chat template gets a plain one, which exports of the model then contain too. Raises
+        UserError as `AnswerEncoder`.
+        """
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = _PLAIN_TEMPLATE.read_text()
+            say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
+        everything = section.train_on == "all"
+        self.row_length, self.packed, self._form = length, section.packing == "on", form
+        # All that the rows depend on except the records and the tokenizer's ids. Unpacked rows have no mark here, so
+        # that their existing cache files keep their names.
+        self.key: list[Any] = [_VERSION, form, everything, length, template_digest(tokenizer)]
+        self.key += ["packed"] * self.packed
+        self._answers = AnswerEncoder(tokenizer, everything=everything, end_of_text=end_of_text(tokenizer))
+        self._maker = RowMaker(length, pad=padding_id(tokenizer), packed=self.packed)
 
     @property
     def open_rows(self) -> int:
         """Number of packed rows that more conversations may join."""
-        return len(self._packer.open)
+        return len(self._maker.open)
 
     @property
     def summary(self) -> str:
         """Statistics of the conversations so far, of which one at least must have a row."""
-        told = self.counts.told(rows=self._complete + self.open_rows, length=self.options.length)
-        return "; ".join([told, *self._encoder.unsaid.told()])
+        told = self._maker.counts.told(rows=self._maker.complete + self.open_rows, length=self.row_length)
+        return "; ".join([told, *self._answers.unsaid.told()])
 
-    def encode(self, examples: Sequence[Example]) -> Iterator[np.ndarray]:
+    def read(self, source: Path, *, seen: Seen) -> Iterator[Example]:
+        """Yield the conversations of a file. Raises UserError, with file and line, for other records."""
+        for where, record in read_records(source, wanted=COLUMNS, strings=True, seen=seen):
+            yield self.parsed(record, where=where)
+
+    def parsed(self, record: dict[str, Any], *, where: str) -> Example:
+        """Return the conversation in a record. Raises UserError if it has none."""
+        return example_of(record, form=self._form, where=where)
+
+    def encode(self, examples: Iterable[Example]) -> Iterator[np.ndarray]:
         """Yield the rows that these conversations complete. Raises UserError as `AnswerEncoder.encode`."""
-        packed = self.options.packed
-        for encoded in self._encoder.encode(examples):
-            row = self._maker.cut(encoded) if packed else self._maker.row_of(encoded)
-            if row is not None and packed:
-                row = self._packer.add(row)
-            if row is not None:
-                self._complete += 1
-                yield row
+        left = iter(examples)
+        while batch := list(islice(left, _BATCH)):
+            for encoded in self._answers.encode(batch):
+                row = self._maker.add(encoded)
+                if row is not None:
+                    yield row
 
     def rest(self) -> list[np.ndarray]:
         """Return the rows that are still open; conversations that follow begin new ones."""
-        rows = self._packer.rest()
-        self._complete += len(rows)
-        return rows
+        return self._maker.rest()
+
+    def why_none(self) -> str:
+        return self._maker.counts.why_none(length=self.row_length)
+
+
+Encoder = DocumentEncoder | RowEncoder
+
+
+def encoder_of(
+    section: DataSection, form: str, *, tokenizer: PreTrainedTokenizerBase, length: int, say: Callable[[str], None]
+) -> Encoder:
+    """Return the encoder of records of `form`, for a token file or a stream that is read in rows of `length` tokens."""
+    if form == TEXT:
+        return DocumentEncoder(tokenizer, text_field=section.text_field)
+    return RowEncoder(section, form, tokenizer=tokenizer, length=length, say=say)
 
 
 @dataclass
@@ -197,20 +172,45 @@ class Counts:
 
 
 class RowMaker:
-    """Converts conversations one by one into uint32 rows of `length`, marked as described above."""
+    """Puts conversations into uint32 rows of `length`, marked as described above.
 
-    def __init__(self, length: int, *, pad: int) -> None:
+    Each has a row alone, or with `packed` joins the open row with the least sufficient room (best fit).
+    """
+
+    def __init__(self, length: int, *, pad: int, packed: bool = False) -> None:
         """Set the row length in tokens and the id `pad` that fills the rest of a row."""
-        self.counts = Counts()
-        self._length, self._pad = length, pad
+        self.counts, self.complete = Counts(), 0  # statistics, and the number of rows that have been returned
+        self.open: list[np.ndarray] = []  # marked ids of each open row
+        self._length, self._pad, self._packed = length, pad, packed
 
-    def row_of(self, encoded: Encoded) -> np.ndarray | None:
-        """Return a row with this conversation alone, or None if nothing is learned in its first `length` tokens."""
-        ids = self.cut(encoded)
-        return None if ids is None else _padded(ids, self._length, pad=self._pad)
+    def add(self, encoded: Encoded) -> np.ndarray | None:
+        """Add a conversation's first `length` tokens, unless nothing is learned in them.
 
-    def cut(self, encoded: Encoded) -> np.ndarray | None:
-        """Return the conversation's first `length` tokens, marked, or None if nothing is learned in them."""
+        Returns a row that is complete, if any: of packed rows a full one, or the fullest one if too many are open.
+        """
+        ids = self._cut(encoded)
+        if ids is None:
+            return None
+        if not self._packed:
+            return self._padded(ids)
+        ids[:1] |= np.uint32(BEGINS)
+        fitting = [n for n, row in enumerate(self.open) if len(row) + len(ids) <= self._length]
+        if fitting:
+            place = max(fitting, key=lambda n: len(self.open[n]))
+            self.open[place] = np.concatenate([self.open[place], ids])
+        else:
+            self.open.append(ids)
+        fullest = max(range(len(self.open)), key=lambda n: len(self.open[n]))
+        if len(self.open) <= _OPEN and len(self.open[fullest]) < self._length:
+            return None
+        return self._padded(self.open.pop(fullest))
+
+    def rest(self) -> list[np.ndarray]:
+        """Return the rows that are still open, in the order in which they were started, and forget them."""
+        rows, self.open = self.open, []
+        return [self._padded(row) for row in rows]
+
+    def _cut(self, encoded: Encoded) -> np.ndarray | None:
         count, used = len(encoded.ids), min(len(encoded.ids), self._length)
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # the first token has no context to be predicted from
@@ -230,39 +230,9 @@ class RowMaker:
         ids[~learned] |= np.uint32(NOT_LEARNED)
         return ids
 
-
-class Packer:
-    """Packs marked conversations into rows, each into the row with the least sufficient room (best fit)."""
-
-    def __init__(self, length: int, *, pad: int) -> None:
-        self._length, self._pad = length, pad
-        self.open: list[np.ndarray] = []  # marked ids of each open row
-
-    def add(self, ids: np.ndarray) -> np.ndarray | None:
-        """Add a conversation of at most `length` ids.
-
-        Returns a row that is complete, if any: a full one, or the fullest one if too many are open.
-        """
-        ids = np.concatenate([ids[:1] | np.uint32(BEGINS), ids[1:]])
-        fitting = [n for n, row in enumerate(self.open) if len(row) + len(ids) <= self._length]
-        if fitting:
-            place = max(fitting, key=lambda n: len(self.open[n]))
-            self.open[place] = np.concatenate([self.open[place], ids])
-        else:
-            self.open.append(ids)
-        fullest = max(range(len(self.open)), key=lambda n: len(self.open[n]))
-        if len(self.open) <= _OPEN and len(self.open[fullest]) < self._length:
-            return None
-        return _padded(self.open.pop(fullest), self._length, pad=self._pad)
-
-    def rest(self) -> list[np.ndarray]:
-        """Return the rows that are still open, in the order in which they were started, and forget them."""
-        rows, self.open = self.open, []
-        return [_padded(row, self._length, pad=self._pad) for row in rows]
-
-
-def _padded(ids: np.ndarray, length: int, *, pad: int) -> np.ndarray:
-    """Return a row of `length` ids, in which the padding is marked as a separate segment."""
-    padding = np.full(length - len(ids), pad | NOT_LEARNED, dtype=np.uint32)
-    padding[:1] |= np.uint32(BEGINS)
-    return np.concatenate([ids, padding])
+    def _padded(self, ids: np.ndarray) -> np.ndarray:
+        """Return a complete row, in which the padding is marked as a separate segment."""
+        self.complete += 1
+        padding = np.full(self._length - len(ids), self._pad | NOT_LEARNED, dtype=np.uint32)
+        padding[:1] |= np.uint32(BEGINS)
+        return np.concatenate([ids, padding])

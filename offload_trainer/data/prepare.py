@@ -1,11 +1,9 @@
 """Preparation of the run's token file: text is tokenised once into the cache, and a ``.bin`` file is used unchanged.
 
-    find_sources ── read_documents ── tokenize_documents ──┬── TokenWriter ──> cache/NAME-KEY.bin
-                    read_records ──── write_rows ──────────┘
+    find_sources ── DocumentEncoder or RowEncoder ── TokenWriter ──> cache/NAME-KEY.bin
 
-Documents are plain text; records are conversations, which `write_rows` divides into rows as they are tokenised. The key
-is a hash of everything that the ids depend on, including the text's bytes, so a changed text, field or
-tokenizer leads to another file.
+Documents are plain text; conversations are divided into rows as they are tokenised. The key is a hash of everything
+that the ids depend on, including the text's bytes, so a changed text, field or tokenizer leads to another file.
 
 Hashes of text files are remembered in cache/NAME-KEY.sums.json. A file is read again unless its size, modification
 times, inode and device equal the remembered ones and it had not changed for two seconds when it was hashed: a second
@@ -21,34 +19,31 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.chunked_tokenize import tokenize_documents
-from offload_trainer.data.conversations import COLUMNS, TEXT, form_of_files
-from offload_trainer.data.documents import read_documents, read_records
+from offload_trainer.data.conversations import TEXT, form_of_files
 from offload_trainer.data.mixture import Tokens, joined
-from offload_trainer.data.packing import RowOptions, row_options, write_rows
+from offload_trainer.data.packing import Encoder, encoder_of
 from offload_trainer.data.sources import find_sources
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, refuse_not_owned
-from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
+from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, TokenWriter, is_complete, refuse_not_owned
+from offload_trainer.data.tokenizer import end_of_text, padding_id, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.cache_files import MODE, open_owned
 from offload_trainer.storage.locks import NoLocks, exclusive_lock
-from offload_trainer.units import format_bytes
+from offload_trainer.units import format_bytes, format_count, format_seconds
 
 # Increase it when the same text and tokenizer give other ids than before.
 FORMAT = 2
+_SECONDS_BETWEEN_REPORTS = 5.0
 _LONGEST = 86400.0  # seconds to wait for another process that tokenises the same text
 _SETTLED_NS = 2 * 10**9
 _LONG = 10**9  # bytes whose reading takes seconds
-_BLOCK = 1 << 24
 
 Found = TypeVar("Found")
 
@@ -93,12 +88,10 @@ def prepare_tokens(
         return joined(files)
     refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    rows = None
-    if form != TEXT:
-        rows = row_options(section, form, tokenizer=tokenizer, length=seq_len, say=say)
-    elif end_of_text(tokenizer) is None:
+    if form == TEXT and end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: document boundaries are not marked")
-    return _tokenised(section, sources, rows, tokenizer=tokenizer, fingerprint=fingerprint, cache=cache, say=say)
+    encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
+    return _tokenised(section, sources, encoder, tokenizer=tokenizer, fingerprint=fingerprint, cache=cache, say=say)
 
 
 def refuse_large_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocabulary: int) -> None:
@@ -114,14 +107,14 @@ def refuse_large_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocabulary: i
 def _tokenised(
     section: DataSection,
     sources: Sequence[Path],
-    rows: RowOptions | None,
+    encoder: Encoder,
     *,
     tokenizer: PreTrainedTokenizerBase,
     fingerprint: str,
     cache: Path,
     say: Callable[[str], None],
 ) -> TokenFile:
-    """Return the cached token file of these sources, creating it if needed; `rows` is None for plain text."""
+    """Return the cached token file of these sources, creating it if needed."""
     separator = end_of_text(tokenizer)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
@@ -129,8 +122,8 @@ def _tokenised(
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     content = [section.text_field, fingerprint, separator, [source.suffix.lower() for source in sources]]
-    if rows is not None:
-        content = [fingerprint, separator, *rows.key(tokenizer)]
+    if encoder.row_length is not None:
+        content = [fingerprint, separator, *encoder.key]
     target = cache / f"{name}-{_digest([FORMAT, sums, *content])}.bin"
     refuse_not_owned(target)
     with nullcontext() if is_complete(target) else _only_writer(target, say=say):
@@ -145,22 +138,35 @@ def _tokenised(
             tokenizer=fingerprint,
             vocabulary=vocabulary_size(tokenizer),
             end_of_text=separator,
-            row_length=None if rows is None else rows.length,
-            packed=rows is not None and rows.packed,
+            row_length=encoder.row_length,
+            packed=encoder.packed,
         ) as writer:
-            if rows is None:
-                by_document = partial(read_documents, text_field=section.text_field)
-                documents = _of_all(sources, sums=sums, read=by_document, writer=writer)
-                tokenize_documents(
-                    documents, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
-                )
-            else:
-                by_record = partial(read_records, wanted=COLUMNS, strings=True)
-                records = _of_all(sources, sums=sums, read=by_record, writer=writer)
-                write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
+            _write(writer, encoder, _of_all(sources, sums=sums, read=encoder.read, writer=writer), say=say)
             if not writer.tokens:
-                raise UserError(f"{', '.join(section.path)}: it contains no text; correct the path")
+                raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
+            if encoder.row_length is not None:
+                # The last row needs one token after it as its last target.
+                writer.write([padding_id(tokenizer) | NOT_LEARNED])
+                writer.summary = encoder.summary
+            writer.text_bytes = encoder.text_bytes
     return TokenFile.open(target, owned=True)
+
+
+def _write(writer: TokenWriter, encoder: Encoder, records: Iterator[Any], *, say: Callable[[str], None]) -> None:
+    """Write the ids of all records, and report progress."""
+    begin = reported = time.monotonic()
+    for ids in encoder.encode(records):
+        writer.write(ids)
+        now = time.monotonic()
+        if now - reported >= _SECONDS_BETWEEN_REPORTS:
+            reported = now
+            speed = format_count(writer.tokens / (now - begin))
+            say(f"{format_count(writer.tokens)} tokens{writer.read}, {speed} a second")
+    for ids in encoder.rest():
+        writer.write(ids)
+    say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
+    if encoder.note:
+        say(encoder.note)
 
 
 @contextmanager
@@ -259,15 +265,10 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
     about: dict[str, dict[str, Any]] = {}
     for source in sources:
         found = source.stat()
-        about[str(source.resolve())] = {
-            "size": found.st_size,
-            "mtime_ns": found.st_mtime_ns,
-            "ctime_ns": found.st_ctime_ns,
-            "inode": found.st_ino,
-            "device": found.st_dev,
-        }
+        names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
+        about[str(source.resolve())] = {name: getattr(found, name) for name in names}
     fresh = [path for path, state in about.items() if not _is_known(known.get(path), state)]
-    total = sum(about[path]["size"] for path in fresh)
+    total = sum(about[path]["st_size"] for path in fresh)
     if total >= _LONG:
         say(f"reading {format_bytes(total)} of text to check whether it was tokenised before")
     for path in fresh:
@@ -287,15 +288,12 @@ def _is_known(then: Any, now: dict[str, int]) -> bool:
     """Return whether a remembered hash still belongs to this file."""
     if not isinstance(then, dict) or not isinstance(then.get("sum"), str) or not isinstance(then.get("at"), int):
         return False
-    return now.items() <= then.items() and then["at"] - max(now["mtime_ns"], now["ctime_ns"]) > _SETTLED_NS
+    return now.items() <= then.items() and then["at"] - max(now["st_mtime_ns"], now["st_ctime_ns"]) > _SETTLED_NS
 
 
 def _sum(path: Path) -> str:
-    found = _new_hash()
     try:
         with open_given(path) as file:
-            while block := file.read(_BLOCK):
-                found.update(block)
+            return str(hashlib.file_digest(file, _new_hash).hexdigest())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return str(found.hexdigest())

@@ -11,15 +11,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from offload_trainer.data.mixture import MixedTokens, Tokens, order
+from offload_trainer.data.mixture import Tokens, TokenShards, order
 from offload_trainer.data.stream import FirstRows, StreamedTokens
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError
 
 IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
 
@@ -107,35 +107,6 @@ def weights_in_step(counts: Sequence[int]) -> list[float]:
     return [count * len(counts) / total for count in counts]
 
 
-class Split(NamedTuple):
-    """Row numbers for training, and those for validation after them."""
-
-    train: range
-    validation: range
-
-
-def split_rows(token_count: int, *, seq_len: int, validation: float) -> Split:
-    """Divide the rows of a token file into training rows and, at the end, a share `validation` of held-out rows.
-
-    There is at least one held-out row if `validation` is above 0. A row needs `seq_len` tokens and the one after, which
-    is the next row's first: there are (token_count - 1) // seq_len rows, and tokens after the last are not used. No
-    token is predicted in both training and validation: the last training row's last target is the first validation
-    row's first input.
-
-    Raises UserError if no row is left to train on.
-    """
-    rows = (token_count - 1) // seq_len
-    held_out = max(1, int(rows * validation)) if validation > 0 else 0
-    if rows - held_out < 1:
-        needed = (1 + (held_out > 0)) * seq_len + 1
-        raise UserError(
-            f"the text has {token_count} tokens, and one training row of {seq_len}"
-            f"{' and one for validation' if held_out else ''} needs {needed}: "
-            f"give more text, a smaller --seq-len{', or data.validation=0' if held_out else ''}"
-        )
-    return Split(train=range(rows - held_out), validation=range(rows - held_out, rows))
-
-
 def forward_seed(seed: int, *, first: int) -> int:
     """Return the seed of the forward of the micro-batch whose first row is number `first` of the run, over all ranks.
 
@@ -169,7 +140,7 @@ class RowReader:
 
     def __init__(
         self,
-        tokens: Tokens | MixedTokens | StreamedTokens | FirstRows,
+        tokens: Tokens | StreamedTokens | FirstRows,
         *,
         seq_len: int,
         rows: range,
@@ -192,7 +163,7 @@ class RowReader:
         self._seed = seed
         self._shuffle = shuffle
         self._apart = apart
-        self._shares = tokens.shares if shuffle and isinstance(tokens, MixedTokens) else None
+        self._shares = tokens.shares if shuffle and isinstance(tokens, TokenShards) else None
         self._block = tokens.block if shuffle and isinstance(tokens, StreamedTokens) else 0
 
     def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:

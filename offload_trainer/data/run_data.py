@@ -305,7 +305,7 @@ def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
 
 def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> Any:
     """Split rows into training and validation; separate validation data is used completely."""
-    from offload_trainer.data.rows import Split, split_rows
+    from offload_trainer.data.mixture import Split, split_rows
 
     if section.mixture:
         trained = sum(tokens.shares.rows)

@@ -1,7 +1,6 @@
 """Streamed data sets: records are tokenized in the data set's order while the run reads them, without a token file.
 
-    stream:NAME ── datasets, streaming ──┬── documents ────── DocumentEncoder ──> ids, read on demand
-                                         └── conversations ── RowEncoder ───────> marked ids in rows
+    stream:NAME ── datasets, streaming ── DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
 
 The ids are those of the token file that prepare.py would write; behind the last record the data set begins again. A row
 is found by its number, as in a token file, so the number of rows is all that a run needs to resume. To reach a row
@@ -33,10 +32,9 @@ from pydantic import with_config
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import STREAM, DataSection
-from offload_trainer.data.chunked_tokenize import DocumentEncoder
-from offload_trainer.data.conversations import TEXT, Example, example_of, form_of_record
-from offload_trainer.data.documents import TABLES, kind_of, text_in, without_nulls
-from offload_trainer.data.packing import RowEncoder, row_options, template_digest
+from offload_trainer.data.conversations import TEXT, Example, form_of_record
+from offload_trainer.data.documents import TABLES, kind_of, without_nulls
+from offload_trainer.data.packing import encoder_of, template_digest
 from offload_trainer.data.sources import hub_name
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import end_of_text
@@ -86,7 +84,7 @@ class StreamedTokens:
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
         check_stream(wish)
-        self.name, self.tokenizer, self._field, self._seq_len = wish, fingerprint, section.text_field, seq_len
+        self.name, self.tokenizer, self._seq_len = wish, fingerprint, seq_len
         self.block = section.shuffle_block_size  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
@@ -95,34 +93,22 @@ class StreamedTokens:
         self._state: dict[str, Any] | None  # State of `datasets` after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
-        self._form = self._form_of_first() if section.format == "auto" else section.format
-        end = end_of_text(tokenizer)
-        content = [_FORMAT, wish, section.text_field, fingerprint, end]
-        self.identity = wish if self._field == "text" else f"{wish}, field {self._field}"
-        self._documents = DocumentEncoder(tokenizer, separator=end)
-        self._rows: RowEncoder | None = None
-        if self._form != TEXT:
-            options = row_options(section, self._form, tokenizer=tokenizer, length=seq_len, say=say)
-            self._rows = RowEncoder(options, tokenizer=tokenizer, end_of_text=end)
-            content += options.key(tokenizer)
+        form = self._form_of_first(section.text_field) if section.format == "auto" else section.format
+        self._encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
+        self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
+        content = [_FORMAT, wish, section.text_field, fingerprint, end_of_text(tokenizer), *self._encoder.key]
+        self.identity = wish if section.text_field == "text" else f"{wish}, field {section.text_field}"
+        if form != TEXT:
             settings = f"train_on={section.train_on}, packing={section.packing}"
-            self.identity = f"{wish}, as {self._form}, {settings}, template {template_digest(tokenizer)}"
+            self.identity = f"{wish}, as {form}, {settings}, template {template_digest(tokenizer)}"
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.
 
     @property
-    def row_length(self) -> int | None:
-        return None if self._rows is None else self._rows.options.length
-
-    @property
-    def packed(self) -> bool:
-        return self._rows is not None and self._rows.options.packed
-
-    @property
     def summary(self) -> str | None:
         """Statistics of the conversations that have been read."""
-        return None if self._rows is None else self._rows.summary
+        return self._encoder.summary
 
     def __len__(self) -> int:
         """Return the largest length that Python can state: the data set is repeated without end."""
@@ -186,11 +172,10 @@ class StreamedTokens:
         self._begin = self._end = point.tokens
         self._ids = self._ids[:0]
         self._expected = point if point.count else None
-        if self._rows is not None:
-            self._rows.rest()
+        self._encoder.rest()
         self._load(point.state)
 
-    def _form_of_first(self) -> str:
+    def _form_of_first(self, text_field: str) -> str:
         """Return the form of the first record, which is read again afterwards."""
         try:
             first = next(self._records, None)
@@ -199,7 +184,7 @@ class StreamedTokens:
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
-        return form_of_record(first, text_field=self._field, where=f"{self.name}, the first record")
+        return form_of_record(first, text_field=text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at a state of `datasets`."""
@@ -214,18 +199,17 @@ class StreamedTokens:
     def _next_ids(self) -> np.ndarray:
         """Tokenize the next records, until there is an id or the data set ends."""
         before, state = self._end, self._state
-        between_rows = self._rows is None or not self._rows.open_rows
+        between_rows = not self._encoder.open_rows
         ids, ended = self._ids[:0], False
         try:
             while not len(ids) and not ended:
-                records = self._next_records()
+                encoded = list(self._encoder.encode(self._next_records()))
                 ended = self._state is None
-                ids = self._encoded(records, ended=ended)
+                ids = np.concatenate([ids, *encoded, *(self._encoder.rest() if ended else ())])
         except TrainerError as error:
             raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
         if not len(ids) and state is None:
-            why = "it holds no text" if self._rows is None else self._rows.counts.why_none(length=self._seq_len)
-            raise TrainerError(f"{self.name}: {why}")
+            raise TrainerError(f"{self.name}: {self._encoder.why_none()}")
         point = Point(self._key, before, state, len(ids), zlib.crc32(ids.tobytes()))
         if self._expected is not None:
             self._compare(self._expected, point)
@@ -270,22 +254,9 @@ class StreamedTokens:
             raise self._failed(error) from error
         return found
 
-    def _parsed(self, record: dict[str, Any]) -> str | Example:
+    def _parsed(self, record: dict[str, Any]) -> Any:
         where = f"{self.name}, a record behind token {self._end}"
-        if self._rows is None:
-            return text_in(record, self._field, where=where)
-        fields = {name: without_nulls(value) for name, value in record.items()}
-        return example_of(fields, form=self._form, where=where)
-
-    def _encoded(self, records: list[Any], *, ended: bool) -> np.ndarray:
-        """Return the ids of documents or conversations, which are the last of the data set if `ended` is set."""
-        if self._rows is not None:
-            # A tokenizer refuses an empty list, which is read where the last records have just filled one.
-            rows = list(self._rows.encode(records)) if records else []
-            rows += self._rows.rest() if ended else []
-            return np.concatenate([self._ids[:0], *rows])
-        batches = self._documents.batches([text] for text in records)
-        return np.array([id_ for batch, _ in batches for id_ in batch], dtype=np.uint32)
+        return self._encoder.parsed({name: without_nulls(value) for name, value in record.items()}, where=where)
 
     def _failed(self, error: Exception) -> TrainerError:
         rerun = f"; {RERUN_HINT}" if self._end else ""
@@ -335,8 +306,8 @@ def _read_points(file: Path, *, stream: str) -> Iterator[Point]:
             yield point
 
 
-def _characters(record: str | Example) -> int:
-    return len(record) if isinstance(record, str) else sum(len(text) for _, text in record.texts)
+def _characters(record: list[str] | Example) -> int:
+    return sum(map(len, record)) if isinstance(record, list) else sum(len(text) for _, text in record.texts)
 
 
 def _place(point: Point) -> tuple[int, int]:

@@ -355,6 +355,10 @@ class TokenWriter:
             self._sums.append(zlib.crc32(self._block[:BLOCK]))
             self._block = self._block[BLOCK:]
 
+    @property
+    def read(self) -> str:
+        return f", {self.share:.0%} of the text read" if self.share else ""
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -406,12 +410,11 @@ class TokenWriter:
                 f"writing failed ({error.strerror}): {self.path.parent}, at {format_bytes(made)} of tokens. Choose "
                 "another directory with data.cache=DIR"
             )
-        read = f", {self.share:.0%} of the text read" if self.share else ""
         need = f"about {format_bytes(made / self.share)}" if 0 < self.share < 1 else f"at least {format_bytes(made)}"
         return TrainerError(
             f"the drive is full: {self.path.parent} has {format_bytes(free)} free, now that the unfinished file is "
-            f"removed, and the tokens take {need} ({format_bytes(made)} so far{read}; {self._dtype.itemsize} bytes a "
-            "token). Free that much there, or choose another directory with data.cache=DIR"
+            f"removed, and the tokens take {need} ({format_bytes(made)} so far{self.read}; {self._dtype.itemsize} "
+            "bytes a token). Free that much there, or choose another directory with data.cache=DIR"
         )
 
 

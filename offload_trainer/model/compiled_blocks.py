@@ -117,7 +117,7 @@ def _checkpointed(forward: Any) -> Callable[..., Any] | None:
     return inner
 
 
-def refuse_uncompiled(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
+def refuse_uncompiled(model: PreTrainedModel) -> None:
     """Raise UserError if blocks like those of `model` cannot be compiled, or nothing here can compile them."""
     compilers = [os.environ.get("CXX", "g++")] if not torch.cuda.is_available() else ["cc", "gcc", "clang"]
     if not any(map(shutil.which, compilers)):
@@ -128,7 +128,7 @@ def refuse_uncompiled(model: PreTrainedModel, *, trust_remote_code: bool) -> Non
     if torch.cuda.is_available() and not is_installed("triton"):
         raise UserError(f"model.compile=on needs triton on a GPU, which is not installed: {to_install('triton')}")
     try:
-        why = try_on_tiny_model(model, _why_not, trust_remote_code=trust_remote_code, all_classes=False)
+        why = try_on_tiny_model(model, _why_not, all_classes=False)
     except TrialFailed:
         return  # the first step shows it
     if why:

@@ -107,13 +107,10 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
     def own_generator() -> Iterator[None]:
         """Draw from the generator of this initialisation, which is separate from the program's."""
         nonlocal state
-        outside = torch.get_rng_state()
-        torch.set_rng_state(state)
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
             yield
-        finally:
             state = torch.get_rng_state()
-            torch.set_rng_state(outside)
 
     with _NoteRandomOperations() as noted, _calling(noted.end_phase):
         twin = meta_model(config, trust_remote_code=trust_remote_code)

@@ -229,13 +229,13 @@ def resolve_model(
             "planned: correct its vocab_size or the width of its layers"
         )
     if packed:
-        refuse_crossing(model, trust_remote_code=section.trust_remote_code)
+        refuse_crossing(model)
     if pieces:
-        refuse_pieces(model, trust_remote_code=section.trust_remote_code)
+        refuse_pieces(model)
     if section.compile == "on":
         from offload_trainer.model.compiled_blocks import refuse_uncompiled
 
-        refuse_uncompiled(model, trust_remote_code=section.trust_remote_code)
+        refuse_uncompiled(model)
     if not random:
         assert directory is not None
         for name in _BESIDE:

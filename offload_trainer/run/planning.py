@@ -170,7 +170,7 @@ def with_block_order(config: TrainConfig, source: Any) -> Any:
         return source
     from offload_trainer.model.probes.block_order import why_no_chain
 
-    why = why_no_chain(source._meta(), trust_remote_code=config.model.trust_remote_code)
+    why = why_no_chain(source._meta())
     return replace(source, shape=replace(source.shape, no_chain=why))
 
 

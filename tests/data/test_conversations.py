@@ -13,8 +13,9 @@ from sample_chats import TEMPLATE, chat_tokenizer, prepared
 
 from offload_trainer.data.conversations import example_of, form_of_files
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
-from offload_trainer.data.packing import Counts, Packer, RowMaker
-from offload_trainer.data.rows import IGNORED, RowReader, padding_of, split_rows
+from offload_trainer.data.mixture import split_rows
+from offload_trainer.data.packing import Counts, RowMaker
+from offload_trainer.data.rows import IGNORED, RowReader, padding_of
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
@@ -140,8 +141,7 @@ def conversation(count: int, *, first: int, answer: int) -> Encoded:
 
 
 def rows_of(maker: RowMaker, given: list[Encoded]) -> list[list[int]]:
-    rows = [maker.row_of(one) for one in given]
-    return [row.tolist() for row in rows if row is not None]
+    return [row.tolist() for one in given if (row := maker.add(one)) is not None]
 
 
 def test_each_conversation_has_its_row() -> None:
@@ -158,12 +158,10 @@ def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
     ends = Encoded([20, 21, 9], [False, True, False])
     given = [ends, conversation(6, first=30, answer=2), Encoded([20, 9], [False, True])]
     maker = RowMaker(6, pad=9)
-    rows = np.stack([row for one in given if (row := maker.row_of(one)) is not None])
-    assert padding_of(rows).tolist() == [3, 0, 4]
-    maker, packer = RowMaker(6, pad=9), Packer(6, pad=9)
-    cuts = [maker.cut(one) for one in (ends, Encoded([20, 9], [False, True]), conversation(6, first=30, answer=6))]
-    packed = [row for cut in cuts if (row := packer.add(cut)) is not None] + packer.rest()
-    assert sorted(padding_of(np.stack(packed)).tolist()) == [0, 1]
+    assert padding_of(np.array(rows_of(maker, given), dtype=np.uint32)).tolist() == [3, 0, 4]
+    maker = RowMaker(6, pad=9, packed=True)
+    packed = [*rows_of(maker, [ends, given[2], conversation(6, first=30, answer=6)]), maker.rest()[0].tolist()]
+    assert sorted(padding_of(np.array(packed, dtype=np.uint32)).tolist()) == [0, 1]
 
 
 def test_conversations_without_learned_tokens_are_left_out() -> None:
@@ -176,16 +174,14 @@ def test_conversations_without_learned_tokens_are_left_out() -> None:
 def test_packed_rows_hold_each_conversation_whole() -> None:
     """At most 64 rows are open at a time, and a conversation that fills a row is alone in it."""
     draw = random.Random(1)
-    maker, packer = RowMaker(32, pad=9), Packer(32, pad=9)
+    maker = RowMaker(32, pad=9, packed=True)
     given = [conversation(draw.randrange(2, 33), first=100 * n, answer=1) for n in range(400)]
-    cuts = [maker.cut(one) for one in given]
     rows, most = [], 0
-    for cut in cuts:
-        assert cut is not None
-        row = packer.add(cut)
+    for one in given:
+        row = maker.add(one)
         rows += [] if row is None else [row]
-        most = max(most, len(packer.open))
-    rows += packer.rest()
+        most = max(most, len(maker.open))
+    rows += maker.rest()
     assert most == 64
     found, padded = [], 0
     for row in rows:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import sample_chats
 
-from offload_trainer.data import documents, prepare, tokenfile
+from offload_trainer.data import chunked_tokenize, documents, prepare, tokenfile
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
@@ -297,11 +297,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(
         writer.write(np.array([5]))
     tokens = TokenFile.open(path)
     assert tokens.dtype == dtype
-    assert np.fromfile(path, dtype="<" + {"uint16": "u2", "uint32": "u4"}[dtype]).tolist() == [
-        0,
-        vocabulary - 1,
-        5,
-    ]
+    assert np.fromfile(path, dtype=np.dtype(dtype).newbyteorder("<")).tolist() == [0, vocabulary - 1, 5]
     assert tokens.read(0, len(tokens)).tolist() == [0, vocabulary - 1, 5]
     assert tokens.largest_id() == vocabulary - 1
 
@@ -364,10 +360,31 @@ def test_a_text_that_grows_meanwhile_is_refused(
         path.write_text(TEXT + "more")
         yield from documents.read_documents(path, **settings)
 
-    monkeypatch.setattr(prepare, "read_documents", growing)
+    monkeypatch.setattr(chunked_tokenize, "read_documents", growing)
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
+
+
+class SmallDrive:
+    """A token file that is being written on a drive with room for `budget` bytes."""
+
+    budget = 0
+
+    def __init__(self, path: Path) -> None:
+        self.file = open_temporary(path)
+        self.name, self.close, self.flush, self.fileno = (
+            getattr(self.file, name) for name in ("name", "close", "flush", "fileno")
+        )
+
+    def write(self, data: bytes) -> int:
+        SmallDrive.budget -= len(data)
+        if SmallDrive.budget < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+
+open_temporary = tokenfile._open_temporary
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync"])
@@ -377,21 +394,8 @@ def test_a_full_drive_is_reported_and_left_clean(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if failing == "fsync":
-        monkeypatch.setattr(tokenfile, "_publish", full)
-    else:
-        open_temporary = tokenfile._open_temporary
-
-        class FullFile:
-            def __init__(self, path: Path) -> None:
-                self.file = open_temporary(path)
-                self.name = self.file.name
-                self.write = full
-
-            def close(self) -> None:
-                self.file.close()
-
-        monkeypatch.setattr(tokenfile, "_open_temporary", FullFile)
+    monkeypatch.setattr(SmallDrive, "budget", 0)
+    monkeypatch.setattr(tokenfile, *(("_publish", full) if failing == "fsync" else ("_open_temporary", SmallDrive)))
     cache = tmp_path / "cache"
     told = r"drive is full: .*has .*B free, now .* the tokens take at least .*B \(.*B so far"
     with pytest.raises(TrainerError, match=told) as caught:
@@ -408,24 +412,9 @@ def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkey
     record = {"text": TEXT[:400]} if kind == "text" else {"messages": talk}
     source, tokenizer = tmp_path / "a.jsonl", load_tokenizer("builtin")
     source.write_text((json.dumps(record | {"id": "0" * 300}) + "\n") * 6000)
-    open_temporary, budget = tokenfile._open_temporary, [1 << 62]
-
-    class SmallDrive:
-        def __init__(self, path: Path) -> None:
-            self.file = open_temporary(path)
-            self.name, self.close, self.flush, self.fileno = (
-                getattr(self.file, name) for name in ("name", "close", "flush", "fileno")
-            )
-
-        def write(self, data: bytes) -> int:
-            budget[0] -= len(data)
-            if budget[0] < 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return self.file.write(data)
-
-    monkeypatch.setattr(tokenfile, "_open_temporary", SmallDrive)
     size = prepared(source, tokenizer=tokenizer, cache=tmp_path / "roomy").path.stat().st_size
-    budget[0] = size // 2
+    monkeypatch.setattr(SmallDrive, "budget", size // 2)
+    monkeypatch.setattr(tokenfile, "_open_temporary", SmallDrive)
     with pytest.raises(TrainerError, match="the tokens take about") as caught:
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "small")
     (need,) = re.findall(r"take about (\S+ [kM]?B) ", str(caught.value))

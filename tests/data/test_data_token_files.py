@@ -95,11 +95,14 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
 # -- that a file changes ---------------------------------------------------------------------------------------------
 
 
-def test_a_file_without_a_sidecar_gets_checksums(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sidecar", [False, True])
+def test_a_file_without_checksums_gets_them(sidecar: bool, tmp_path: Path) -> None:
     """A changed file has another identity in the next run, and is an error within a run."""
     path = tmp_path / "t.bin"
     ids = draw(1_200_000, below=50257).astype("<u2")
     ids.tofile(path)
+    if sidecar:
+        sidecar_path(path).write_text(json.dumps({"dtype": "uint16", "tokens": len(ids)}))
     first, again = TokenFile.open(path), TokenFile.open(path)
     assert len(first.sums) == 3
     assert first.sums == again.sums
@@ -109,16 +112,6 @@ def test_a_file_without_a_sidecar_gets_checksums(tmp_path: Path) -> None:
     first.read(0, 1000)
     with pytest.raises(TrainerError, match="has changed since the run opened it"):
         first.read(1_000_000, 1)
-
-
-def test_a_sidecar_without_sums_is_no_promise_of_content(tmp_path: Path) -> None:
-    path = tmp_path / "t.bin"
-    sidecar_path(path).write_text('{"dtype": "uint16", "tokens": 3}')
-    np.array([1, 2, 3], dtype="<u2").tofile(path)
-    before = TokenFile.open(path).sums
-    np.array([1, 2, 4], dtype="<u2").tofile(path)
-    assert before
-    assert TokenFile.open(path).sums != before
 
 
 # -- several ---------------------------------------------------------------------------------------------------------
@@ -175,13 +168,14 @@ def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8,
 
 
 def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
-    (tmp_path / "val.txt").write_text("Creeps in this petty pace from day to day. " * 20)
-    alone = run_data(tmp_path, path=(str(tmp_path / "train.txt"),))
+    """The validation text belongs to the identity, must have a row, and is compared with the training text."""
+    train, validation = tmp_path / "train.txt", tmp_path / "val.txt"
+    train.write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
+    validation.write_text("Creeps in this petty pace from day to day. " * 20)
+    given = {"path": (str(train),), "validation_path": (str(validation),)}
+    alone = run_data(tmp_path, path=(str(train),))
     said: list[str] = []
-    apart = run_data(
-        tmp_path, path=(str(tmp_path / "train.txt"),), validation_path=(str(tmp_path / "val.txt"),), said=said
-    )
+    apart = run_data(tmp_path, **given, said=said)
     assert alone.held_out is alone.tokens
     assert len(apart.split.train) == (len(apart.tokens) - 1) // 8 > len(alone.split.train)
     assert apart.split.validation == range((len(apart.held_out) - 1) // 8)
@@ -190,34 +184,17 @@ def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_p
     assert "for validation of" in said[-1]
     left = (len(apart.tokens) - 1) % 8
     assert f"the last {left} tokens do not fill a row" in said[-1]
-
-
-def test_the_validation_text_belongs_to_the_identity(tmp_path: Path) -> None:
-    train = tmp_path / "train.txt"
-    train.write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
-    identities = []
-    for text in ("Creeps in this petty pace. ", "To the last syllable. "):
-        (tmp_path / "val.txt").write_text(text * 20)
-        data = run_data(tmp_path, path=(str(train),), validation_path=(str(tmp_path / "val.txt"),))
-        identities.append(data.identity())
-    one, other = identities
+    assert "validation text" not in alone.identity()
+    validation.write_text("To the last syllable. " * 20)
+    one, other = apart.identity(), run_data(tmp_path, **given, said=said).identity()
     assert [key for key in one if one[key] != other[key]] == ["validation text"]
-    assert "validation text" not in run_data(tmp_path, path=(str(train),)).identity()
-
-
-def test_the_training_text_as_validation_is_noted(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow. " * 20)
-    (tmp_path / "copy.txt").write_text("Tomorrow, and tomorrow. " * 20)
-    said: list[str] = []
-    run_data(tmp_path, path=(str(tmp_path / "train.txt"),), validation_path=(str(tmp_path / "copy.txt"),), said=said)
+    assert not [line for line in said if "is the text of --data" in line]
+    validation.write_text(train.read_text())
+    run_data(tmp_path, **given, said=said)
     assert [line for line in said if "is the text of --data" in line]
-
-
-def test_a_validation_text_without_one_row_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow. " * 20)
-    (tmp_path / "val.txt").write_text("Out")
+    validation.write_text("Out")
     with pytest.raises(UserError, match=r"--validation-data has \d tokens, and one row of 8 needs 9"):
-        run_data(tmp_path, path=(str(tmp_path / "train.txt"),), validation_path=(str(tmp_path / "val.txt"),))
+        run_data(tmp_path, **given)
 
 
 def test_token_files_train_and_validate_like_nanogpts(tmp_path: Path) -> None:
@@ -225,11 +202,8 @@ def test_token_files_train_and_validate_like_nanogpts(tmp_path: Path) -> None:
     ids = draw(500, below=2048)
     for name, part in (("t0", ids[:203]), ("t1", ids[203:400]), ("val", ids[400:])):
         part.astype("<u2").tofile(tmp_path / f"{name}.bin")
-    data = run_data(
-        tmp_path,
-        path=(str(tmp_path / "t0.bin"), str(tmp_path / "t1.bin")),
-        validation_path=(str(tmp_path / "val.bin"),),
-    )
+    train = (str(tmp_path / "t0.bin"), str(tmp_path / "t1.bin"))
+    data = run_data(tmp_path, path=train, validation_path=(str(tmp_path / "val.bin"),))
     assert data.tokens.read(200, 6).tolist() == ids[200:206].tolist()
     assert data.held_out.read(0, 5).tolist() == ids[400:405].tolist()
     assert [path.name for path in data.paths] == ["t0.bin", "t1.bin", "val.bin"]

@@ -82,9 +82,7 @@ def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.mixture: a \(dtype uint16\) and b \(dtype uint32\) differ in kind"):
         mixed([text, rows], (1, 1), names=("a", "b"), seq_len=LENGTH, validation=0.1)
     short = written(tmp_path, "c", first=0, tokens=8)
-    with pytest.raises(
-        UserError, match=r"c has 8 tokens, and one row of 5 to train on and one for validation needs 11"
-    ):
+    with pytest.raises(UserError, match=r"c has 8 tokens, and one training row of 5 and one for validation needs 11"):
         mixed([text, short], (1, 1), names=("a", "c"), seq_len=LENGTH, validation=0.1)
     assert mixed([text, short], (1, 1), names=("a", "c"), seq_len=LENGTH, validation=0).shares.rows == (20, 1)
     with pytest.raises(UserError, match=r"c would have no row in an epoch of 21: give it a larger weight"):

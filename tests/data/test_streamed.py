@@ -1,19 +1,23 @@
-"""Tests of streamed data sets: their ids are those of the prepared token file, and resumed reading gives the same."""
+"""Tests of streamed data sets: their ids are those of the prepared token file, and a killed run resumes bit for bit."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sample_chats
 from commands import KILL, TINY, ask, call, call_and_kill, figures
 from forked_ranks import call_ranks
-from sample_chats import chat_tokenizer, prepared
+from pyarrow import Table, parquet
+from sample_chats import chat_tokenizer
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import stream
@@ -24,83 +28,136 @@ from offload_trainer.packages import is_installed
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.settings import load_config
 
+LENGTH = 48
 # Documents of different lengths, of which one is longer than a piece, one is empty, and the others fill many batches.
 DOCUMENTS = [f"document {number} " * (1 + 7 * (number % 5)) for number in range(90)]
 DOCUMENTS[3], DOCUMENTS[40] = "", "a long one, with many words. " * 3000
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """Return a jsonl file with the documents."""
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(DOCUMENTS)))
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def chat(number: int) -> dict[str, Any]:
+    """Return a conversation; some are cut, one has no answer, one teaches nothing, some have more turns."""
+    told = f"{number} " * (1 + number % 4)
+    talk = [message("user", f"Say {number}."), message("assistant", told)]
+    if number % 7 == 3:
+        talk = [message("system", "Be brief."), *talk, message("user", "Why? " * (number % 3))]
+        talk.append(message("assistant", "!"))
+    if number % 60 == 11:
+        talk = talk[:1] if number < 60 else [message("user", "word " * 30), *talk[1:]]
+    return {"id": number, "messages": talk}
+
+
+def weighted(number: int) -> dict[str, Any]:
+    first = [message("user", "a"), message("assistant", "b", weight=number % 2)]
+    return {"messages": [*first, *chat(number)["messages"]]}
+
+
+RECORDS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"id": number, "text": text} for number, text in enumerate(DOCUMENTS)],
+    "chat": [chat(number) for number in range(240)],
+    "weights": [weighted(number) for number in range(240)],
+    "pairs": [{"prompt": f"{n} + 1 = ", "completion": str(n + 1) * (1 + n % 9)} for n in range(240)],
+}
+
+
+def lines(records: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def written(path: Path, kind: str) -> Path:
+    """Write the records of a kind into a .jsonl, .gz or .parquet file, or else into three files of a directory."""
+    records = RECORDS[kind]
+    if path.suffix == ".parquet":
+        parquet.write_table(Table.from_pylist(records), path, row_group_size=7)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines(records).encode()))
+    elif path.suffix:
+        path.write_text(lines(records))
+    else:
+        path.mkdir()
+        for number in range(3):
+            (path / f"{number}.jsonl").write_text(lines(records[number * 30 : number * 30 + 30]))
     return path
 
 
 @pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Return a jsonl file with the documents."""
+    return written(tmp_path / "data.jsonl", "text")
+
+
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenize few documents at a time, and set a seek point at nearly each of these places."""
+    """Tokenize few records at a time, and set a seek point at nearly each of these places."""
     monkeypatch.setattr(stream, "_CHARACTERS", 300)
     monkeypatch.setattr(stream, "_EVERY", 500)
 
 
 @pytest.fixture
-def expected(data: Path) -> np.ndarray:
-    """Return the ids of the token file that is prepared from the same file."""
-    file = prepared(data, seq_len=8)
-    return file.read(0, len(file)).astype(np.uint32)
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with each record that a stream reads."""
+    read: list[int] = []
+    real = StreamedTokens._parsed
+    monkeypatch.setattr(StreamedTokens, "_parsed", lambda *given: read.append(0) or real(*given))
+    return read
 
 
-def tokens(path: object, *, field: str = "text", **section_: Any) -> StreamedTokens:
-    section = DataSection(text_field=field, **section_)
-    words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": 64}
-    return StreamedTokens(f"stream:{path}", section, **words, say=print)
+prepared = partial(sample_chats.prepared, seq_len=LENGTH)
 
 
-def rows(found: StreamedTokens, *numbers: int, length: int = 64) -> list[list[int]]:
-    return [found.read(number * length, length + 1).tolist() for number in numbers]
+def ids_of(path: Path, **section: Any) -> np.ndarray:
+    """Return the ids that are prepared from a file; of conversations, those of its rows."""
+    file = prepared(path, **section)
+    ids: np.ndarray = file.read(0, len(file)).astype(np.uint32)
+    return ids if file.row_length is None else ids[:-1]
+
+
+def tokens(path: object, **section: Any) -> StreamedTokens:
+    words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": LENGTH}
+    return StreamedTokens(f"stream:{path}", DataSection(**section), **words, say=print)
+
+
+def rows(found: StreamedTokens, *numbers: int) -> list[list[int]]:
+    return [found.read(number * LENGTH, LENGTH + 1).tolist() for number in numbers]
+
+
+CASES = [
+    *(("text", suffix, {}) for suffix in (".jsonl", ".jsonl.gz", ".parquet", "")),
+    *((kind, ".jsonl", {}) for kind in ("chat", "weights", "pairs")),
+    ("chat", ".parquet", {}),
+    ("chat", ".jsonl", {"train_on": "all"}),
+    ("chat", ".jsonl", {"packing": "on"}),
+    ("pairs", ".parquet", {"packing": "on", "format": "pairs"}),
+]
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "directory"])
+@pytest.mark.parametrize(("kind", "suffix", "section"), CASES)
 def test_any_place_is_reached_from_the_nearest_seek_point(
-    kind: str, data: Path, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, suffix: str, section: dict[str, Any], tmp_path: Path, parsed: list[int]
 ) -> None:
-    """After a restart a row is read from the seek point before it, in every format, also in the next epoch."""
-    path = data
-    if kind == "jsonl.gz":
-        import gzip
-
-        path = tmp_path / "data.jsonl.gz"
-        path.write_bytes(gzip.compress(data.read_bytes()))
-    elif kind == "parquet":
-        from pyarrow import Table, parquet
-
-        path = tmp_path / "data.parquet"
-        parquet.write_table(Table.from_pydict({"text": DOCUMENTS}), path, row_group_size=7)
-    elif kind == "directory":
-        path = tmp_path / "folder"
-        path.mkdir()
-        lines = data.read_text().splitlines(keepends=True)
-        for number in range(3):
-            (path / f"{number}.jsonl").write_text("".join(lines[number * 30 : number * 30 + 30]))
-    first, points = tokens(path), tmp_path / "points.jsonl"
-    last = (len(expected) + 5000) // 64
+    """Each pass has the prepared ids, and after a restart a row is read from the seek point before it."""
+    path = written(tmp_path / f"data{suffix}", kind)
+    ids = ids_of(path, **section)
+    count, packed = len(ids) // LENGTH, section.get("packing") == "on"
+    assert kind == "text" or 10 < count <= len(RECORDS[kind])
+    first, points, last = tokens(path, **section), tmp_path / "points.jsonl", count + min(count, 100) + 7
     first.remember(points, writes=True)
+    endless = np.tile(ids, 3)
     before = rows(first, *range(last))
-    twice = np.concatenate([expected, expected])
-    assert before == [twice[row * 64 : row * 64 + 65].tolist() for row in range(last)]
+    assert before == [endless[row * LENGTH : row * LENGTH + LENGTH + 1].tolist() for row in range(last)]
     assert len(first._ids) < 120_000  # little more than the longest document
-    assert len(points.read_text().splitlines()) > 20
-    read: list[str] = []
-    real = StreamedTokens._parsed
-    monkeypatch.setattr(StreamedTokens, "_parsed", lambda self, record: read.append("") or real(self, record))
-    for start in (0, 9, len(expected) // 128, len(expected) // 64, last - 3):
-        again = tokens(path)
+    assert len(points.read_text().splitlines()) > (20 if kind == "text" else 10) or packed
+    most = 2 * len(RECORDS[kind]) if packed else 45 if kind == "text" else 100
+    for start in (0, 9, count // 2, count - 2, count + 8, last - 3):
+        again = tokens(path, **section)
         again.remember(points, writes=False)
-        read.clear()
+        parsed.clear()
         assert rows(again, start, start + 1, start + 2) == before[start : start + 3]
-        assert len(read) < len(DOCUMENTS) / 2
+        assert len(parsed) < most
         assert rows(again, 0) == before[:1]  # backwards, too
 
 
@@ -111,7 +168,7 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
     first.remember(points, writes=True)
     before = rows(first, *range(200))
     assert rows(tokens(data), 150) == before[150:151]
-    other = tokens(data, field="id")
+    other = tokens(data, text_field="id")
     other.remember(points, writes=False)
     assert len(other._points) == 1  # points of another stream are not used
     saved, text = {point.tokens for point in stream._read_points(points, stream=first._key)}, points.read_text()
@@ -124,46 +181,55 @@ def test_without_its_list_of_points_it_begins_at_the_beginning(data: Path, tmp_p
 
 
 @pytest.mark.usefixtures("small")
-def test_the_first_rows_are_the_token_files(data: Path, expected: np.ndarray) -> None:
+@pytest.mark.parametrize(("kind", "packing"), [("text", "off"), ("chat", "off"), ("chat", "on")])
+def test_the_first_rows_are_the_prepared_ones(kind: str, packing: str, tmp_path: Path) -> None:
     """They are not repeated if there are fewer than asked for, and do not depend on how many are asked for."""
-    most = (len(expected) - 1) // 64
-    for count in (1, 5, most, most + 3):
-        found = tokens(data).first(count)
-        assert np.array_equal(found.ids, expected[: count * 64 + 1])
-        assert (len(found) - 1) // 64 == min(count, most)
-        assert found.read(64 * (min(count, most) - 1), 65).tolist() == rows(tokens(data), min(count, most) - 1)[0]
-        assert found.sums == tokens(data).first(2).sums
-    lines = data.read_text().splitlines(keepends=True)
-    data.write_text("".join(['{"text": "another"}\n', *lines]))
-    assert tokens(data).first(2).sums != found.sums
+    path = written(tmp_path / "data.jsonl", kind)
+    ids = ids_of(path, packing=packing)
+    most = (len(ids) - (kind == "text")) // LENGTH
+    for count in (1, 9, most, most + 4):
+        found, there = tokens(path, packing=packing).first(count), min(count, most) * LENGTH
+        assert (len(found) - 1) // LENGTH * LENGTH == there
+        assert np.array_equal(found.read(0, there), ids[:there])
+        assert kind == "chat" or np.array_equal(found.ids, ids[: count * LENGTH + 1])
+        assert found.sums == tokens(path, packing=packing).first(2).sums
+    path.write_text(lines([RECORDS[kind][5], *RECORDS[kind]]))
+    assert tokens(path, packing=packing).first(2).sums != found.sums
+
+
+def test_the_summary_and_the_settings(tmp_path: Path) -> None:
+    """The summary is that of the prepared file, and each setting makes another stream."""
+    path = written(tmp_path / "data.jsonl", "chat")
+    found = tokens(path)
+    found.read(0, 1)
+    assert found.summary == prepared(path).summary
+    others = [{"train_on": "all"}, {"packing": "on"}, {"format": "text", "text_field": "id"}]
+    assert len({found.identity, *(tokens(path, **other).identity for other in others)}) == 4
+    assert len({found._key, *(tokens(path, **other)._key for other in others)}) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_rows_are_shuffled_inside_blocks(
-    data: Path, expected: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_shuffled_inside_blocks(data: Path, tmp_path: Path, parsed: list[int]) -> None:
     """A block has its rows once each, in an order of its own, and reading can begin at any of them."""
-    block, count = 30, len(expected) // 64 + 90
-    twice = np.concatenate([expected, expected])
+    expected = ids_of(data)
+    block, count = 30, len(expected) // LENGTH + 90
+    twice = np.tile(expected, 2)
 
     def read(begin: int, *, seed: int = 0, points: bool = False) -> list[list[int]]:
         found = tokens(data, shuffle_block_size=block)
         if points:
             found.remember(tmp_path / "points.jsonl", writes=not begin)
-        reader = RowReader(found, seq_len=64, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
+        reader = RowReader(found, seq_len=LENGTH, rows=range(10**6), vocabulary=300, seed=seed, shuffle=True)
         batches = reader.train_batches(DataState(begin), micro_batch=5)
         return [row for batch in islice(batches, (count - begin) // 5) for row in batch.inputs.tolist()]
 
-    read_documents: list[int] = []
-    real = StreamedTokens._parsed
-    monkeypatch.setattr(StreamedTokens, "_parsed", lambda *given: read_documents.append(0) or real(*given))
     shuffled = read(0, points=True)
-    assert len(read_documents) < 1.6 * len(DOCUMENTS)  # A third of them are read again after the last.
+    assert len(parsed) < 1.6 * len(DOCUMENTS)  # A third of them are read again after the last.
     assert len(shuffled) > 300
     orders = []
     for start in range(0, len(shuffled) - block + 1, block):
-        own = [twice[64 * row : 64 * row + 64].tolist() for row in range(start, start + block)]
+        own = [twice[LENGTH * row : LENGTH * row + LENGTH].tolist() for row in range(start, start + block)]
         orders.append([own.index(row) for row in shuffled[start : start + block]])
         assert sorted(shuffled[start : start + block]) == sorted(own)
     assert len(set(map(tuple, orders))) == len(orders)
@@ -180,10 +246,8 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
     first = tokens(data)
     first.remember(tmp_path / "points.jsonl", writes=True)
     rows(first, *range(1600))
-    lines = data.read_text().splitlines(keepends=True)
-    for number in range(changed, changed + 25):
-        lines[number] = json.dumps({"id": number, "text": "something else"}) + "\n"
-    data.write_text("".join(lines))
+    other = [{"id": number, "text": "something else"} for number in range(changed, changed + 25)]
+    data.write_text(lines(RECORDS["text"][:changed] + other + RECORDS["text"][changed + 25 :]))
 
     def resumed() -> None:
         again = tokens(data)
@@ -218,16 +282,21 @@ def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("records", "error", "told"),
     [
-        ([{"content": "a"}], "no field 'text'; there are: content. Set data.text_field=NAME to train on"),
-        ([{"text": 5}], "field 'text' holds a number, where a string is needed"),
-        ([{"text": ""}, {"text": ""}], "holds no text"),
+        ([{"content": "a"}], TrainerError, "no field 'text'; there are: content. Set data.text_field=NAME to train on"),
+        ([{"text": 5}], TrainerError, "field 'text' holds a number, where a string is needed"),
+        ([{"text": ""}, {"text": ""}], TrainerError, "it contains no text"),
+        ([{"messages": "hello"}], TrainerError, "a record behind token 0: 'messages' holds a string"),
+        ([{"messages": [message("user", "a")]}] * 3, TrainerError, "of the conversations 3 have no answer to train on"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "the first record: 'chosen' and 'rejected'"),
     ],
 )
-def test_documents_that_cannot_be_used(lines: list[dict[str, object]], message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(TrainerError, match=re.escape(message)):
+def test_records_that_cannot_be_used(
+    records: list[dict[str, Any]], error: type[Exception], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(records))
+    with pytest.raises(error, match=re.escape(told)):
         tokens(tmp_path / "a.jsonl").read(0, 1)
 
 
@@ -309,26 +378,42 @@ def test_validation_is_that_of_the_prepared_text(text: Path, tmp_path: Path) -> 
     assert "the text of --validation-data is another, or has changed since" in changed.text
 
 
-PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """Return a file of 22 short conversations, which a run of 6 steps reads more than once."""
+    path = tmp_path / "talks.jsonl"
+    path.write_text(
+        lines([{"messages": [message("user", f"{n}?"), message("assistant", f"{n}" * (n % 4 + 1))]} for n in range(22)])
+    )
+    return path
+
+
+PAGE_FILES = ["--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2", "data.shuffle_block_size=7"]
+PACKED = ["data.packing=on", "data.shuffle_block_size=3", "model.overrides.resid_pdrop=0.1"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], [*PAGE_FILES, "data.shuffle_block_size=7"]])
-def test_a_killed_run_resumes_bit_for_bit(more: list[str], text: Path, tmp_path: Path, drive: Path) -> None:
+@pytest.mark.parametrize("more", [[], PAGE_FILES, PACKED])
+def test_a_killed_run_resumes_bit_for_bit(
+    more: list[str], text: Path, talks: Path, tmp_path: Path, drive: Path
+) -> None:
     """A run that is killed resumes from a checkpoint or from page files, in the second pass over the data, too."""
-    words = [*WORDS, "--accumulate", "4", "--data", f"stream:{text}", "--nvme", drive, *more]
-    words += ["--validation-data", f"stream:{text}" if more else text]
+    path = talks if more is PACKED else text
+    words = [*WORDS, "--accumulate", "4", "--data", f"stream:{path}", "--nvme", drive, *more]
+    words += ["--validation-data", f"stream:{path}" if more else path]
     whole = call(*words, output=tmp_path / "whole")
-    assert json.loads((tmp_path / "whole/stream.jsonl").read_text())["tokens"] == 0
-    call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 3, number=KILL, hold=3)
+    call_and_kill(*words, output=tmp_path / "killed", when=lambda found: len(found) >= 3, number=KILL, hold=3)
     again = call(*words, output=tmp_path / "killed")
     assert "resum" in again.text
     assert figures(again) == figures(whole)
-    last = "checkpoints/step-00000006" if not more else "export"
-    for path in (whole.output / last).glob("*.safetensors"):
-        assert (again.output / last / path.name).read_bytes() == path.read_bytes(), path.name
-    for key in ("data.text_field=other", "data.shuffle_block_size=8"):
-        assert call(*words, key, output=tmp_path / "killed", check=False).code == 2
+    assert json.loads((tmp_path / "whole/stream.jsonl").read_text())["tokens"] == 0
+    assert ("conversations, the first of them: 22 conversations, " in whole.text) == (more is PACKED)
+    last = "checkpoints/step-00000006" if more is not PAGE_FILES else "export"
+    for file in (whole.output / last).glob("*.safetensors"):
+        assert (again.output / last / file.name).read_bytes() == file.read_bytes(), file.name
+    for key in ("data.text_field=other", "data.shuffle_block_size=8", "data.train_on=all"):
+        if (key == "data.train_on=all") == (more is PACKED):
+            assert call(*words, key, output=tmp_path / "killed", check=False).code == 2
 
 
 @pytest.mark.slow

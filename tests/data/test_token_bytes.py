@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.data.rows import Batch, DataState, RowReader, split_rows
+from offload_trainer.data.mixture import split_rows
+from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import TokenBytes, load_tokenizer

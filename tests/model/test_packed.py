@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from offload_trainer.config import ModelSection
 from offload_trainer.data.loss_mask import Encoded
-from offload_trainer.data.packing import Packer, RowMaker
+from offload_trainer.data.packing import RowMaker
 from offload_trainer.data.rows import Batch, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
@@ -53,16 +53,11 @@ def talks() -> list[Encoded]:
 
 
 def rows_of(given: list[Encoded], folder: Path) -> Batch:
-    maker, packer = RowMaker(LENGTH, pad=0), Packer(LENGTH, pad=0)
+    maker = RowMaker(LENGTH, pad=0, packed=True)
     with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=LENGTH, packed=True) as writer:
-        for talk in given:
-            ids = maker.cut(talk)
-            assert ids is not None
-            row = packer.add(ids)
+        for row in [*map(maker.add, given), *maker.rest()]:
             if row is not None:
                 writer.write(row)
-        for row in packer.rest():
-            writer.write(row)
         count = writer.tokens // LENGTH
         writer.write([1 << 31])
     assert count < len(given)
@@ -88,7 +83,7 @@ def test_packed_conversations_have_the_loss_and_gradients_of_each_by_itself(
     name: str, attention: str, tmp_path: Path
 ) -> None:
     model = model_of(name)
-    refuse_crossing(model, trust_remote_code=False)
+    refuse_crossing(model)
     sums, count = alone(model, talks())
     (sums / count).backward()
     expected = {
@@ -114,7 +109,7 @@ def test_packed_conversations_have_the_loss_and_gradients_of_each_by_itself(
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_in_which_documents_would_cross_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"data\.packing=on: .*Leave data.packing out"):
-        refuse_crossing(reference(ARCHITECTURES[name]), trust_remote_code=False)
+        refuse_crossing(reference(ARCHITECTURES[name]))
 
 
 def test_the_probe_finds_documents_that_transformers_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,18 +119,18 @@ def test_the_probe_finds_documents_that_transformers_mixes(monkeypatch: pytest.M
     without = lambda **given: made(**given | {"position_ids": None})  # noqa: E731
     monkeypatch.setattr(modeling_llama, "create_causal_mask", without)
     with pytest.raises(UserError, match=r"LlamaForCausalLM computes something else .* of the largest apart"):
-        refuse_crossing(model, trust_remote_code=False)
+        refuse_crossing(model)
 
 
 def test_a_probe_that_lacks_a_part_of_the_model_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     model = reference(ARCHITECTURES["llama, untied"])
     model.extra = torch.nn.GRU(2, 2)
     with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
-        refuse_crossing(model, trust_remote_code=False)
+        refuse_crossing(model)
     del model.extra
     monkeypatch.setattr(rows, "_compare_documents", lambda tiny: (float("nan"), 1.0))
     with pytest.raises(UserError, match="computes something else"):
-        refuse_crossing(model, trust_remote_code=False)
+        refuse_crossing(model)
 
 
 def test_the_probe_does_not_change_torchs_generator() -> None:
@@ -143,7 +138,7 @@ def test_the_probe_does_not_change_torchs_generator() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    refuse_crossing(model, trust_remote_code=False)
+    refuse_crossing(model)
     assert torch.equal(torch.rand(3), expected)
 
 

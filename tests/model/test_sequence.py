@@ -47,15 +47,15 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
 @pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig])
 def test_attention_windows_cover_whole_rows(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=16))
-    refuse_pieces(model, trust_remote_code=False)
+    refuse_pieces(model)
     monkeypatch.setattr(DividedAttention, "_seen", lambda *_: None)
     with pytest.raises(UserError, match="in 2 pieces"):
-        refuse_pieces(model, trust_remote_code=False)
+        refuse_pieces(model)
 
 
 @pytest.mark.parametrize("name", CUT)
 def test_models_that_mix_tokens_only_in_attention_can_be_divided(name: str) -> None:
-    refuse_pieces(model_of(ARCHITECTURES[name]), trust_remote_code=False)
+    refuse_pieces(model_of(ARCHITECTURES[name]))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -63,21 +63,21 @@ def test_other_models_are_refused_by_name(name: str) -> None:
     config, told = REFUSED[name]
     model = model_of(config)
     with pytest.raises(UserError, match=f"parallel.sequence: .*{type(model).__name__}.*{told}"):
-        refuse_pieces(model, trust_remote_code=False)
+        refuse_pieces(model)
 
 
 def test_the_routers_loss_is_refused() -> None:
     model = model_of(ARCHITECTURES["mixtral, experts"])
     model.config.output_router_logits = True
     with pytest.raises(UserError, match="set it to false"):
-        refuse_pieces(model, trust_remote_code=False)
+        refuse_pieces(model)
 
 
 def test_a_probe_that_could_not_fail_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     """If separate pieces match whole rows, the trial did not exercise attention."""
     monkeypatch.setattr("offload_trainer.model.probes.rows._compare_pieces", lambda tiny: (0.0, 0.0))
     with pytest.raises(UserError, match="computes something else"):
-        refuse_pieces(model_of(ARCHITECTURES["gpt2"]), trust_remote_code=False)
+        refuse_pieces(model_of(ARCHITECTURES["gpt2"]))
 
 
 def test_pieces_of_a_batch_are_its_rows_and_positions_once() -> None:

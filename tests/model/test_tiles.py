@@ -46,7 +46,7 @@ def test_tiled_models_have_the_loss_and_gradients_of_whole_ones(name: str) -> No
     divide the rows.
     """
     model = model_of(name)
-    found = tileable(model, trust_remote_code=False)[0]
+    found = tileable(model)[0]
     assert found == [f"{block}.{TILED[name]}" for block in block_names(model)]
     tokens = torch.randint(99, (2, 31))
     expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -189,7 +189,7 @@ def test_modules_that_are_not_position_wise_are_found(kind: type[nn.Module], mon
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", kind)
     model = model_of("llama, untied")
     assert type(model.model.layers[0].mlp) is kind
-    assert bool(tileable(model, trust_remote_code=False)[0]) == (kind is LlamaMLP)
+    assert bool(tileable(model)[0]) == (kind is LlamaMLP)
 
 
 def test_routers_whose_logits_are_a_loss_are_not_tiled() -> None:
@@ -198,7 +198,7 @@ def test_routers_whose_logits_are_a_loss_are_not_tiled() -> None:
     shape |= {"num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4}
     for asked in (False, True):
         model = AutoModelForCausalLM.from_config(MixtralConfig(**shape, output_router_logits=asked))
-        assert bool(tileable(model, trust_remote_code=False)[0]) != asked
+        assert bool(tileable(model)[0]) != asked
 
 
 # -- in the engines ---------------------------------------------------------------------------------------------------

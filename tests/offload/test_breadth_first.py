@@ -176,7 +176,7 @@ def test_an_error_ends_all_threads(folder: Path, drive: Path) -> None:
 )
 def test_a_probe_finds_chains_of_blocks(name: str, changes: dict[str, Any], reason: str, folder: Path) -> None:
     config = AutoConfig.from_pretrained(model_directory(folder / f"{name}-{len(changes)}", name, **changes))
-    assert why_no_chain(meta_model(config, trust_remote_code=False), trust_remote_code=False) == reason
+    assert why_no_chain(meta_model(config, trust_remote_code=False)) == reason
 
 
 def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(
@@ -185,7 +185,7 @@ def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(
     """Here each block gets the embeddings too, so the embedding's gradient would come in parts."""
     config = AutoConfig.from_pretrained(model_directory(folder / "qwen3", "qwen3"))
     model = meta_model(config, trust_remote_code=False)
-    assert why_no_chain(model, trust_remote_code=False) == ""
+    assert why_no_chain(model) == ""
     forward, first = Qwen3RMSNorm.forward, list[torch.Tensor]()
 
     def norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_blocks_that_share_a_result_with_all_later_ones_are_no_chain(
 
     monkeypatch.setattr(Qwen3RMSNorm, "forward", norm)
     monkeypatch.setattr(torch.nn.Embedding, "forward", embed)
-    assert why_no_chain(model, trust_remote_code=False) != ""
+    assert why_no_chain(model) != ""
 
 
 def test_auto_chooses_it_if_weights_are_read_for_each_micro_batch() -> None:

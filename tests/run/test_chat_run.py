@@ -195,7 +195,7 @@ def rows_of(talks: list[Encoded], folder: Path) -> Batch:
     maker = RowMaker(16, pad=0)
     with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=16) as writer:
         for talk in talks:
-            row = maker.row_of(talk)
+            row = maker.add(talk)
             assert row is not None
             writer.write(row)
         writer.write([1 << 31])

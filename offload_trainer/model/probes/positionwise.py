@@ -44,9 +44,8 @@ _Named = tuple[Kind, str]  # kind and name of a module
 
 def with_tiles(source: ModelSource) -> ModelSource:
     """Return the model with its tiles and their memory filled in, or unchanged if no module qualifies."""
-    trusted, shape = source.section.trust_remote_code, source.shape
-    model = meta_model(source.config, trust_remote_code=trusted)
-    names, again = tileable(model, trust_remote_code=trusted)
+    shape, model = source.shape, meta_model(source.config, trust_remote_code=source.section.trust_remote_code)
+    names, again = tileable(model)
     if not names:
         return source
     trained = {weight.name for weight in shape.weights if weight.trainable}
@@ -63,7 +62,7 @@ def with_tiles(source: ModelSource) -> ModelSource:
     return replace(source, shape=found)
 
 
-def tileable(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[list[str], list[str]]:
+def tileable(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of modules that can run on pieces of a row, and of those that a recomputation runs again.
 
     Both are empty if a tiny model of the kind does not run.
@@ -78,7 +77,7 @@ def tileable(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[list[s
         return proven, _recomputed(tiny, proven)
 
     try:
-        passed = try_on_tiny_model(model, trial, trust_remote_code=trust_remote_code, all_classes=False)
+        passed = try_on_tiny_model(model, trial, all_classes=False)
     except TrialFailed:
         return [], []
     proven, again = ({kind for kind, _ in found} for found in passed)

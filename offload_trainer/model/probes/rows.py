@@ -30,12 +30,11 @@ _TOKENS, _PIECES = 32, 2  # the divided row and its pieces
 _OF_LENGTH = {"dynamic", "longrope"}  # rotary tables that depend on the largest position, which differs between pieces
 
 
-def refuse_crossing(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
+def refuse_crossing(model: PreTrainedModel) -> None:
     """Raise UserError if documents in a row influence each other in models like `model`, or if that is unknown."""
     _refuse_differences(
         model,
         _compare_documents,
-        trust_remote_code=trust_remote_code,
         key="data.packing=on",
         unknown="documents in a row stay apart is not known: leave data.packing out",
         differs="in a row of several documents {name} computes something else than of each by itself ({found}): it "
@@ -43,7 +42,7 @@ def refuse_crossing(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
     )
 
 
-def refuse_pieces(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
+def refuse_pieces(model: PreTrainedModel) -> None:
     """Raise UserError if pieces of rows would not give the results of whole rows, or if that cannot be probed."""
     name, key, text = type(model).__name__, "parallel.sequence", model.config.get_text_config()
     if text._attn_implementation != "sdpa":
@@ -58,7 +57,6 @@ def refuse_pieces(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
     _refuse_differences(
         model,
         _compare_pieces,
-        trust_remote_code=trust_remote_code,
         key=key,
         unknown="its rows can be cut into pieces is not known: leave it out",
         differs=f"{{name}} computes something else of a row in {_PIECES} pieces ({{found}}): its tokens meet elsewhere "
@@ -70,7 +68,6 @@ def _refuse_differences(
     model: PreTrainedModel,
     compare: Callable[[PreTrainedModel], tuple[float, float]],
     *,
-    trust_remote_code: bool,
     key: str,
     unknown: str,
     differs: str,
@@ -81,7 +78,7 @@ def _refuse_differences(
     """
     name = type(model).__name__
     try:
-        difference, effect = try_on_tiny_model(model, torch.no_grad()(compare), trust_remote_code=trust_remote_code)
+        difference, effect = try_on_tiny_model(model, torch.no_grad()(compare))
     except TrialFailed as error:
         raise UserError(f"{key}: a tiny {name} to try it on does not run ({error}), so whether {unknown}") from error
     if not (difference <= _EQUAL and effect >= _SHOWS):  # a NaN is neither

@@ -46,13 +46,11 @@ _ROW = 24  # tokens
 
 def with_divided_blocks(source: ModelSource) -> ModelSource:
     """Return the model with its blocks divided into submodules, or unchanged if no block can be divided."""
-    trusted = source.section.trust_remote_code
-    model = meta_model(source.config, trust_remote_code=trusted)
-    names, needs = divisible_modules(model, trust_remote_code=trusted)
+    names, needs = divisible_modules(meta_model(source.config, trust_remote_code=source.section.trust_remote_code))
     return replace(source, shape=divided(replace(source.shape, divisible=tuple(names), needs=tuple(needs))))
 
 
-def divisible_modules(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[list[str], list[Needs]]:
+def divisible_modules(model: PreTrainedModel) -> tuple[list[str], list[Needs]]:
     """Return the names of blocks and of modules inside them whose children can be fetched separately, and their order.
 
     The result is empty if a tiny model of the same kind does not run.
@@ -63,7 +61,7 @@ def divisible_modules(model: PreTrainedModel, *, trust_remote_code: bool) -> tup
         return proven, _orders(tiny, proven) if proven else {}
 
     try:
-        proven, orders = try_on_tiny_model(model, trial, trust_remote_code=trust_remote_code)
+        proven, orders = try_on_tiny_model(model, trial)
     except TrialFailed:
         return [], []
     needs = []

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from offload_trainer.model.auto_class import auto_class
 from offload_trainer.model.shape import block_names
 from offload_trainer.safe_files import one_line
 
@@ -62,11 +61,7 @@ class TrialFailed(Exception):
 
 
 def try_on_tiny_model(
-    model: PreTrainedModel,
-    trial: Callable[[PreTrainedModel], Result],
-    *,
-    trust_remote_code: bool,
-    all_classes: bool = True,
+    model: PreTrainedModel, trial: Callable[[PreTrainedModel], Result], *, all_classes: bool = True
 ) -> Result:
     """Return the result of `trial` for a tiny fp32 model of the same kind as `model`.
 
@@ -79,8 +74,7 @@ def try_on_tiny_model(
         config._attn_implementation = model.config._attn_implementation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            words = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-            tiny = auto_class(config).from_config(copy.deepcopy(config), **words).eval()
+            tiny = type(model)._from_config(config, dtype=torch.float32).eval()
             missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in tiny.modules()}
             if missing and all_classes:
                 raise ValueError(f"it has no {', '.join(sorted(missing))}")

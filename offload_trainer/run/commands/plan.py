@@ -198,9 +198,9 @@ def _why_whole(models: MemoryFallbacks) -> str:
     from offload_trainer.model.init_weights import meta_model
     from offload_trainer.model.probes.rows import refuse_pieces
 
-    words = {"trust_remote_code": models.source.section.trust_remote_code}
+    trusted = models.source.section.trust_remote_code
     try:
-        refuse_pieces(meta_model(models.source.config, **words), **words)
+        refuse_pieces(meta_model(models.source.config, trust_remote_code=trusted))
     except UserError as error:
         return str(error)
     return ""

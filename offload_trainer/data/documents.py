@@ -31,7 +31,6 @@ TABLES = (".parquet", ".arrow")  # Arrow files as `datasets` saves them
 LINE_BYTES = 1 << 26  # limit for a jsonl line, which is in memory whole, several times over
 _BLOCK = 1 << 18
 _ROWS = 256  # rows of a table converted to records at a time
-_BOM = b"\xef\xbb\xbf"
 
 Seen = Callable[[bytes], object]
 
@@ -136,25 +135,16 @@ def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
 
 
 def _text_blocks(source: Path, *, seen: Seen) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line, column, done = 1, 0, 0  # line number; bytes decoded of the current line, and in total
-    first = True
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with opened(source, seen=seen) as file:
-        while True:
+        data = b"any"
+        while data:
             data = file.read(_BLOCK)
-            mark = len(_BOM) if first and data.startswith(_BOM) else 0
-            column, done = column + mark, done + mark
             try:
-                text = decoder.decode(data[mark:], final=not data)
+                text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                raise _not_utf8(source, line, error, column=column, before=done) from error
+                raise _not_utf8(source) from error
             yield text
-            if not data:
-                return
-            line += text.count("\n")
-            column = len(text.rpartition("\n")[2].encode()) + (0 if "\n" in text else column)
-            done += len(text.encode())
-            first = False
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -172,7 +162,7 @@ def read_records(
     if source.suffix.lower() in TABLES:
         yield from _table_rows(source, wanted=wanted, strings=strings, seen=seen)
         return
-    number = done = 0
+    number = 0
     with opened(source, seen=seen) as file:
         while raw := file.readline(LINE_BYTES + 1):
             number += 1
@@ -185,9 +175,7 @@ def read_records(
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                mark = len(raw) - len(error.object)
-                raise _not_utf8(source, number, error, column=mark, before=done + mark) from error
-            done += len(raw)
+                raise _not_utf8(source) from error
             del raw
             if not line.isspace():
                 yield where, _object(line, where=where)
@@ -263,20 +251,21 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int, before: int) -> UserError:
-    """Return the UserError for a decoding error.
-
-    `column` is the number of bytes decoded before it in `line`, and `before` the number in the whole text.
-    """
-    good = error.object[: error.start]
-    line += good.count(b"\n")
-    ended = good.rfind(b"\n") + 1
-    place = len(good) - ended if ended else column + len(good)
-    return UserError(
-        f"{printable(source)}, line {line}: not UTF-8: byte {place + 1} of the line, byte "
-        f"{before + len(good) + 1} of the text, is 0x{error.object[error.start]:02x}; convert the file (iconv -t "
-        "UTF-8), or decompress it"
-    )
+def _not_utf8(source: Path) -> UserError:
+    """Return the UserError for a file that is not UTF-8, which is read again to find the first wrong byte."""
+    done = 0
+    with opened(source, seen=lambda _: None) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return UserError(
+                    f"{printable(source)}, line {number}: not UTF-8: byte {error.start + 1} of the line, byte "
+                    f"{done + error.start + 1} of the text, is 0x{line[error.start]:02x}; convert the file (iconv -t "
+                    "UTF-8), or decompress it"
+                )
+            done += len(line)
+    return UserError(f"{printable(source)} was not UTF-8 and has changed since; start again")
 
 
 # -- fields of a record ------------------------------------------------------------------------------------------------

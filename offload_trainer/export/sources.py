@@ -203,7 +203,7 @@ def _opened_final(run: Path, left: FinalExport) -> Iterator[Source]:
     shapes = {weight.name: weight.shape for weight in source.shape.weights}
     with source.opened() as found:
         yield Source(
-            shapes={name: shapes[name] for name in source.order()},
+            shapes={name: shapes[name] for name in found.order()},
             weights=source.weights,
             read=found.read,
             model=run / "model",

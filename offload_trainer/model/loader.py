@@ -43,9 +43,6 @@ from offload_trainer.model.pretrained import (
     match_weights,
     opened_weights,
     persistent_buffers,
-    pretrained_buffers,
-    pretrained_order,
-    pretrained_weights,
 )
 from offload_trainer.model.probes.rows import refuse_crossing, refuse_pieces
 from offload_trainer.model.shape import block_names, model_shape
@@ -146,14 +143,11 @@ class ModelSource:
     def weights(self) -> Iterator[NamedTensor]:
         """Yield (name, CPU tensor) for every parameter, tied ones once; random weights are fp32."""
         if self.random:
-            return initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)
-        assert self.directory is not None
-        return pretrained_weights(self.directory, self._meta())
-
-    def order(self) -> list[str]:
-        """Return the names in the order of `weights`, for weights that are read from files."""
-        assert self.directory is not None
-        return pretrained_order(self.directory, self._meta())
+            trusted = self.section.trust_remote_code
+            yield from initial_weights(self.config, seed=self.seed, trust_remote_code=trusted)
+            return
+        with self.opened() as found:
+            yield from found.weights()
 
     def opened(self) -> AbstractContextManager[OpenedWeights]:
         """Open weights that are read from files, for access by name, any number of times."""
@@ -170,7 +164,8 @@ class ModelSource:
             model = auto_class(small).from_config(small, trust_remote_code=self.section.trust_remote_code)
         computed = dict(model.named_buffers())
         if not self.random and self.directory is not None and persistent_buffers(model):
-            computed |= pretrained_buffers(self.directory, self._meta())
+            with self.opened() as found:
+                computed |= dict(found.each(found.buffers))
         return computed
 
     def _meta(self) -> PreTrainedModel:

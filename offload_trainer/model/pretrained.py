@@ -61,30 +61,6 @@ class _Match:
     names: dict[str, str]  # name that a group produces -> parameter that it sets; other results are not used
 
 
-def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[NamedTensor]:
-    """Yield (name, CPU tensor in the file's dtype) for every parameter of `model`, tied ones once.
-
-    `model` may be on the meta device. Raises UserError naming every missing, unexpected and misshapen key, or a weight
-    with a NaN or an infinity.
-    """
-    for name, tensor in _read(directory, model, {name for name, _ in model.named_parameters()}):
-        if wrong := describe_invalid_values(tensor):
-            raise UserError(f"{directory}: {name}: {wrong}: no training can begin from that; mend the weights")
-        yield name, tensor
-
-
-def pretrained_order(directory: Path, model: PreTrainedModel) -> list[str]:
-    """Return the names in the order of `pretrained_weights`; only headers are read."""
-    parameters = {name for name, _ in model.named_parameters()}
-    return [name for _, names in match_weights(directory, model).groups for name in names if name in parameters]
-
-
-def pretrained_buffers(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Read the buffers that are saved with the weights."""
-    once = {name for name, _ in model.named_buffers()}  # a buffer of two modules is saved under one name
-    return dict(_read(directory, model, once & persistent_buffers(model).keys()))
-
-
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state_dict contains, by name, without state_dict(), which a session replaces."""
     return {
@@ -95,11 +71,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _read(directory: Path, model: PreTrainedModel, wanted: set[str]) -> Iterator[NamedTensor]:
-    with opened_weights(directory, model) as found:
-        yield from found.each(wanted)
-
-
 @dataclass(frozen=True)
 class OpenedWeights:
     """Open weight files of a model: parameters and saved buffers in their files' dtypes.
@@ -107,8 +78,22 @@ class OpenedWeights:
     They can be read repeatedly and in any order.
     """
 
+    directory: Path
+    parameters: Set[str]  # names; tied parameters have one
+    buffers: Set[str]  # names of buffers that are saved with the weights
     match: _Match
     files: Mapping[Path, TensorFileReader]
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """Yield every parameter. Raises UserError for a weight with a NaN or an infinity."""
+        for name, tensor in self.each(self.parameters):
+            if wrong := describe_invalid_values(tensor):
+                raise UserError(f"{self.directory}: {name}: {wrong}: no training can begin from that; mend the weights")
+            yield name, tensor
+
+    def order(self) -> list[str]:
+        """Return the names in the order of `weights`."""
+        return [name for _, names in self.match.groups for name in names if name in self.parameters]
 
     def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
         """Yield the tensors in `wanted` in the order of the files' keys.
@@ -136,9 +121,12 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
     Raises UserError for weights that do not fit.
     """
     match = match_weights(directory, model)
+    parameters = {name for name, _ in model.named_parameters()}
+    # A buffer of two modules is saved under one name.
+    buffers = {name for name, _ in model.named_buffers()} & persistent_buffers(model).keys()
     with ExitStack() as stack:
         files = {path: stack.enter_context(TensorFileReader(path)) for path in set(match.places.values())}
-        yield OpenedWeights(match, files)
+        yield OpenedWeights(directory, parameters, buffers, match, files)
 
 
 def match_weights(directory: Path, model: PreTrainedModel) -> _Match:

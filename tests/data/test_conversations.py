@@ -232,29 +232,20 @@ def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
     assert tokens.summary.startswith("3 conversations, ")
 
 
-def test_data_train_on_makes_another_file(tmp_path: Path) -> None:
+def test_settings_make_other_files_which_are_for_rows_of_that_length(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n")
     first = prepared(file, seq_len=80)
     other = chat_tokenizer()
     other.chat_template = LINES
-    others = [
-        prepared(file, seq_len=60),
-        prepared(file, seq_len=80, train_on="all"),
-        prepared(file, tokenizer=other, seq_len=80),
-    ]
+    others = [prepared(file, **{"seq_len": 80} | more) for more in ({"seq_len": 60}, {"train_on": "all"})]
+    others.append(prepared(file, tokenizer=other, seq_len=80))
     assert len({first.path, *(tokens.path for tokens in others)}) == 4
     assert others[1].sums != first.sums
     assert prepared(file, seq_len=80).path == first.path
-
-
-def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": TALK}) + "\n")
-    made = prepared(file, seq_len=80)
-    assert prepared(made.path, seq_len=80).row_length == 80
+    assert prepared(first.path, seq_len=80).row_length == 80
     with pytest.raises(UserError, match=r"rows of 80, and this run uses 40: use --seq-len 80"):
-        prepared(made.path, seq_len=40)
+        prepared(first.path, seq_len=40)
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------

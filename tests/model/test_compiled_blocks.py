@@ -88,14 +88,20 @@ def test_losses_are_those_of_torch_without_compilation(folder: Path) -> None:
     assert found != expected  # if nothing were compiled, every bit would be the same
 
 
-def test_one_function_is_compiled_for_all_blocks(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five blocks, steps, checkpointed and not: one graph, without a graph break or another compilation."""
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace blocks without compiling them, and count the graphs anew."""
     eager = compiled_blocks.compile_blocks
     monkeypatch.setattr(compiled_blocks, "compile_blocks", lambda model, **_: eager(model, backend="eager"))
-    monkeypatch.setattr(compiled_blocks, "refuse_uncompiled", lambda model, **_: None)
-    model = model_directory(folder / "llama", "llama")
+    monkeypatch.setattr(compiled_blocks, "refuse_uncompiled", lambda model: None)
     torch._dynamo.reset()
     counters.clear()
+
+
+@pytest.mark.usefixtures("traced")
+def test_one_function_is_compiled_for_all_blocks(folder: Path, drive: Path) -> None:
+    """Five blocks, steps, checkpointed and not: one graph, without a graph break or another compilation."""
+    model = model_directory(folder / "llama", "llama")
     with engine(model, *ALL, ON, "model.activation_checkpointing=2", drives=[drive]) as ours:
         train(ours, batches(3))
         ours.eval_loss(batches(1, length=12)[0])
@@ -105,22 +111,14 @@ def test_one_function_is_compiled_for_all_blocks(folder: Path, drive: Path, monk
     assert not counters["recompile_limit"]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "graphs"), [(("full_attention",) * 5, 1), (("full_attention", "sliding_attention") * 2, 2)]
-)
-def test_blocks_of_other_shapes_are_compiled_separately(
-    kinds: tuple[str, ...], graphs: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    eager = compiled_blocks.compile_blocks
-    monkeypatch.setattr(compiled_blocks, "compile_blocks", lambda model, **_: eager(model, backend="eager"))
-    monkeypatch.setattr(compiled_blocks, "refuse_uncompiled", lambda model, **_: None)
+@pytest.mark.usefixtures("traced")
+def test_blocks_of_other_shapes_are_compiled_separately(folder: Path) -> None:
+    kinds = ("full_attention", "sliding_attention") * 2
     changes = {"layer_types": kinds, "num_hidden_layers": len(kinds), "use_sliding_window": True, "sliding_window": 8}
-    model = model_directory(folder / f"qwen3 {len(kinds)}", "qwen3", **changes, max_window_layers=0)
-    torch._dynamo.reset()
-    counters.clear()
+    model = model_directory(folder / "qwen3", "qwen3", **changes, max_window_layers=0)
     with engine(model, "--engine", "plain", ON) as ours:
         train(ours, batches(2))
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def section(model: Path) -> ModelSection:

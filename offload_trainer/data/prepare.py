@@ -294,6 +294,6 @@ def _is_known(then: Any, now: dict[str, int]) -> bool:
 def _sum(path: Path) -> str:
     try:
         with open_given(path) as file:
-            return str(hashlib.file_digest(file, _new_hash).hexdigest())
+            return str(hashlib.file_digest(file, _new_hash).hexdigest())  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error

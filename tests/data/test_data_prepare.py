@@ -206,7 +206,7 @@ def test_an_unchanged_text_is_not_read_again(
 
     monkeypatch.setattr(prepare, "_sum", counted)
     cache, now = tmp_path / "cache", [source.stat().st_ctime_ns + 10**9]
-    monkeypatch.setattr(prepare, "time", SimpleNamespace(time_ns=lambda: now[0]))
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(time_ns=lambda: now[0], monotonic=time.monotonic))
     first = prepared(source, tokenizer=tokenizer, cache=cache)
     prepared(source, tokenizer=tokenizer, cache=cache)
     assert len(read) == 2  # a text that was just written may change again within one tick of the clock

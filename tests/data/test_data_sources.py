@@ -1,4 +1,4 @@
-"""Tests of data sources: the files that a path means, and those that are refused by name."""
+"""Tests of data sources: the files that a path or a data set of the hub means, and those that are refused by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
+from sample_chats import prepared
 
+from offload_trainer.data import sources, stream
+from offload_trainer.data.documents import read_records
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
+from offload_trainer.data.stream import check_stream
 from offload_trainer.errors import UserError
 
 
@@ -123,3 +130,77 @@ def test_the_suggested_command_makes_lines_of_it(name: str, content: str, tmp_pa
     lines = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     assert [line["text"] for line in lines] == ["one\ntwo", "é"]
     assert find_sources([str(tmp_path / "data.jsonl")])
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst", "hub:a/b", "stream:a/b"])
+def test_without_a_library_the_line_says_what_to_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = "datasets" if ":" in name else "pyarrow"
+    for module in (sources, stream):
+        monkeypatch.setattr(module, "is_installed", lambda wanted: wanted != library)
+    if library == "pyarrow":
+        name = str(tmp_path / name)
+        Path(name).write_bytes(b"")
+    told = f"{name} needs {library}, which is not installed: pip install '{library}>="
+    with pytest.raises(UserError, match=re.escape(told)):
+        check_stream(name) if name.startswith("stream:") else find_sources([name])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
+    assert len(prepared(tmp_path / "b.jsonl.gz")) == 2  # the standard library suffices
+
+
+# -- data sets of the hub: without a network, a local folder stands for the repository ---------------------------------
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in a folder where someone/corpus has two splits; it also has the cache of `datasets`."""
+    folder = tmp_path / "someone/corpus"
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        lines = [{"text": f"{split} {number}", "id": number} for number in range(3)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    sources.hub_files.cache_clear()
+    yield
+    sources.hub_files.cache_clear()
+
+
+@pytest.mark.usefixtures("corpus")
+def test_rows_of_a_data_set_are_the_splits(tmp_path: Path) -> None:
+    """A data set gives the same tokens as its rows in a jsonl file."""
+
+    def texts(*wishes: str) -> list[str]:
+        rows = [row for file in find_sources(wishes) for row in read_records(file, wanted=("text",))]
+        return [record["text"] for _, record in rows]
+
+    assert texts("hub:someone/corpus") == [f"train {number}" for number in range(3)]
+    both = texts("hub:someone/corpus:test", "hub:someone/corpus/default:train")
+    assert both == [*(f"test {number}" for number in range(3)), *(f"train {number}" for number in range(3))]
+    ours, expected = (
+        prepared(Path(path), cache=tmp_path / path.replace("/", "-"), format="text").paths[0].read_bytes()
+        for path in ("hub:someone/corpus", "someone/corpus/train.jsonl")
+    )
+    assert ours == expected
+    assert len(ours) > 40
+
+
+@pytest.mark.usefixtures("corpus")
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ("hub:corpus", "hub:OWNER/NAME, with"),
+        ("hub:someone/corpus:nowhere", "could not be loaded.*nowhere"),
+        ("hub:someone/other", "hf download --repo-type dataset someone/other --local-dir data"),
+        ("nobody/corpus", "for a dataset of the hub use --data hub:nobody/corpus"),
+    ],
+)
+def test_data_sets_that_cannot_be_loaded_say_what_to_do(
+    wish: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # they read the environment on import
+    for libraries in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(libraries, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=message):
+        find_sources([wish])

@@ -24,7 +24,6 @@ from offload_trainer.data import stream
 from offload_trainer.data.rows import DataState, RowReader
 from offload_trainer.data.stream import StreamedTokens, check_stream
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.packages import is_installed
 from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.settings import load_config
 
@@ -273,12 +272,6 @@ def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None
     (tmp_path / "text.txt").write_text("a text")
     with pytest.raises(UserError, match=re.escape(message)):
         check_stream(wish.format(here=tmp_path))
-
-
-def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "is_installed", lambda module: module != "datasets" and is_installed(module))
-    with pytest.raises(UserError, match="stream:a/b needs datasets, which is not installed: pip install 'datasets>="):
-        check_stream("stream:a/b")
 
 
 @pytest.mark.parametrize(

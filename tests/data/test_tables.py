@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 from pyarrow import ipc, parquet
 from sample_chats import CHATS, prepared
 
-from offload_trainer.data import documents, sources
+from offload_trainer.data import documents
 from offload_trainer.errors import UserError
 
 
@@ -169,18 +169,3 @@ def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
     (tmp_path / "both/train/state.json").write_text('{"_data_files": [{"filename": "../../x"}]}')
     with pytest.raises(UserError, match="names no files of a dataset"):
         prepared(tmp_path / "both" / "train")
-
-
-def test_without_the_library_the_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "is_installed", lambda module: module != "pyarrow")
-    for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
-        (tmp_path / name).write_bytes(b"")
-        with pytest.raises(UserError, match=r"needs pyarrow, which is not installed: pip install 'pyarrow>=21'"):
-            prepared(tmp_path / name)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
-    assert len(prepared(tmp_path / "a.jsonl.gz")) == 2
-
-
-def test_a_name_that_may_be_the_hubs_says_how_to_have_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"for a dataset of the hub use --data hub:someone/corpus"):
-        prepared(Path("someone/corpus"), cache=tmp_path)

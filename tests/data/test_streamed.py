@@ -192,8 +192,9 @@ def test_the_first_rows_are_the_prepared_ones(kind: str, packing: str, tmp_path:
         assert np.array_equal(found.read(0, there), ids[:there])
         assert kind == "chat" or np.array_equal(found.ids, ids[: count * LENGTH + 1])
         assert found.sums == tokens(path, packing=packing).first(2).sums
-    path.write_text(lines([RECORDS[kind][5]] * 30 + RECORDS[kind]))
-    assert tokens(path, packing=packing).first(2).sums != found.sums
+    if packing == "off":  # of packed rows, the first one that is complete may be the same
+        path.write_text(lines([RECORDS[kind][5], *RECORDS[kind]]))
+        assert tokens(path, packing=packing).first(2).sums != found.sums
 
 
 def test_the_summary_and_the_settings(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def native_engine(setup: Any, **_: Any) -> Any:
     from offload_trainer.model.pretrained import as_parameter
     from offload_trainer.storage.tensorfile import DTYPES
 
-    dtype = DTYPES[setup.model.dtype]
+    dtype = DTYPES[setup.config.model.dtype]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         use_fp32_products(dtype)

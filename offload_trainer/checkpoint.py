@@ -43,6 +43,7 @@ from offload_trainer.safe_files import EXACT, LENIENT, Count, Kind, Steps, is_th
 from offload_trainer.storage.atomic_io import (
     bytes_below,
     copy_tree,
+    make_directories,
     put_in_place,
     sync_directory,
     sync_file,
@@ -240,24 +241,16 @@ class Checkpoints:
         """Write one checkpoint. Collective over `group`: a failure on one rank is raised on all."""
         start = time.perf_counter()
         final = checkpoint_of(self._root, state.step)
+
+        def sync_metrics(_: Path) -> dict[str, Any]:
+            for path in self._beside:
+                sync_file(path)
+            return {}
+
         try:
-            with ExitStack() as stack:
-                new = name_in_workplace(final)
-
-                def begin() -> None:
-                    stack.enter_context(replacing(final, what=WORK, say=self._say))
-                    new.mkdir()
-
-                group.first(begin)
-                files = snapshot.write(new, group)
-
-                def finish() -> None:
-                    finish_checkpoint(new, files, state, self.record)
-                    for path in self._beside:
-                        sync_file(path)
-                    put_in_place(new, final)
-
-                group.first(finish)
+            files = write_checkpoint(
+                final, snapshot, group, state=state, record=self.record, also=sync_metrics, say=self._say
+            )
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
@@ -278,6 +271,40 @@ class Checkpoints:
 def checkpoint_of(root: Path, step: int) -> Path:
     """Return the directory of a step's checkpoint in `root`."""
     return root / f"step-{step:08d}"
+
+
+def write_checkpoint(
+    final: Path,
+    snapshot: Snapshot,
+    group: Group,
+    *,
+    state: TrainState,
+    record: RunRecord,
+    also: Callable[[Path], dict[str, Any]],
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Write a checkpoint under a hidden name, then rename it to `final`; return each file's size and CRC-32.
+
+    Collective over `group`. `also`: called on the first rank with the hidden directory before the manifest is written;
+    it may write more files, and returns the sizes and checksums of those that it has already computed.
+    """
+    new = name_in_workplace(final)
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            make_directories(final.parent)
+            stack.enter_context(replacing(final, what=WORK, say=say))
+            new.mkdir()
+
+        def finish() -> None:
+            files.update(also(new))
+            finish_checkpoint(new, files, state, record)
+            put_in_place(new, final)
+
+        group.first(begin)
+        files = snapshot.write(new, group)
+        group.first(finish)
+    return files
 
 
 def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:

@@ -36,7 +36,7 @@ from offload_trainer.export.sources import (
     finite_weights,
     opened,
 )
-from offload_trainer.model.checkpoint_mapping import Group, read_model_config, saved_groups
+from offload_trainer.model.checkpoint_mapping import Group, as_they_are, read_model_config, saved_groups
 from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.plan.shape import Weight
@@ -89,10 +89,12 @@ def write_model(
     replace: bool = False,
     check: bool = False,
     also: Callable[[Path], None] = lambda directory: None,
+    by_name: bool = False,
 ) -> Exported:
     """Write the weights of `source` in `dtype` and its buffers in their dtypes; with `check` read them back.
 
-    `also` writes further files into the directory before it gets its name.
+    `also` writes further files into the directory before it gets its name. `by_name` keeps the names of the weights and
+    the configuration as they are and writes no card, for a model that transformers does not build.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
     fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
@@ -101,9 +103,8 @@ def write_model(
     destination = destination.resolve()
     place = {name: number for number, name in enumerate(source.shapes)}
     # A saved tensor can be written once the last of its source tensors has been read.
-    groups = sorted(
-        saved_groups(list(source.shapes), source.model), key=lambda group: max(place[name] for name in group.sources)
-    )
+    made = as_they_are(source.shapes) if by_name else saved_groups(list(source.shapes), source.model)
+    groups = sorted(made, key=lambda group: max(place[name] for name in group.sources))
     entries = [
         TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
         for group in groups
@@ -116,13 +117,8 @@ def write_model(
         with replacing(destination, what=EXPORT) as temporary:
             copy_tree(source.model, temporary)
             (temporary / BUFFERS).unlink(missing_ok=True)
-            config = read_model_config(temporary)
-            config.pop("torch_dtype", None)
-            config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-            if config["model_type"] == "gpt2":
-                config["n_ctx"] = config["n_positions"]  # the name that llama.cpp's converter reads
-            write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
-            write_text(temporary / "README.md", source.card(dtype))
+            if not by_name:
+                _describe(temporary, source, dtype=dtype)
             weights = _converted(finite_weights(source), groups)
             _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
             sync_directory(temporary)
@@ -135,6 +131,17 @@ def write_model(
             f"{format_bytes(total)}"
         ) from error
     return Exported(source.description, total, compared)
+
+
+def _describe(directory: Path, source: Source, *, dtype: str) -> None:
+    """Write the card, and the dtype into the model's configuration."""
+    config = read_model_config(directory)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+    if config["model_type"] == "gpt2":
+        config["n_ctx"] = config["n_positions"]  # the name that llama.cpp's converter reads
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(directory / "README.md", source.card(dtype))
 
 
 def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:

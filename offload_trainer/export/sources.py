@@ -55,11 +55,10 @@ class Source:
     card: Callable[[str], str]  # the model card for a dtype
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
 
-    def with_buffers(self) -> Source:
-        """Return the source with the buffers from the file next to config.json, placed after the weights."""
-        path = self.model / BUFFERS
-        held = {}
-        if is_there(path):
+    def with_buffers(self, given: Mapping[str, torch.Tensor] | None = None) -> Source:
+        """Return the source with buffers after the weights: those `given`, or from the file next to config.json."""
+        path, held = self.model / BUFFERS, dict(given or {})
+        if given is None and is_there(path):
             with TensorFileReader(path) as file:
                 held = {name: file.read(name) for name in file.entries}
         shapes = dict(self.shapes) | {name: tuple(buffer.shape) for name, buffer in held.items()}

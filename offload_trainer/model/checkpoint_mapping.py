@@ -11,7 +11,7 @@ each conversion on meta tensors first, so that names and shapes are known before
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,15 +106,20 @@ def _is_of_tower(rule: PrefixChange) -> bool:
     return bool(getattr(rule, "scope_prefix", None)) and rule.prefix_to_remove is not None
 
 
+def as_they_are(names: Iterable[str]) -> list[Group]:
+    """Return groups that keep each tensor and its name."""
+
+    def as_it_is(name: str) -> Group:
+        return Group((name,), lambda read: {name: read(name)})
+
+    return [as_it_is(name) for name in names]
+
+
 def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     """Return `saving_groups` for the model that a directory's config.json describes."""
     if "auto_map" in read_model_config(directory):
         # transformers has no rules for a model with custom code, and an export must not run that code.
-
-        def as_it_is(name: str) -> Group:
-            return Group((name,), lambda read: {name: read(name)})
-
-        return [as_it_is(name) for name in names]
+        return as_they_are(names)
     try:
         model = meta_model(AutoConfig.from_pretrained(directory))
     except Exception as error:  # transformers' classes validate little, so anything may be raised

@@ -1,6 +1,6 @@
-"""Build a run: resolve what its parts need, lease directories on drives, construct the engine, assemble the Job.
+"""Build a run: lease directories on drives, construct the engine, assemble the Job.
 
-    Planned, RunData ── resolve ──> Setup ── build_job ──> Job for the training loop
+    Setup(Planned, RunData) ── build_job ──> Job for the training loop
 
 An ExitStack closes everything that was opened, also after a failure.
 """
@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
-from offload_trainer.config import DeepSpeedSection, ModelSection, OptimSection, SaveSection, TrainSection
+from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.run_data import RunData
 from offload_trainer.data.stream import POINTS
@@ -38,7 +38,7 @@ from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, nodes, place_here
-from offload_trainer.run.directory import Log, environment
+from offload_trainer.run.directory import Log, record_of
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.host_memory import return_now, set_malloc_threshold
@@ -54,21 +54,26 @@ from offload_trainer.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Setup:
-    """A run as resolved before anything is built: what each of its parts needs, without the configuration."""
+    """A planned run with its data, before anything is built."""
 
-    plan: Plan
-    source: Any  # ModelSource
-    work: Workload  # one optimizer step of all ranks
-    model: ModelSection
-    optim: OptimSection
-    train: TrainSection
-    save: SaveSection
-    deepspeed: DeepSpeedSection
-    drives: tuple[Path, ...]  # the directories of --nvme
+    planned: Planned
     data: RunData
-    record: RunRecord
     log: Log
-    planned: Planned  # read by checks, the report and the files of the run directory
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration with the plan's choices."""
+        return self.planned.config
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.planned.plan
+
+    @property
+    def source(self) -> Any:
+        """The ModelSource."""
+        return self.planned.source
 
     @property
     def output(self) -> Path:
@@ -76,40 +81,25 @@ class Setup:
         return self.planned.output
 
     @property
+    def drives(self) -> list[Path]:
+        """The directories of --nvme."""
+        return [Path(drive).expanduser() for drive in self.config.placement.nvme]
+
+    @property
     def listed(self) -> Path:
         """File that lists the directories of page files from which the same command would resume."""
         return self.output / PAGES
 
+    @cached_property
+    def work(self) -> Workload:
+        """One optimizer step of all ranks."""
+        return workload(self.config, self.source.shape, world=self.plan.world, nodes=self.plan.nodes)
 
-def resolve(planned: Planned, data: RunData, log: Log) -> Setup:
-    """Resolve a planned configuration into what each part of the run needs."""
-    config, plan, source = planned.config, planned.plan, planned.source
-    record = RunRecord(
-        identity=planned.identity | data.identity(),
-        layout=planned.layout,
-        run={
-            "config": config.model_dump(mode="json"),
-            "random": source.random,
-            "plan": plan.to_json(),
-            "environment": environment(),
-        },
-        model=planned.output / "model",
-    )
-    return Setup(
-        plan=plan,
-        source=source,
-        work=workload(config, source.shape, world=plan.world, nodes=plan.nodes),
-        model=config.model,
-        optim=config.optim,
-        train=config.train,
-        save=config.save,
-        deepspeed=config.deepspeed,
-        drives=tuple(Path(drive).expanduser() for drive in config.placement.nvme),
-        data=data,
-        record=record,
-        log=log,
-        planned=planned,
-    )
+    @cached_property
+    def record(self) -> RunRecord:
+        """The metadata of the run's checkpoints."""
+        identity = self.planned.identity | self.data.identity()
+        return record_of(self.planned, identity=identity, model=self.output / "model")
 
 
 def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
@@ -119,19 +109,17 @@ def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
     `begins`: the state that the run resumes from; its rows count as visited, even if its steps had another size. Raises
     UserError if the warm-up is longer than the run.
     """
-    epochs, plan, planned, record = setup.train.epochs, setup.plan, setup.planned, setup.record
-    if epochs == "auto":
+    train, plan, planned = setup.config.train, setup.plan, setup.planned
+    if train.epochs == "auto":
         return setup
     rows, rows_of_step = len(setup.data.split.train), plan.tokens_per_step // plan.seq_len
     done, visited = (begins.step, begins.data_position) if begins else (0, 0)
-    left = max(0, math.ceil(Fraction(str(epochs)) * rows) - visited)
+    left = max(0, math.ceil(Fraction(str(train.epochs)) * rows) - visited)
     steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
-    if mistakes := mistakes_of_length(setup.optim, steps=steps):
+    if mistakes := mistakes_of_length(setup.config.optim, steps=steps):
         raise UserError("; ".join(mistakes))
-    train = setup.train.model_copy(update={"steps": steps, "epochs": "auto"})
-    config = planned.config.model_copy(update={"train": train})
-    record = replace(record, run={**record.run, "config": config.model_dump(mode="json")})
-    return replace(setup, train=train, record=record, planned=replace(planned, config=config))
+    train = train.model_copy(update={"steps": steps, "epochs": "auto"})
+    return replace(setup, planned=replace(planned, config=planned.config.model_copy(update={"train": train})))
 
 
 Build = Callable[..., Engine]  # same signature as `build_engine`
@@ -148,7 +136,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
         return _stock_engine(setup, swaps=swaps, load_weights=load_weights)
     from offload_trainer.engine.plain import PlainEngine
 
-    return PlainEngine(setup.source, setup.model, setup.optim, load_weights=load_weights)
+    return PlainEngine(setup.source, setup.config.model, setup.config.optim, load_weights=load_weights)
 
 
 def build_job(
@@ -172,7 +160,7 @@ def build_job(
     log = setup.log
     swaps = _leased(setup, stack, instead=instead) if setup.plan.uses_drives else []
     start = time.perf_counter()
-    dtype = setup.model.dtype
+    dtype = setup.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
         log.say(f"this CPU has no {dtype} units: matrix products are computed in fp32 and rounded once")
     set_malloc_threshold(setup.plan.engine, row=setup.plan.seq_len)
@@ -216,7 +204,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
     engine = TieredEngine(
         setup.source,
         setup.work,
-        setup.optim,
+        setup.config.optim,
         placement=setup.plan.placement,
         sizes=sizes,
         drives=swaps,
@@ -239,8 +227,8 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
     _, world = start_processes()
     words = deepspeed_config(
         replace(setup.work, world=world),
-        setup.optim,
-        setup.deepspeed,
+        setup.config.optim,
+        setup.config.deepspeed,
         plan.placement,
         plan.sizes,
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
@@ -251,8 +239,8 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
     # Frozen weights are in the checkpoint too, so a resumed run loads none from the source.
     return DeepSpeedEngine(
         setup.source,
-        setup.model,
-        setup.optim,
+        setup.config.model,
+        setup.config.optim,
         placement=plan.placement,
         words=words,
         load_weights=load_weights,
@@ -260,12 +248,12 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
 
 
 def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
-    plan, data, train, output = setup.plan, setup.data, setup.train, setup.output
-    shape, every = setup.source.shape, setup.save.every
+    plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
+    shape, every = setup.source.shape, setup.config.save.every
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     if data.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
-    peak = setup.planned.machine.rates.matmul.get(setup.model.dtype)
+    peak = setup.planned.machine.rates.matmul.get(setup.config.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
     say = telemetry.say if telemetry else setup.log.say
     timer: HostTimer | StreamTimer = HostTimer()
@@ -273,8 +261,8 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         timer = StreamTimer() if plan.engine == "tiered" else HostTimer(torch.cuda.synchronize)
     return Job(
         train=train,
-        optim=setup.optim,
-        dynamic_loss_scale=setup.model.dtype == "fp16",
+        optim=setup.config.optim,
+        dynamic_loss_scale=setup.config.model.dtype == "fp16",
         engine=engine,
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
@@ -285,7 +273,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         checkpoints=Checkpoints(
             output / "checkpoints",
             record=setup.record,
-            keep=setup.save.keep,
+            keep=setup.config.save.keep,
             need_bytes=checkpoint_bytes(setup.work),
             say=say,
             growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
@@ -312,12 +300,12 @@ _WAITED_FOR = {"adamw": "arithmetic on the CPU", "adamw_gpu": "arithmetic on the
 
 def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     """Create the screen, metrics files and trackers."""
-    plan, save = setup.plan, setup.save
+    plan, save = setup.plan, setup.config.save
     kinds = {phase: plan.forecast.kind(phase) for phase, known in plan.forecast.seconds.items() if known}
     bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
-    screen = Screen(setup.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
+    screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
     trackers = None
     if names := save.trackers:
         sections = setup.record.run["config"].items()

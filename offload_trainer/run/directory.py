@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from offload_trainer.checkpoint import RunRecord
 from offload_trainer.data.run_data import RunData
 from offload_trainer.errors import UserError, explain
 from offload_trainer.retention import remove_leftovers
@@ -226,6 +227,17 @@ def _noted_as_alive(lock: int, log: Log) -> Iterator[None]:
         yield
     finally:
         os.ftruncate(lock, 0)
+
+
+def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> RunRecord:
+    """Return the metadata of checkpoints. `model`: a directory with the model's configuration, which is copied."""
+    run = {
+        "config": planned.config.model_dump(mode="json"),
+        "random": planned.source.random,
+        "plan": planned.plan.to_json(),
+        "environment": environment(),
+    }
+    return RunRecord(identity=identity, layout=planned.layout, run=run, model=model)
 
 
 def environment() -> dict[str, Any]:

@@ -61,10 +61,10 @@ def run_page(setup: Setup, left: float | None, failed: bool, *, swaps: list[Path
     done = left is None and not failed
     rows = read_metrics(setup.output / "metrics.jsonl", most=_MOST_ROWS)
     return report_page(
-        title=f"{setup.model.name}: {setup.plan.homes}",
+        title=f"{setup.config.model.name}: {setup.plan.homes}",
         rows=rows,
         evaluations=read_evaluations(setup.output / "evaluations.jsonl"),
-        progress=(setup.train.steps, left),
+        progress=(setup.config.train.steps, left),
         predicted=_predicted(setup, rows, swaps=swaps),
         changes=other_plans(setup.planned) if done else (),
         notes=setup.plan.notes if done else (),

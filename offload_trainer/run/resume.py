@@ -152,7 +152,11 @@ def done_already(setup: Setup, begins: TrainState | None) -> bool:
 
     Raises UserError if it would overwrite the results of another run.
     """
-    at, restarts, exports = begins.step if begins else 0, setup.save.resume == "never", setup.save.every == 0
+    at, restarts, exports = (
+        begins.step if begins else 0,
+        setup.config.save.resume == "never",
+        setup.config.save.every == 0,
+    )
     message = from_rank_zero(
         lambda: done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports), str | None
     )
@@ -239,7 +243,7 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
     `begins`: the checkpoint's state. The directories stay locked until `stack` closes. Collective; rank 0 does the
     search. Raises UserError if the page files may be newer but this run cannot use them.
     """
-    if setup.save.resume != "auto":
+    if setup.config.save.resume != "auto":
         return None
     found: list[PageFiles] = []
 

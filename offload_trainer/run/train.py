@@ -29,7 +29,7 @@ from offload_trainer.ranks import from_rank_zero, join, on_rank_zero, on_some, p
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run import machine_rates, resume
-from offload_trainer.run.build import Build, Setup, build_engine, build_job, resolve, with_steps
+from offload_trainer.run.build import Build, Setup, build_engine, build_job, with_steps
 from offload_trainer.run.checks import (
     check_start,
     refuse,
@@ -147,7 +147,7 @@ def _set_up(config: TrainConfig, planned: Planned, log: Log) -> tuple[Setup, Pat
     if not planned.plan.fits:
         log.say("--force: running although the plan says that it does not fit")
     data = _data_of(planned, say=log.say)
-    setup = resolve(planned, data, log)
+    setup = Setup(planned, data, log)
     refuse_other_data(setup.record.identity, setup.record.layout)
     with_steps(setup, None)  # only for its checks, before anything is written
     if checkpoint:
@@ -196,7 +196,7 @@ def _carry_out(
     build: Build,
 ) -> None:
     """Lock the run directory, resume if there is something to resume from, and train to the end."""
-    log, epochs = setup.log, setup.train.epochs
+    log, epochs = setup.log, setup.config.train.epochs
     with ExitStack() as stack:
         checkpoint, lock = resume.hold(stack, setup, resume=checkpoint)
         if len(nodes) > 1:
@@ -211,7 +211,7 @@ def _carry_out(
         setup = with_steps(setup, begins)
         if epochs != "auto":
             rows, rows_of_step = len(setup.data.split.train), setup.plan.tokens_per_step // setup.plan.seq_len
-            log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {setup.train.steps} steps")
+            log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {setup.config.train.steps} steps")
         if log.loud:
             stack.enter_context(run_directory(setup.output, log, lock=lock))
             write_known(setup.planned, setup.data)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.build_tiered import open_parts
 from offload_trainer.errors import UserError
@@ -39,10 +38,11 @@ from offload_trainer.plan.planner import resolve_and_plan, with_fewer_buffers, w
 from offload_trainer.plan.shape import ModelShape, Weight, unit_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiers import Item
+from offload_trainer.plan.workload import Workload
 from offload_trainer.ranks import all_gather_json, from_rank_zero, join, place_here, rank_zero_first
 from offload_trainer.run import machine_rates
 from offload_trainer.run.checks import refuse_other_data, refuse_other_programs
-from offload_trainer.run.directory import environment
+from offload_trainer.run.directory import record_of
 from offload_trainer.run.planning import Planned, lacks_room, machine_here
 from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.session.kwargs import SessionKeys, session_config, translate_errors
@@ -53,6 +53,7 @@ from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.storage.scratch_dir import DriveLease, hold
 from offload_trainer.storage.tensorfile import DTYPES
 
+_IDENTITY = {"session": True}
 Say = Callable[[str], None]
 Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
@@ -89,10 +90,10 @@ def load(
                 "offload_activations: the inputs of a vision tower's blocks have other sizes than the text's and are "
                 "not planned: leave it out, or give image_patches=0 if rows hold text alone"
             )
-        config, plan = _planned(config, source.shape, say=say)
+        planned = _planned(config, source, say=say)
         with ExitStack() as stack:
-            parts = _opened(config, source.shape, plan, stack, say=say)
-            work, without = workload(config, source.shape, world=plan.world), parameters_without_memory()
+            parts, work = _opened(planned, stack, say=say)
+            without = parameters_without_memory()
             model = source.build(dtype=parts.layout.dtype, context=without, checkpointed=work.checkpointed).model
             parameters = _with_memory(model, parts)
             for key, value in source.buffers().items():
@@ -100,11 +101,11 @@ def load(
             folder = _folder(stack)
             save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
             weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
-            saves = Saves(_record(config, plan, source.shape, folder, random=source.random), from_config=True)
-            offloaded = _offloaded(model, parameters, weights, parts, config, stack)
+            saves = Saves(record_of(planned, identity=_IDENTITY, model=folder), from_config=True)
+            offloaded = _offloaded(model, parameters, weights, parts, planned.config.train.seed, stack)
             if home := work.inputs_away:
                 offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
-            return Session(model, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
+            return Session(model, offloaded, plan=planned.plan, saves=saves, opened=stack.pop_all())
 
 
 def offload(
@@ -126,13 +127,13 @@ def offload(
     _refuse_unusable(module)
     parameters = dict(module.named_parameters())
     config = session_config(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **keys})
-    shape = shape_of(module, blocks=blocks)
+    source = SimpleNamespace(shape=shape_of(module, blocks=blocks), random=False)
     with translate_errors():
         say = _joined(say)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
-        config, plan = _planned(config, shape, say=say, moves=here)
+        planned = _planned(config, source, say=say, moves=here)
         with ExitStack() as stack:
-            parts = _opened(config, shape, plan, stack, say=say)
+            parts, _ = _opened(planned, stack, say=say)
             folder = _folder(stack)
             from_config = _keep_configuration(module, folder)
             held = {name: parameter.detach() for name, parameter in parameters.items()}
@@ -145,10 +146,10 @@ def offload(
                     part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
             dtype = parts.layout.dtype
             weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
-            saves = Saves(_record(config, plan, shape, folder, random=False), from_config=from_config)
+            saves = Saves(record_of(planned, identity=_IDENTITY, model=folder), from_config=from_config)
             uses = {name: [parameter] for name, parameter in parameters.items()}
-            offloaded = _offloaded(module, uses, weights, parts, config, stack)
-            return Session(module, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
+            offloaded = _offloaded(module, uses, weights, parts, planned.config.train.seed, stack)
+            return Session(module, offloaded, plan=planned.plan, saves=saves, opened=stack.pop_all())
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -181,51 +182,49 @@ def _joined(say: Say) -> Say:
 # -- planning --------------------------------------------------------------------------------------------------------
 
 
-def _planned(config: TrainConfig, shape: ModelShape, *, say: Say, moves: int = 0) -> tuple[TrainConfig, Plan]:
+def _planned(config: TrainConfig, source: Any, *, say: Say, moves: int = 0) -> Planned:
     """Plan the session and print the plan. Raises UserError if it does not fit, or for fp16, which needs loss scaling.
 
     All ranks plan with what rank 0 measures, and raise UserError if their plans differ.
 
     If rates are missing and worth their time (`machine_rates.is_due_in_session`), measure them first.
 
-    `moves`: bytes of the model in this process, which are freed while the weights are placed.
+    `source`: has the model's shape. `moves`: bytes of the model in this process, which are freed while the weights are
+    placed.
     """
     several = place_here()[1] > 1
     if several:
         refuse_other_programs(config.model_dump(mode="json"))
     machine = from_rank_zero(lambda: machine_here(config.placement), MachineProfile)
-    settled, plan = _settled(config, shape, machine, moves=moves)
-    before = Planned(settled, plan, machine, SimpleNamespace(shape=shape))
+    planned = before = _plan_on(machine, config, source, moves=moves)
     if machine_rates.is_due_in_session(before):
-        settled, plan = _settled(config, shape, machine_rates.rates_at_start(before, say=say), moves=moves)
-        say(machine_rates.choice_in_words(before.plan, plan))
+        planned = _plan_on(machine_rates.rates_at_start(before, say=say), config, source, moves=moves)
+        say(machine_rates.choice_in_words(before.plan, planned.plan))
+    plan = planned.plan
     say(plan.describe())
-    if not plan.fits and not settled.placement.force:
+    if not plan.fits and not planned.config.placement.force:
         raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True runs it anyway)")
     if several:
-        layout = {weight.name: [list(weight.shape), weight.trainable] for weight in shape.weights}
-        refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, layout)
-    return settled, plan
+        refuse_other_data({"plan": zlib.crc32(json.dumps(plan.to_json(), sort_keys=True).encode())}, planned.layout)
+    return planned
 
 
-def _settled(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, moves: int
-) -> tuple[TrainConfig, Plan]:
-    """Return the configuration with the plan's choices, and the plan. Raises UserError for fp16."""
+def _plan_on(machine: MachineProfile, config: TrainConfig, source: Any, *, moves: int) -> Planned:
+    """Plan on this machine, next to what this process already uses. Raises UserError for fp16."""
     process, world = ThisProcess.now(machine, moves=moves), place_here()[1]
     tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.model.model_copy(update={"loss_chunk": tokens})  # the caller's loss uses all logits, unchunked
-    tried = list[tuple[TrainConfig, Plan]]()
+    tried = list[Planned]()
     for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):
         # saves=False: the directory of a save is not known yet, so its disk space cannot be planned.
-        settled, plan = resolve_and_plan(wish, shape, process.free(machine), world=world, saves=False)
-        tried.append((settled, process.count_in(plan)))
-        if tried[-1][1].fits or not lacks_room(tried[-1][1], machine):
+        settled, plan = resolve_and_plan(wish, source.shape, process.free(machine), world=world, saves=False)
+        tried.append(Planned(settled, process.count_in(plan), machine, source))
+        if tried[-1].plan.fits or not lacks_room(tried[-1].plan, machine):
             break
-    config, plan = tried[-1] if tried[-1][1].fits else tried[0]
-    if config.model.dtype == "fp16":
+    planned = tried[-1] if tried[-1].plan.fits else tried[0]
+    if planned.config.model.dtype == "fp16":
         raise UserError('a session has no loss scale, so no fp16: use dtype="bf16", or "fp32" if the GPU has no bf16')
-    return config, plan
+    return planned
 
 
 @dataclass(frozen=True)
@@ -259,10 +258,14 @@ class ThisProcess:
         return replace(plan, items=(*plan.items, item), tiers=plan.tiers | {"ram": ram})
 
 
-def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> EngineParts:
-    """Lease directories on the drives and open device, drives and kernels; `stack` closes them."""
+def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EngineParts, Workload]:
+    """Lease directories on the drives and open device, drives and kernels, which `stack` closes.
+
+    Return them and the workload that was planned.
+    """
     set_malloc_threshold("tiered")
-    drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
+    plan, shape = planned.plan, planned.source.shape
+    drives = [Path(drive).expanduser() for drive in planned.config.placement.nvme] if plan.uses_drives else []
     places = from_rank_zero(
         lambda: [stack.enter_context(DriveLease(drive, say=say)).path for drive in drives], list[Path]
     )
@@ -270,18 +273,10 @@ def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack
         for place in places:  # the drives of rank 0 are those of all ranks
             stack.callback(os.close, hold(place))
     assert isinstance(plan.sizes, TierSizes)
-    one_use = replace(
-        shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights)
-    )  # one parameter object each
-    work = workload(config, one_use, world=plan.world)
-    return open_parts(work, plan.placement, plan.sizes, places, stack=stack, say=say)
-
-
-def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *, random: bool) -> RunRecord:
-    """Return the metadata for saves."""
-    told = {"config": config.model_dump(mode="json"), "plan": plan.to_json(), "environment": environment()}
-    layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in shape.weights}
-    return RunRecord(identity={"session": True}, layout=layout, run={**told, "random": random}, model=folder)
+    work = workload(planned.config, shape, world=plan.world)
+    once = tuple(replace(weight, uses=1) for weight in shape.weights)  # one parameter object each
+    one_use = replace(work, shape=replace(work.shape, weights=once))
+    return open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say), work
 
 
 def _folder(stack: ExitStack) -> Path:
@@ -361,10 +356,10 @@ def _offloaded(
     parameters: dict[str, list[nn.Parameter]],
     weights: Weights,
     parts: EngineParts,
-    config: TrainConfig,
+    seed: int,
     stack: ExitStack,
 ) -> OffloadedModel:
-    offloaded = OffloadedModel(model, parameters, parts, seed=config.train.seed)
+    offloaded = OffloadedModel(model, parameters, parts, seed=seed)
     stack.callback(offloaded.close)
     offloaded.adds_up = parts.layout.gradient_dtype is torch.float32
     offloaded.put(weights)

@@ -16,7 +16,6 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,9 +24,9 @@ import torch
 from pydantic import with_config
 from torch import nn
 
-from offload_trainer.checkpoint import RunRecord, TrainState, finish_checkpoint
+from offload_trainer.checkpoint import RunRecord, TrainState, write_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.export.directory import DTYPES, EXPORT, check_destination, write_model
+from offload_trainer.export.directory import DTYPES, write_model
 from offload_trainer.export.sources import Source
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest, refuse_other_run
 from offload_trainer.offloading.model import OffloadedModel
@@ -38,9 +37,9 @@ from offload_trainer.retention import WORK
 from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
 from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, steps_of, write_residents
 from offload_trainer.session.optimizer import OffloadedOptimizer
-from offload_trainer.storage.atomic_io import copy_tree, make_directories, put_in_place, sync_directory, write_text
-from offload_trainer.storage.owned_dirs import clear, name_in_workplace, replacing
-from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.owned_dirs import clear
+from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -91,25 +90,14 @@ class Saves:
         residents, step = optimizer.residents, steps_done(offloaded, optimizer)
         record = replace(self.record, layout={**self.record.layout, **layout_of(residents)})
         snapshot = offloaded.snapshot()
+
+        def also(new: Path) -> dict[str, Any]:
+            write_text(new / _STATE, json.dumps(asdict(held), indent=1))
+            return write_residents(new, residents, optimizer.state)
+
         try:
-            with ExitStack() as stack:
-                new = name_in_workplace(final)
-
-                def begin() -> None:
-                    _refuse_to_replace(final)
-                    make_directories(final.parent)
-                    stack.enter_context(replacing(final, what=WORK))
-                    new.mkdir()
-
-                def finish() -> None:
-                    written = files | write_residents(new, residents, optimizer.state)
-                    write_text(new / _STATE, json.dumps(asdict(held), indent=1))
-                    finish_checkpoint(new, written, TrainState(step, 0, 0), record)
-                    put_in_place(new, final)
-
-                group.first(begin)
-                files = snapshot.write(new, group)
-                group.first(finish)
+            group.first(lambda: _refuse_to_replace(final))
+            write_checkpoint(final, snapshot, group, state=TrainState(step, 0, 0), record=record, also=also)
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error, final.parent)}; what was there before is untouched"
@@ -147,8 +135,13 @@ class Saves:
         )
         if self.from_config:
             write_model(source.with_buffers(), destination, dtype=dtype)
-        else:
-            _write_by_name(source, buffers, destination.absolute(), dtype=dtype)
+            return
+        for name, buffer in buffers.items():
+            if buffer.dtype not in SAFETENSORS_DTYPES:
+                raise UserError(
+                    f"buffer {name} is {buffer.dtype}, which cannot be written: register it persistent=False"
+                )
+        write_model(source.with_buffers(buffers), destination, dtype=dtype, shard_bytes=sys.maxsize, by_name=True)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -264,32 +257,6 @@ def _newest(directory: Path) -> Path | None:
     if left:
         raise UserError(f"{directory}: neither a save ({MANIFEST}) nor a directory of saves; it holds {left[0]}")
     return None
-
-
-def _write_by_name(source: Source, buffers: Mapping[str, torch.Tensor], destination: Path, *, dtype: str) -> None:
-    """Write model.safetensors with the names of parameters and buffers, and the configuration if there is one.
-
-    Raises UserError for a buffer of a dtype that safetensors files do not hold.
-    """
-    for name, buffer in buffers.items():
-        if buffer.dtype not in SAFETENSORS_DTYPES:
-            raise UserError(f"buffer {name} is {buffer.dtype}, which cannot be written: register it persistent=False")
-    entries = [TensorEntry(name, DTYPES[dtype], shape) for name, shape in source.shapes.items()]
-    entries += [TensorEntry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
-    check_destination(destination, sum(entry.bytes for entry in entries))
-    try:
-        with replacing(destination, what=EXPORT) as new:
-            copy_tree(source.model, new)
-            writer = TensorFileWriter(new / "model.safetensors", entries)
-            for name, tensor in source.weights():
-                writer.write(name, tensor.to(DTYPES[dtype]))
-            for name, buffer in buffers.items():
-                writer.write(name, buffer)
-            writer.close()
-            sync_directory(new)
-            put_in_place(new, destination)
-    except OSError as error:
-        raise TrainerError(f"{destination}: {reason(error, destination.parent)}; nothing is left there") from error
 
 
 # -- merging adapters -------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from offload_trainer.run import machine_rates, train
 
 folder, fault, *words = sys.argv[1:]
 rank = os.environ["RANK"]
-bench_machine, updates_of_run, resolve = bench.bench_machine, timed_updates.updates_of_run, train.resolve
+bench_machine, updates_of_run, Setup = bench.bench_machine, timed_updates.updates_of_run, train.Setup
 
 
 def measure(*given: Any, **more: Any) -> Any:
@@ -41,15 +41,15 @@ def updates(*given: Any) -> Any:
     return updates_of_run(*given)
 
 
-def resolve_and_tell(planned: Any, *given: Any) -> Any:
+def setup_and_tell(planned: Any, *given: Any) -> Any:
     machine, threads = asdict(planned.machine), torch.get_num_threads()
     told = {"plan": planned.plan.to_json(), "machine": machine, "threads": threads}
     (Path(folder) / f"plan-{rank}.json").write_text(json.dumps(told, default=str))
-    return resolve(planned, *given)
+    return Setup(planned, *given)
 
 
 bench.bench_machine = measure
 timed_updates.updates_of_run = updates  # type: ignore[assignment]
-train.resolve = resolve_and_tell  # type: ignore[assignment]
+train.Setup = setup_and_tell  # type: ignore[assignment, misc]
 machine_rates._WORTH_BYTES = 1
 raise SystemExit(main(words))

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot
+from offload_trainer import checkpoint as saving
 from offload_trainer.export.directory import export
-from offload_trainer.session import saving
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 

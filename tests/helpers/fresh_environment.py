@@ -43,7 +43,7 @@ def installed_environment(place: Path, *requirements: str, alone: tuple[str, ...
         if found.name.startswith(("torch", "functorch", "nvidia", "triton")):
             (site / found.name).symlink_to(found)
     online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
-    pip = ["python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    pip = ["python", "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary", ":all:"]
     for words in (requirements, ("--no-deps", *alone) if alone else ()):
         if not words:
             continue

@@ -2,10 +2,11 @@
 
 torchrun starts it, for test_session_ranks.py:
 
-    trainer_rank.py KIND WHO HOME FOLDER OUTPUT DRIVE [CHECKPOINT]
+    trainer_rank.py WHO FOLDER OUTPUT DRIVE KIND:HOME ...
 
-KIND is a key of `KINDS`, or `loop`, `outside` or `grads`; WHO is stock or ours; HOME is a key of `HOMES`; the model is
-in FOLDER, data for TRL in OUTPUT. Rank 0 writes the log to OUTPUT/told.json, and the trained model to OUTPUT/final.
+WHO is stock or ours; the model is in FOLDER, data for TRL in OUTPUT/pairs; each KIND is trained in turn. It is a key of
+`KINDS`, with `again` a run that resumes from the trainer's checkpoint, or `loop`, `outside` or `grads`. HOME is a key
+of `HOMES`. Rank 0 writes the log to OUTPUT/KIND/told.json, and the trained model to OUTPUT/KIND/final.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _adapters(model: Any, output: Path, base: type) -> Any:
     return base(
         model,
         args=DPOConfig(**_words(output)),
-        train_dataset=load_from_disk(str(output / "pairs")),
+        train_dataset=load_from_disk(str(output.parent / "pairs")),
         processing_class=chat_tokenizer(),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )
@@ -70,6 +71,7 @@ def _grpo(model: Any, output: Path, base: type) -> Any:
 Made = Callable[..., Any]
 KINDS: dict[str, tuple[type, Made]] = {
     "trainer": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=1)),
+    "again": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=1)),
     "accumulated": (Trainer, lambda *given: _trainer(*given, gradient_accumulation_steps=ACCUMULATE)),
     "adapters": (DPOTrainer, _adapters),
     "grpo": (GRPOTrainer, _grpo),
@@ -117,7 +119,7 @@ def _loop(model: Any, output: Path, kind: str) -> None:
                     model(**batch_of(0, session.rank)).loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         except UserError as error:
-            print(f"refused: {error}", flush=True)
+            (output / f"refused-{session.rank}").write_text(str(error))
         return
     steps(0, 3)
     session.save(output / "save")
@@ -128,19 +130,22 @@ def _loop(model: Any, output: Path, kind: str) -> None:
     session.export(output / "final", dtype="fp32")
 
 
-def main(kind: str, who: str, home: str, folder: str, output: str, drive: str, checkpoint: str = "") -> None:
-    with _opened(kind, who, home, folder, drive) as model:
-        if kind not in KINDS:
-            _loop(model, Path(output), kind)
-            return
-        stock, make = KINDS[kind]
-        base = stock if who == "stock" else type("Ours", (Offloaded, stock), {})
-        trainer = make(model, Path(output), base)
-        trainer.train(resume_from_checkpoint=checkpoint or None)
-        trainer.save_model(f"{output}/final")
-        if trainer.is_world_process_zero():
-            Path(output, "told.json").write_text(json.dumps(told(trainer)))
-        trainer.accelerator.wait_for_everyone()
+def main(who: str, folder: str, output: str, drive: str, *asked: str) -> None:
+    for kind, _, home in (words.partition(":") for words in asked):
+        place = Path(output, kind)
+        place.mkdir(exist_ok=True)
+        with _opened(kind, who, home, folder, drive) as model:
+            if kind not in KINDS:
+                _loop(model, place, kind)
+                continue
+            stock, make = KINDS[kind]
+            base = stock if who == "stock" else type("Ours", (Offloaded, stock), {})
+            trainer = make(model, place, base)
+            trainer.train(resume_from_checkpoint=f"{output}/trainer/checkpoint-3" if kind == "again" else None)
+            trainer.save_model(str(place / "final"))
+            if trainer.is_world_process_zero():
+                (place / "told.json").write_text(json.dumps(told(trainer)))
+            trainer.accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":

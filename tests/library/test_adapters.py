@@ -107,28 +107,6 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
     assert_same(streamed, dict(merged.named_parameters()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("home", "overlap"), [("resident", "off"), ("in RAM", "forward"), ("on the drive", "forward")])
-def test_offloaded_norms_are_trained_with_adapters(
-    home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    """Offloaded norms and adapters share one optimizer and one norm, in parameter groups that mix both."""
-    reference = with_norms(adapted(plain(folder)))
-    expected = by_peft(reference)
-    with opened(folder, drive, home=home, freeze=ALL_BUT_NORMS, overlap=overlap) as session:
-        model = with_norms(adapted(session.model))
-        optimizer = session.adamw(lr=1e-2)  # all trainable parameters
-        clip = session.clip_grad_norm_
-        steps = trained(model, optimizer, one_cycle(optimizer), clip=clip, session=session)
-        assert list(steps) == expected
-        assert_same(adapters_of(model), adapters_of(reference))
-        session.export(tmp_path / "merged", dtype="fp32")
-        masters = dict(session.named_masters())
-        assert sum("norm" in name for name in session.trained) == 7
-        assert all(torch.equal(masters[n], reference.base_model.model.get_parameter(n)) for n in masters if "norm" in n)
-    assert_same(plain(tmp_path / "merged").state_dict(), reference.merge_and_unload().state_dict())
-
-
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,20 +129,24 @@ def test_killed_and_resumed_in_another_placement_it_has_the_same_bits(
 ) -> None:
     """After SIGKILL during the second save, the first one resumes with the bits of an uninterrupted run.
 
-    The resumed session has another placement and newly initialised adapters.
+    Offloaded norms and adapters share one optimizer and one norm. The resumed session has another placement and newly
+    initialised adapters.
     """
     assert in_a_fork(partial(killed, folder, drive, tmp_path)) == -signal.SIGKILL
     reference = with_norms(adapted(plain(folder)))
     expected = by_peft(reference)
     with opened(folder, drive, home="in RAM", freeze=ALL_BUT_NORMS) as session:
         model = with_norms(adapted(session.model, init_lora_weights=False))
-        optimizer = session.adamw(model.parameters())
+        optimizer = session.adamw()  # all trainable parameters
         scheduler = one_cycle(optimizer)
         start = session.resume(tmp_path / "saves", scheduler)
         assert start == 5
         clip = session.clip_grad_norm_
         assert list(trained(model, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[start:]
         assert_same(adapters_of(model), adapters_of(reference))
+        assert sum("norm" in name for name in session.trained) == 7
+        session.export(tmp_path / "merged", dtype="fp32")
+    assert_same(plain(tmp_path / "merged").state_dict(), reference.merge_and_unload().state_dict())
 
 
 @pytest.fixture

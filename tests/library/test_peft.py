@@ -22,7 +22,7 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer
 
 from offload_trainer.errors import UserError
 from offload_trainer.hf import save_merged, session_of
@@ -85,29 +85,6 @@ def test_logs_and_adapters_are_plain_pefts(
     assert_same(merged.state_dict(), apart.merge_and_unload().state_dict())
 
 
-class Stops(TrainerCallback):
-    """A callback that stops training after the save of step 10."""
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 10
-
-
-def test_resumed(folder: Path, reference: Trainer, drive: Path, tmp_path: Path) -> None:
-    def run(home: str, **resume: Any) -> Trainer:
-        with loaded(folder, drive, home=home, **FROZEN) as base:
-            trainer = Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
-            if not resume:
-                trainer.add_callback(Stops())
-            trainer.train(**resume)
-            return trainer
-
-    run("drive")
-    again = run("resident", resume_from_checkpoint=True)
-    assert told(again)[:-1] == told(reference)[:-1]
-    theirs = load_file(Path(reference.args.output_dir) / "checkpoint-20" / ADAPTERS)
-    assert_same(load_file(tmp_path / "checkpoint-20" / ADAPTERS), theirs)
-
-
 def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
     with loaded(folder, drive) as base, pytest.raises(UserError, match=r"freeze"):
         Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
@@ -149,8 +126,8 @@ def test_other_adapters_are_trained_saved_and_resumed(
     stock = short(Trainer, adapted(plain), tmp_path / "stock")
     stock.train()
     theirs = load_file(tmp_path / "stock/checkpoint-4" / ADAPTERS)
-    for words in ({}, {"resume_from_checkpoint": str(tmp_path / "ours/checkpoint-2")}):
-        with loaded(folder, drive, **keys) as base:
+    for home, words in (("drive", {}), ("resident", {"resume_from_checkpoint": str(tmp_path / "ours/checkpoint-2")})):
+        with loaded(folder, drive, home=home, **keys) as base:
             trainer = short(Ours, adapted(base), tmp_path / "ours")
             trainer.train(**words)
             assert told(trainer)[:-1] == told(stock)[:-1]

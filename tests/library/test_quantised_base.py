@@ -141,26 +141,22 @@ def test_a_loop_is_pefts_over_the_rounded_base(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
 def test_checkpointed_blocks_and_late_transfers_have_the_same_bits(
-    home: str, folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, references: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
     use_late_transfers(monkeypatch)
-    with opened(folder, drive, "nf4", home=home, activation_checkpointing="on") as session:
+    with opened(folder, drive, "nf4", activation_checkpointing="on") as session:
         assert losses(session, adapted(session.model, **KINDS["LoRA"])) == references["nf4", "LoRA"][0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("home", "overlap"), [("resident", "off"), ("on the drive", "forward")])
-def test_norms_are_trained_with_quantised_matrices(
-    home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
+def test_norms_are_trained_with_quantised_matrices(folder: Path, drive: Path, tmp_path: Path) -> None:
     """Blocks with trained and quantised weights are updated, saved, and resumed elsewhere with the same bits."""
     in_memory = with_norms(adapted(plain(folder, "nf4")))
     expected = by_peft(in_memory, steps=2 * STEPS)
-    keys: dict[str, Any] = {"freeze": ALL_BUT_NORMS, "overlap": overlap}
-    with opened(folder, drive, "nf4", home=home, **keys) as session:
+    keys: dict[str, Any] = {"freeze": ALL_BUT_NORMS, "overlap": "forward"}
+    with opened(folder, drive, "nf4", **keys) as session:
         model = with_norms(adapted(session.model))
         assert losses(session, model, saves=tmp_path / "save") == expected[:STEPS]
     with opened(folder, drive, "nf4", home="in RAM", **keys) as session:

@@ -236,21 +236,3 @@ def test_arguments_that_are_refused(
 ) -> None:
     with loaded(folder, drive, seq_len=64, micro_batch_size=4) as model, pytest.raises(UserError, match=message):
         trainer_of(kind, model, tmp_path, ours=True, **changes)
-
-
-@pytest.mark.parametrize("mode", ["sync_ref_model", "IterableDataset", "vision"])
-def test_modes_of_dpo_that_need_the_reference_in_memory_are_refused(
-    mode: str, folder: Path, drive: Path, tmp_path: Path
-) -> None:
-    """TRL itself refuses by name to precompute the reference for them."""
-    data: Any = preferences()
-    if mode == "IterableDataset":
-        data = data.to_iterable_dataset()
-    if mode == "vision":
-        data = data.add_column("images", [[] for _ in data])
-    changes = {"sync_ref_model": True} if mode == "sync_ref_model" else {}
-    with (
-        loaded(folder, drive, seq_len=64, micro_batch_size=4) as model,
-        pytest.raises((UserError, ValueError), match=mode),
-    ):
-        trainer_of("DPO", model, tmp_path, ours=True, more={"train_dataset": data}, **changes)

@@ -34,7 +34,6 @@ NEVER = [*SMALL, "--steps", 5, "--save-every", 0, "train.eval_every=0"]
         ("lose~pipe+TERM+TERM@save", 143, "either"),
         ("lose~pipe+TERM@prune=2", 143, "saved"),
         ("QUIT@evaluation", 131, "saved"),
-        ("lose~terminal+INT+INT@evaluation", 130, "either"),
         ("HUP@export", 129, "exported"),
         ("lose~pipe+USR1@export", 0, "exported"),
         ("TERM+TERM@export", 143, "nothing"),

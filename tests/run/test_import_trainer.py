@@ -200,23 +200,23 @@ def test_the_next_rates_are_the_trainers(kind: str, tmp_path: Path) -> None:
         assert "They differ: give this command and the run the source's optim.schedule" in done.rates
 
 
-def test_overflows_hold_the_schedule_up_there_and_here(tmp_path: Path) -> None:
-    trained(tmp_path, "qwen3", frozen=[], tied=False, lr_scheduler_type="linear")
-    checkpoint = tmp_path / f"out/checkpoint-{HALF}"
-    scheduler = torch.load(checkpoint / "scheduler.pt")
-    torch.save(scheduler | {"last_epoch": HALF - 2}, checkpoint / "scheduler.pt")
-    assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run").words
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def copy_of(checkpoint: Path, folder: Path) -> Path:
     folder.mkdir()
     for path in checkpoint.iterdir():
         if path.is_file():
             (folder / path.name).write_bytes(path.read_bytes())
     return folder
+
+
+def test_overflows_hold_the_schedule_up_there_and_here(source: tuple[Recording, Path, list], tmp_path: Path) -> None:
+    _, output, frozen = source
+    checkpoint = copy_of(output / f"checkpoint-{HALF}", tmp_path / "held up")
+    scheduler = torch.load(checkpoint / "scheduler.pt")
+    torch.save(scheduler | {"last_epoch": HALF - 2}, checkpoint / "scheduler.pt")
+    assert "optim.schedule_delay=3" in imported(checkpoint, tmp_path / "run", *freezing(frozen)).words
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def changed(folder: Path, change: Any) -> None:

@@ -82,7 +82,6 @@ BY_MODULE = ["tiered.fetch_granularity=module", "tiered.weight_buffers=1"]
         ("page=110", None, ["tiered.overlap=off"], []),
         ("half=3", 2, ["tiered.overlap=forward"], []),
         ("record=3", 3, ["tiered.overlap=backward"], []),
-        ("line=4", 3, ["tiered.overlap=backward"], []),
         ("line=1", None, ["tiered.overlap=forward"], []),
         ("line=6", 5, ["tiered.overlap=off"], []),
         ("record=2", 2, ["--params", "nvme", "tiered.checksums=true"], []),  # checksums of the weights' file too
@@ -120,16 +119,24 @@ def test_a_kill_at_any_moment_changes_no_bit(
 def test_repeated_kills_also_during_the_start(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """Repeated kills keep the same directory, and one during the start changes nothing in it.
 
-    report.html shows the killed run as one that goes on, and the ended run as ended.
+    report.html shows the killed run as one that goes on, and the ended run as ended. A start removes the temporary
+    files of a killed run.
     """
-    words, page = ["--nvme", place, *ALL], tmp_path / "run/report.html"
-    killed("record=2", *words, output=tmp_path / "run")
+    words, output, page = ["--nvme", place, *ALL], tmp_path / "run", tmp_path / "run/report.html"
+    killed("record=2", *words, output=output)
     assert RELOAD in page.read_text()
     (lease,) = (place / "offload-trainer").iterdir()
+    died = 2**22 + 1  # larger than any process id
+    for folder, name in ((output, "metrics.jsonl"), (output, "config.yaml"), (lease, "store.json")):
+        (folder / f".{name}.{died}.tmp").write_text("half of it")
+    theirs = [output / ".notes.txt.tmp", output / f".metrics.jsonl.{os.getpid()}.tmp"]
+    for path in theirs:
+        path.write_text("not left by a kill")
     for moment in ("takeover", "page=3", "record", "half=2", "line=5"):
-        killed(moment, *words, output=tmp_path / "run")
+        killed(moment, *words, output=output)
         assert list((place / "offload-trainer").iterdir()) == [lease]
-    run = call(*words, output=tmp_path / "run")
+        assert sorted(path for folder in (output, lease) for path in folder.glob(".*.tmp")) == sorted(theirs)
+    run = call(*words, output=output)
     assert gone_on(run) == 4
     assert left(run.output) == alone
     assert "refresh" not in page.read_text()
@@ -232,17 +239,26 @@ def refused(*words: object, output: Path) -> str:
 def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """A start that cannot use the page files is refused and keeps them; the same command resumes later."""
-    words = ["--nvme", place, *ALL]
-    killed("record=2", *words, output=tmp_path / "run")
+    """A start that cannot use the page files is refused and keeps them; the same command resumes later.
+
+    A missing drive or list of directories is named.
+    """
+    words, output = ["--nvme", place, *ALL], tmp_path / "run"
+    killed("record=2", *words, output=output)
     (lease,) = (place / "offload-trainer").iterdir()
     before = contents(lease)
     for more, why in REFUSED:
-        said = refused(*words, *more, output=tmp_path / "run")
+        said = refused(*words, *more, output=output)
         assert re.search(f"of step 2, newer than any checkpoint, .*{why}", said), said
         assert "start without them with --resume never" in said
         assert contents(lease) == before
-    run = call(*words, output=tmp_path / "run")
+    (place / "offload-trainer").rename(place / "away")
+    assert "does not exist; is its drive mounted?" in refused(*words, output=output)
+    (place / "away").rename(place / "offload-trainer")
+    (output / "pages").rename(tmp_path / "pages")
+    assert f"{output}/pages, which listed {lease}, no longer exists" in refused(*words, output=output)
+    (tmp_path / "pages").rename(output / "pages")
+    run = call(*words, output=output)
     assert gone_on(run) == 2
     assert left(run.output) == alone
 
@@ -337,39 +353,6 @@ def test_the_older_slot_counts_only_with_its_pages(
     run = call(*words, output=output)
     assert gone_on(run) == newest.train["step"] - (not overwritten)
     assert left(run.output) == alone
-
-
-@pytest.mark.slow
-def test_missing_directories_are_named(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """A missing drive or page list is an error that names it, and the run resumes once it is back."""
-    words, output = ["--nvme", place, *ALL], tmp_path / "run"
-    killed("record=2", *words, output=output)
-    (place / "offload-trainer").rename(place / "away")
-    assert "does not exist; is its drive mounted?" in refused(*words, output=output)
-    (place / "away").rename(place / "offload-trainer")
-    (output / "pages").rename(tmp_path / "pages")
-    assert f"{output}/pages, which listed {place}/offload-trainer/run-" in refused(*words, output=output)
-    (tmp_path / "pages").rename(output / "pages")
-    run = call(*words, output=output)
-    assert gone_on(run) == 2
-    assert left(run.output) == alone
-
-
-@pytest.mark.slow
-def test_a_temporary_file_of_a_killed_run_is_removed(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    words, output = ["--nvme", place, *ALL], tmp_path / "run"
-    killed("record=2", *words, output=output)
-    (lease,) = (place / "offload-trainer").iterdir()
-    died = 2**22 + 1  # larger than any process id
-    for folder, name in ((output, "metrics.jsonl"), (output, "config.yaml"), (lease, "store.json")):
-        (folder / f".{name}.{died}.tmp").write_text("half of it")
-    theirs = [output / ".notes.txt.tmp", output / f".metrics.jsonl.{os.getpid()}.tmp"]
-    for path in theirs:
-        path.write_text("not left by a kill")
-    killed("takeover", *words, output=output)
-    hidden = [path for folder in (output, lease) for path in folder.glob(".*.tmp")]
-    assert sorted(hidden) == sorted(theirs)
-    assert left(call(*words, output=output).output) == alone
 
 
 @pytest.mark.slow

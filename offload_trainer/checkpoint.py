@@ -415,7 +415,7 @@ def find_checkpoint(path: Path) -> Path:
 
 @with_config(LENIENT)
 @dataclass(frozen=True)
-class _RunConfiguration:
+class RunConfiguration:
     """The part of run.json that a resume reads."""
 
     config: dict[str, dict[str, Any]]
@@ -463,7 +463,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
     Raises UserError if it cannot be read.
     """
-    return _read(directory, MADE, _RunConfiguration).config
+    return _read(directory, MADE, RunConfiguration).config
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from pydantic import with_config
 
 from offload_trainer.checkpoint import (
     RESIDENT,
+    RunConfiguration,
     complete_checkpoints,
     find_checkpoint,
     read_manifest,
@@ -91,18 +92,12 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
 
 @with_config(LENIENT)
 @dataclass(frozen=True)
-class _Run:
-    config: dict[str, dict[str, Any]]
-
-
-@with_config(LENIENT)
-@dataclass(frozen=True)
 class FinalExport:
     """The content of export.json: the step after which the weights in RUN/export were written, and their run."""
 
     step: Steps
     identity: dict[str, Any]
-    run: _Run
+    run: RunConfiguration
     replaces: Count | None = None  # inode of the directory that existed when this was written
 
 

@@ -177,15 +177,28 @@ def _take(lock: int, output: Path, *, shared: bool = False) -> None:
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     """Log to the locked run directory within this context, including the reason if the run fails.
 
-    First removes leftovers of killed runs. `lock`: the descriptor from `held`.
+    First removes leftovers of killed runs. `lock`: the descriptor from `held`. Its file has the pid while the run
+    lives, so content found at the start means that a run was killed.
     """
     with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
         try:
-            with _ends_told(log), _noted_as_alive(lock, log):
+            with _ends_told(log):
+                if os.fstat(lock).st_size:
+                    log.say(
+                        "note: the last run here ended without a message: it was killed, ran out of memory, or lost "
+                        "power"
+                    )
+                    os.ftruncate(lock, 0)
+                try:
+                    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                except OSError as error:
+                    error.filename = str(output / _MARK)
+                    raise
                 remove_leftovers(output / "checkpoints")
                 remove_abandoned(output)
                 yield
         finally:
+            os.ftruncate(lock, 0)
             log.file = None
 
 
@@ -207,26 +220,6 @@ def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: A
 
     save_model_config(source, directory, dtype=dtype, end_of_text=end_of_text)
     save_tokenizer(tokenizer, directory)
-
-
-@contextmanager
-def _noted_as_alive(lock: int, log: Log) -> Iterator[None]:
-    """Keep the pid in the lock file while the run lives, and print a note if a previous run has left one.
-
-    A run that ends in order empties the file, so content found at the start means that a run was killed.
-    """
-    if os.fstat(lock).st_size:
-        log.say("note: the last run here ended without a message: it was killed, ran out of memory, or lost power")
-        os.ftruncate(lock, 0)
-    try:
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        error.filename = os.readlink(f"/proc/self/fd/{lock}")
-        raise
-    try:
-        yield
-    finally:
-        os.ftruncate(lock, 0)
 
 
 def record_of(planned: Planned, *, identity: Mapping[str, Any], model: Path) -> RunRecord:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from offload_trainer.optim.rules import Hyper, hypers_of
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.state_formats import UpdateRule
 from offload_trainer.session.extra_params import named_residents, update_residents
+
+if TYPE_CHECKING:
+    from offload_trainer.session.session import Session
 
 _SAVES = (
     "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
@@ -60,37 +63,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     `param_groups` have `lr`, `betas`, `eps` and `weight_decay`. They are read at each step.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        model: nn.Module,
-        rule: UpdateRule,
-        defaults: dict[str, Any],
-        update: Callable[[], None],
-        clear: Callable[[], None],
-        steps: Callable[[], int],
-    ) -> None:
-        """Take the parameters or groups and the session's callbacks.
-
-        Args:
-            params: parameters or groups, as for torch.optim.Optimizer.
-            model: gives the names of parameters that are not offloaded.
-            rule: AdamW or Muon.
-            defaults: options of groups that do not set them.
-            update: runs the session's update.
-            clear: drops all gradients.
-            steps: returns the number of updates of the offloaded parameters' state.
-        """
-        self.rule, self._model, self._update, self._clear, self._steps = rule, model, update, clear, steps
-        self._saved_apart = False
+    def __init__(self, params: Iterable[Any], *, session: Session, rule: UpdateRule, defaults: dict[str, Any]) -> None:
+        """Take the parameters or groups, as torch.optim.Optimizer does, and `defaults` for options that they lack."""
+        self.rule, self._session, self._saved_apart = rule, session, False
         super().__init__(params, defaults)
         self.state = _State(self.state)
 
     @property
+    def _steps(self) -> int:
+        """Number of updates of the offloaded parameters' state."""
+        return self._session._offloaded.steps_done
+
+    @property
     def residents(self) -> dict[str, nn.Parameter]:
         """Parameters of the groups that are not offloaded, by name."""
-        return named_residents(self._model, self.param_groups)
+        return named_residents(self._session.model, self.param_groups)
 
     def names(self) -> list[list[str]]:
         """Return the parameters' names, one list per group."""
@@ -115,7 +102,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        self._session._step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -125,7 +112,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "zero_grad(set_to_none=False) would keep zero gradients, with which a step changes weights that no "
                 "backward reached: leave set_to_none out"
             )
-        self._clear()
+        self._session._clear()
 
     # -- state_dict ---------------------------------------------------------------------------------------------------
 
@@ -134,9 +121,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         It must work before the first step, because accelerate calls it and loads the result in `prepare`.
         """
-        if self._steps() and not self._saved_apart:
+        if self._steps and not self._saved_apart:
             raise UserError(
-                f"the optimizer's state_dict() would have no moments of the offloaded weights after {self._steps()} "
+                f"the optimizer's state_dict() would have no moments of the offloaded weights after {self._steps} "
                 f"steps: {_SAVES}. Give the optimizer to accelerator.prepare() before session.resume()"
             )
         return super().state_dict()
@@ -150,10 +137,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         saved = dict(zip(numbers, parameters, strict=False))
         given = sum(isinstance(saved.get(number), OffloadedParameter) for number in state_dict["state"])
-        if (given or self._steps()) and not self._saved_apart:
+        if (given or self._steps) and not self._saved_apart:
             has = f"has the state of {given} offloaded weights" if given else "has no state of the offloaded weights"
             raise UserError(
-                f"load_state_dict(): the given state {has}, the session's optimizer has {self._steps()} steps: {_SAVES}"
+                f"load_state_dict(): the given state {has}, the session's optimizer has {self._steps} steps: {_SAVES}"
             )
         super().load_state_dict(state_dict)
         self.state = _State(self.state)

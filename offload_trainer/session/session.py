@@ -204,15 +204,7 @@ class Session:
             )
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        made = OffloadedOptimizer(
-            params,
-            model=self.model,
-            rule=rule,
-            defaults=defaults,
-            update=self._step,
-            clear=self._clear,
-            steps=lambda: self._offloaded.steps_done,
-        )
+        made = OffloadedOptimizer(params, session=self, rule=rule, defaults=defaults)
         if not made.residents and not self._offloaded.trained:
             raise UserError("every weight of the session is frozen, and no others are given: there is nothing to train")
         self.plan = counted_in(self.plan, made.residents.values())

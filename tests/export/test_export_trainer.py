@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import ask
-from engine_bench import VOCABULARY, engine, model_directory, train
-from imported_state import assert_same_state, imported, state_of
+from engine_bench import engine, model_directory, train
+from imported_state import Recording, assert_same_state, imported, same_batch, same_rows, state_of
 from safetensors import safe_open
 from synthetic_checkpoints import saved_engine
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
+from transformers import AutoModelForCausalLM, TrainingArguments, get_scheduler
 from uneven_targets import random_weights
 
-from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.errors import UserError
 from offload_trainer.run.commands.export_trainer import export_trainer
 from offload_trainer.settings import load_config
@@ -24,36 +22,18 @@ from offload_trainer.trainer import learning_rate
 
 pytestmark = pytest.mark.slow
 
-LENGTH, LR, HALF, STEPS = 24, 1e-2, 3, 6
+LR, HALF, STEPS = 1e-2, 3, 6
 WORDS = ["--dtype", "fp32", "optim.max_grad_norm=0.5", "optim.schedule=constant", "optim.warmup_steps=0"]
 WORDS += ["--steps", str(STEPS)]
 FORMATS: dict[str, list[str]] = {"plain": ["--engine", "plain"], "tiered": ["--ram-fraction", "1"]}
 FORMATS |= {"bf16 moments": ["--ram-fraction", "1", "optim.moment_dtype=bf16"]}
 
 
-class Recording(Trainer):
-    """A Trainer that keeps the loss of each micro-batch."""
-
-    losses: list[float]
-
-    def training_step(self, *args: Any, **words: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **words)
-        self.losses.append(float(loss))
-        return loss
-
-
-def row() -> torch.Tensor:
-    tokens = [7]
-    for _ in range(LENGTH):
-        tokens.append((5 * tokens[-1] + 3) % VOCABULARY)
-    return torch.tensor(tokens)
-
-
 @pytest.mark.parametrize(("name", "format"), [("gpt2", "tiered"), ("qwen3", "plain"), ("qwen3", "bf16 moments")])
 def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> None:
     """A Trainer that resumes after step 3 has the losses of the run's steps 4 to 6, and so has an import of it."""
     model = random_weights(model_directory(tmp_path / "model", name, tied=name == "gpt2"))
-    batch = Batch(row()[:-1].expand(2, -1), row()[1:].expand(2, -1), state=DataState(0), seed=0)
+    batch = same_batch()
     with engine(model, *WORDS, *FORMATS[format]) as made:
         train(made, [batch] * HALF, lr=LR)
         made.synchronize()
@@ -78,12 +58,8 @@ def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> No
         report_to="none",
         disable_tqdm=True,
     )
-    labels = row()
-    labels[0] = -100  # a Trainer counts it as a target for some models, although no token is before it
-    rows = [{"input_ids": row(), "labels": labels} for _ in range(4)]
     fresh = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    trainer = Recording(fresh, arguments, train_dataset=rows)
-    trainer.losses = []
+    trainer = Recording(fresh, arguments, train_dataset=same_rows())
     trainer.train(resume_from_checkpoint=str(tmp_path / "out"))
     tolerance = 1e-3 if format == "bf16 moments" else 1e-6  # bf16 moments are rounded after each step
     assert trainer.losses == pytest.approx(expected, rel=tolerance, abs=tolerance)

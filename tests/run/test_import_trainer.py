@@ -12,43 +12,24 @@ import pytest
 import torch
 from commands import ask, call
 from engine_bench import VOCABULARY, model_directory
-from imported_state import assert_same_state, continued, imported, state_of
+from imported_state import LENGTH, Recording, assert_same_state, continued, imported, same_batch, same_rows, state_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from uneven_targets import random_weights
 
 from offload_trainer.checkpoint import read_state
-from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.settings import load_config
 from offload_trainer.trainer import learning_rate
 
-LENGTH, LR, STEPS, HALF = 24, 1e-2, 6, 3
+LR, STEPS, HALF = 1e-2, 6, 3
 SETTINGS = ["optim.betas=[0.8, 0.99]", "optim.eps=1e-07", "optim.weight_decay=0.1", "optim.max_grad_norm=0.5"]
 # The frozen weights leave gaps between the numbers that the optimizer gives to weights and the model's order.
 MODELS: dict[str, tuple[str, bool, list[str]]] = {
     "gpt2, tied": ("gpt2", True, []),
     "qwen3, frozen": ("qwen3", False, ["embed_tokens", r"layers\.1\."]),
 }
-
-
-class Recording(Trainer):
-    """A Trainer that keeps the loss of each micro-batch, divided by their number."""
-
-    losses: list[float]
-
-    def training_step(self, *args: Any, **words: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **words)
-        self.losses.append(float(loss))
-        return loss
-
-
-def row() -> torch.Tensor:
-    tokens = [7]
-    for _ in range(LENGTH):
-        tokens.append((5 * tokens[-1] + 3) % VOCABULARY)
-    return torch.tensor(tokens)
 
 
 def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes: Any) -> Recording:
@@ -73,11 +54,7 @@ def trained(folder: Path, name: str, *, frozen: list[str], tied: bool, **changes
         "report_to": "none",
         "disable_tqdm": True,
     }
-    labels = row()
-    labels[0] = -100  # for some models a Trainer counts it as a target, and no token is before it
-    rows = [{"input_ids": row(), "labels": labels} for _ in range(4)]
-    trainer = Recording(model, TrainingArguments(str(folder / "out"), **(words | changes)), train_dataset=rows)
-    trainer.losses = []
+    trainer = Recording(model, TrainingArguments(str(folder / "out"), **(words | changes)), train_dataset=same_rows())
     trainer.train()
     return trainer
 
@@ -127,9 +104,8 @@ def test_the_next_losses_are_the_trainers(source: tuple[Recording, Path, list], 
     trainer, output, frozen = source
     checkpoint = output / f"checkpoint-{HALF}"
     done = imported(checkpoint, tmp_path / "run", *freezing(frozen), "--dtype", "fp32")
-    batch = Batch(row()[:-1].expand(2, -1), row()[1:].expand(2, -1), state=DataState(0), seed=0)
     told = [*SETTINGS, *freezing(frozen), "--accumulate", "2", "--ram-fraction", "1"]
-    found = continued(done.checkpoint, checkpoint, [batch] * 2 * (STEPS - HALF), *told, accumulate=2, lr=LR)
+    found = continued(done.checkpoint, checkpoint, [same_batch()] * 2 * (STEPS - HALF), *told, accumulate=2, lr=LR)
     expected = [sum(trainer.losses[2 * step : 2 * step + 2]) for step in range(HALF, STEPS)]
     assert [loss for loss, _ in found] == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert expected[-1] < expected[0]

@@ -114,7 +114,7 @@ def killed(folder: Path, drive: Path, out: Path) -> None:
     """Save after five steps, and die during the second save."""
     session = opened(folder, drive, freeze=ALL_BUT_NORMS)
     model = with_norms(adapted(session.model))
-    optimizer = session.adamw(model.parameters(), lr=1e-2)
+    optimizer = session.adamw(lr=1e-2)
     scheduler = one_cycle(optimizer)
     for number, _ in enumerate(trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session), 1):
         if number == 7:

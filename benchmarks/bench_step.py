@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -70,14 +70,10 @@ def child(words: list[str]) -> None:
 
 
 def native_engine(setup: Any, **_: Any) -> Any:
-    """Build an engine that only runs plain torch's forward and backward, and discards the gradients.
-
-    Its only wait for a GPU is for the losses, once a step.
-    """
+    """Build an engine that only runs plain torch's forward and backward, and discards the gradients."""
     import torch
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.engine.protocol import StepResult
     from offload_trainer.model.pretrained import as_parameter
     from offload_trainer.storage.tensorfile import DTYPES
 
@@ -89,19 +85,38 @@ def native_engine(setup: Any, **_: Any) -> Any:
     for name, value in setup.source.weights():
         module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
     module.to(device).train()
+    return engine_of(module, device, update=lambda lr, clock: module.zero_grad(set_to_none=True))
+
+
+def engine_of(
+    module: Any,
+    device: Any,
+    *,
+    update: Callable[[float, Any], float | None],
+    begin: Callable[[bool], None] = lambda last: None,
+    close: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return an engine with a module's forward and backward; `update(lr, clock)` returns the norm of the gradients.
+
+    `begin(last)` is called before each micro-batch. The only wait for a GPU is for the losses, once a step.
+    """
+    import torch
+
+    from offload_trainer.engine.protocol import StepResult
 
     def train_step(batches: Any, *, lr: float, clock: Any) -> StepResult:
         losses = []
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
+            begin(number == len(batches))
             with clock.phase("forward"):
                 loss = module(*batch.arguments(device, training=True))
                 losses.append(loss.detach())
             with clock.phase("backward"):
                 (loss / len(batches)).backward()
-        module.zero_grad(set_to_none=True)
-        return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=None, loss_scale=1.0, skipped=False)
+        norm = update(lr, clock)
+        return StepResult(loss=float(torch.stack(losses).mean()), grad_norm=norm, loss_scale=1.0, skipped=False)
 
-    return SimpleNamespace(train_step=train_step, close=lambda: None, rank=0, world=1)
+    return SimpleNamespace(train_step=train_step, close=close, rank=0, world=1)
 
 
 # -- the parent --------------------------------------------------------------------------------------------------------

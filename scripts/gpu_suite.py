@@ -1,6 +1,6 @@
 """Run the checks that need a GPU, stage by stage within a time limit; scripts/gpu_suite.sh documents its use.
 
-    gpu_suite.py ── stage (gpu_stages/parity.py, ...) ──requests──> worker processes, which use the GPU
+    gpu_suite.py ── stage (gpu_stages/parity.py, ...) ────jobs────> worker processes, which use the GPU
          ├── Record: STAGE.json and STAGE.md, rewritten after every result
          └── Archive: all of them in one tar file, rewritten every ten seconds
 
@@ -66,7 +66,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that files on the drive are removed
     limit, names = CALLS.get(options.what, (540.0, (options.what,)))
     end = _BEGAN + (options.seconds or (_REHEARSAL if options.rehearse else limit))
-    about = facts(options.drive, rehearsal=options.rehearse)
+    about = facts(options.drive)
     if about["gpu"] is None and not options.rehearse:
         print("gpu_suite: torch sees no GPU here; nothing was run. --rehearse goes without", file=sys.stderr)
         return 2

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
+from statistics import median
 from typing import Any
 
-from gpu_stages.stage import Failure, Stage, Worker, middle
+from gpu_stages.stage import Stage
 
 TITLE = "Placements against plain torch and against each other"
 COLUMNS = {
@@ -60,25 +61,31 @@ MATRIX: Mapping[Setting, Sequence[Placed]] = {
 
 def carry_out(stage: Stage) -> None:
     stage.record.note(f"Deterministic algorithms; dropout 0.1; differences up to {BOUND:g} in the loss pass.")
-    workers: list[Worker] = []  # one, or none after a failure
-
-    def compare(setting: Setting, placed: Placed | None, compared: Compared, row: dict[str, Any]) -> str:
-        workers[:] = workers or [stage.worker("parity")]
-        words = [*_words(setting, tiny=stage.rehearsal), *_home(placed, tiny=stage.rehearsal)]
-        try:
-            row |= _run(stage, workers[0], words, limit=setting.limit)
-        except Failure:
-            workers.pop().end()
-            raise
-        return compared.outcome(row)
-
     for setting, places in MATRIX.items():
         compared = Compared()
         for placed in (None, *places):
             name = f"{setting}: {told(placed)}"
-            stage.add_row(partial(compare, setting, placed, compared), case=name, plain=placed is None)
-    for worker in workers:
-        worker.end()
+            stage.add_row(partial(_compare, stage, setting, placed, compared), case=name, plain=placed is None)
+
+
+def _compare(stage: Stage, setting: Setting, placed: Placed | None, compared: Compared, row: dict[str, Any]) -> str:
+    """Train one case, complete its row and return the outcome."""
+    words = [*_words(setting, tiny=stage.rehearsal), *_home(placed, tiny=stage.rehearsal)]
+    with stage.worker(kept=True) as worker:
+        found = worker.run(words, steps=2 if stage.rehearsal else STEPS, digest=True)
+    steps, early = found["steps"], found["early"]
+    row |= {
+        "steps": len(steps),
+        "skipped": sum(step["skipped"] for step in steps),
+        "clipped": sum((step["grad_norm"] or 0.0) > setting.limit for step in steps),
+        "early": f"{early['valid']} of {early['pages']}",
+        "redone": early["pages"] - early["valid"],
+        "losses": [step["loss"] for step in steps],
+        "norms": [step["grad_norm"] for step in steps],
+        "digest": found["digest"],
+        "step": median(step["step"] for step in steps[1:]),
+    }
+    return compared.outcome(row)
 
 
 def told(placed: Placed | None) -> str:
@@ -120,25 +127,6 @@ def _furthest(losses: Sequence[float], plain: Sequence[float]) -> float:
     """Return the largest difference, or NaN if a loss is NaN."""
     apart = [abs(one - other) for one, other in zip(losses, plain, strict=True)]
     return float("nan") if any(map(isnan, apart)) else max(apart)
-
-
-def _run(stage: Stage, worker: Worker, words: list[str], *, limit: int) -> dict[str, Any]:
-    count = 2 if stage.rehearsal else STEPS
-    worker.build(words)
-    steps = worker.ask("steps", count=count)["steps"]
-    digest, early = worker.ask("digest")["digest"], worker.ask("early")
-    worker.ask("close")
-    return {
-        "steps": count,
-        "skipped": sum(step["skipped"] for step in steps),
-        "clipped": sum((step["grad_norm"] or 0.0) > limit for step in steps),
-        "early": f"{early['valid']} of {early['pages']}",
-        "redone": early["pages"] - early["valid"],
-        "losses": [step["loss"] for step in steps],
-        "norms": [step["grad_norm"] for step in steps],
-        "digest": digest,
-        "step": middle(steps[1:], "step"),
-    }
 
 
 def _words(setting: Setting, *, tiny: bool) -> list[str]:

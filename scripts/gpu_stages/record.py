@@ -41,62 +41,44 @@ class Record:
         `columns`: heading by key. The JSON has all keys of a row, with or without a column.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.rehearsal = folder, rehearsal
+        self.folder, self.rehearsal, self.about = folder, rehearsal, about
+        self.rows: list[dict[str, Any]] = []
         self._json, self.page = folder / f"{stage}.json", folder / f"{stage}.md"
         self._title, self._columns = title, columns
-        began = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
-        self._content: dict[str, Any] = {
-            "stage": stage,
-            "rehearsal": rehearsal,
-            "done": False,
-            "began": began,
-            "about": about,
-            "rows": [],
-            "notes": [],
-        }
+        self._content: dict[str, Any] = {"stage": stage, "rehearsal": rehearsal, "done": False}
+        self._content["began"] = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+        self._content |= {"about": about, "rows": self.rows, "notes": []}
         self._start = time.monotonic()
-        self._save()
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return self._content["rows"]
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """Return the facts that the numbers depend on, such as GPU and versions."""
-        return self._content["about"]
+        self.save()
 
     def add(self, outcome: str = "ok", **row: Any) -> None:
         """Add one row; both files are written when this returns."""
         self.rows.append({"outcome": outcome, **row})
         told = ", ".join(str(row[key]) for key in self._columns if key in row)
         print(f"gpu_suite: {told}: {outcome}", file=sys.stderr, flush=True)
-        self._save()
-
-    def complete(self) -> None:
-        """Write both files again, after rows were completed."""
-        self._save()
+        self.save()
 
     def note(self, text: str) -> None:
         """Add a line above the table, unless it is there already."""
         if text not in self._content["notes"]:
             self._content["notes"].append(text)
-        self._save()
+        self.save()
 
     def close(self) -> bool:
         """Mark the record as done; return whether no row failed."""
         self._content["done"] = True
-        self._save()
+        self.save()
         return not any(row["outcome"].startswith("failed") for row in self.rows)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write both files."""
         self._content["seconds"] = round(time.monotonic() - self._start, 1)
         _replace(self._json, json.dumps(self._content, indent=1))
         _replace(self.page, "\n".join(self._lines()) + "\n")
 
     def _lines(self) -> list[str]:
         content, mark = self._content, "rehearsal: " if self.rehearsal else ""
-        about = "; ".join(f"{key} {value}" for key, value in content["about"].items())
+        about = "; ".join(f"{key} {value}" for key, value in self.about.items())
         state = f"{content['seconds']:.0f} s" if content["done"] else "not at its end yet, or killed"
         lines = [f"# {mark}{self._title}", "", *([REHEARSAL, ""] if self.rehearsal else [])]
         lines += [f"`scripts/gpu_suite.sh {content['stage']}`, {content['began']}, {state}; {about}.", ""]

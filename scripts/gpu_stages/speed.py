@@ -8,15 +8,18 @@ since a clipped one updates the pages again that `overlap=backward` has updated 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpu_stages import peers
 from gpu_stages.record import Record
-from gpu_stages.stage import Stage, Worker, middle, spread
+from gpu_stages.stage import Stage
 
 COLUMNS = {
     "case": "case",
@@ -49,6 +52,7 @@ NOTES = (
     "Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant",
     "optim.max_grad_norm=1000 where ours has 1: gradients of filled weights have norms of 6 to 11, and none is clipped",
 )
+PHASES = ("step", "forward", "backward", "update")  # of a step, in seconds
 WARM, STEPS = 2, 5  # untimed and timed steps
 UNCLIPPED = "optim.max_grad_norm=1000"
 FLOOR = "floor: forward and backward alone"
@@ -95,21 +99,21 @@ class Group:
 
     def _measure(self, stage: Stage, case: Case, words: Sequence[str], row: dict[str, Any]) -> str:
         """Measure a case, complete its row and return the outcome."""
-        place = stage.process if self.cap_bytes is None else lambda name: stage.worker(name, cap_bytes=self.cap_bytes)
-        with stage.case(), place(case.name) as worker:
-            size = 128 if stage.rehearsal else 8192
-            about = worker.build(words, fill=True, peer=case.peer, product=size)
-            row |= _of_plan(about, ours=case.peer is None)
-            steps = in_a_row(stage, worker, 2 if stage.rehearsal else self.steps)
-            early = worker.ask("early") if case.peer is None else {}
-            row |= _of_steps(about, steps) | {"counts": early}
-            if early:
-                row["early"] = f"{early['valid']} of {early['pages']}"
-            if case.traced:
-                _trace(stage, worker, case.name)
+        job: dict[str, Any] = {"cap_bytes": self.cap_bytes, "peer": case.peer, "fill": True, "warm": WARM}
+        job |= {"product": 128, "steps": 2} if stage.rehearsal else {"product": 8192, "steps": self.steps}
+        trace = stage.record.folder / TRACE
+        with stage.case(), stage.worker() as worker:
+            end = time.monotonic() + stage.left()
+            found = worker.run(words, **job, end=end, trace=str(trace) if case.traced else "")
+        early = found["early"]
+        row |= _of_plan(found, ours=case.peer is None) | _of_steps(found) | {"counts": early}
+        if early:
+            row["early"] = f"{early['valid']} of {early['pages']}"
+        if case.traced:
+            _keep_trace(stage, trace, size=found["trace_bytes"], name=case.name)
         if self.cap_bytes is not None and row["gpu_reserved"] > self.cap_bytes / 1e9:
             return "failed: more than the cap"
-        return outcome_of(about, early, steps=WARM + len(row["steps"]))
+        return outcome_of(found, early, steps=WARM + len(row["steps"]))
 
 
 def _relate(record: Record) -> None:
@@ -118,19 +122,13 @@ def _relate(record: Record) -> None:
     for row in record.rows if rates else ():
         if "rate" in row:
             row["of_floor"] = row["rate"] / rates[0]
-    record.complete()
-
-
-def in_a_row(stage: Stage, worker: Worker, steps: int) -> dict[str, Any]:
-    """Take warm-up steps, then as many of `steps` as the remaining time allows, without a pause."""
-    warm = worker.ask("steps", count=WARM)["steps"][-1]["step"]
-    return worker.ask("steps", count=max(1, min(steps, int(stage.left() / (2 * warm)))))
+    record.save()
 
 
 def outcome_of(about: dict[str, Any], early: dict[str, int], *, steps: int) -> str:
     """Return "ok", or why a row must not be quoted as the speed of the schedule in its name.
 
-    `about` is an answer of `Worker.build`; `early` counts what was updated before the decisions of all `steps`.
+    `about` is an answer of `Worker.run`; `early` counts what was updated before the decisions of all `steps`.
     """
     chosen = about["plan"]["chosen"]
     sizes = chosen["sizes"] or {}
@@ -191,29 +189,29 @@ def homes(plan: dict[str, Any]) -> str:
     )
 
 
-def _of_steps(about: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    steps, seconds = found["steps"], middle(found["steps"], "step")
+def _of_steps(found: dict[str, Any]) -> dict[str, Any]:
+    steps = found["steps"]
+    taken = [step["step"] for step in steps]
+    middle = {key: median(step[key] for step in steps) for key in (*PHASES, "read_bytes", "written_bytes")}
     return {
-        **{key: middle(steps, key) for key in ("step", "forward", "backward", "update")},
-        "step_spread": spread(steps, "step"),
-        "rate": about["tokens_per_step"] / seconds,
-        "mfu": about["flops_per_step"] / seconds / about["product"],
+        **{key: middle[key] for key in PHASES},
+        "step_spread": f"{middle['step']:.3g} ({min(taken):.3g}-{max(taken):.3g})",
+        "rate": found["tokens_per_step"] / middle["step"],
+        "mfu": found["flops_per_step"] / middle["step"] / found["product"],
         "gpu_peak": max(step["device_peak"] for step in steps) / 1e9,
         "gpu_reserved": found["reserved"] / 1e9,
         "gpu_in_use": found["in_use"] / 1e9,
         "retries": steps[-1]["retries"],
         "rss": max(step["peak_rss"] for step in steps) / 1e9,
-        "read": middle(steps, "read_bytes") / 1e9,
-        "written": middle(steps, "written_bytes") / 1e9,
+        "read": middle["read_bytes"] / 1e9,
+        "written": middle["written_bytes"] / 1e9,
         "skipped": f"{sum(step['skipped'] for step in steps)} of {len(steps)}",
         "loss": steps[-1]["loss"],
         "steps": steps,
     }
 
 
-def _trace(stage: Stage, worker: Worker, name: str) -> None:
-    path = stage.record.folder / TRACE
-    size = worker.ask("trace", path=str(path))["bytes"]
+def _keep_trace(stage: Stage, path: Path, *, size: int, name: str) -> None:
     if size > 10_000_000:
         path.unlink()
         stage.record.note(f"A trace of {size / 1e6:.0f} MB was too large to keep")

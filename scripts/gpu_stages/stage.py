@@ -1,8 +1,7 @@
 """The environment of a stage: its time limit, a directory on the drive, its record, and worker processes for the GPU.
 
-with stage.worker("name") as worker:
-    facts = worker.build([...])                   every answer within the stage's time, or Failure
-    steps = worker.ask("steps", count=5)["steps"]
+with stage.worker() as worker:
+    steps = worker.run([...], steps=5)["steps"]      within the stage's time, or Failure
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from gpu_stages.record import OUT_OF_TIME, Record
@@ -40,7 +38,8 @@ class Stage:
     def __init__(self, record: Record, *, seconds: float, drive: Path, only: str = "") -> None:
         """`only`: run the cases whose names contain it."""
         self.record, self.rehearsal = record, record.rehearsal
-        self._only, self._kept = only, list[Worker]()
+        self._only = only
+        self._kept: Worker | None = None
         self._end = time.monotonic() + seconds - _CLOSING
         self._shortest = 0.0  # seconds of the shortest case so far
         self._drive = drive
@@ -51,8 +50,8 @@ class Stage:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        for worker in self._kept:
-            worker.end()
+        if self._kept:
+            self._kept.end()
         self._open.__exit__(*exception)
 
     def left(self) -> float:
@@ -87,31 +86,23 @@ class Stage:
         self._shortest = min(self._shortest or taken, taken)
 
     @contextmanager
-    def process(self, name: str) -> Iterator[Worker]:
+    def worker(self, *, kept: bool = False) -> Iterator[Worker]:
         """Yield a process for one run, which ends afterwards.
 
-        A rehearsal reuses one process for all runs, since starting one takes seconds.
-        """
-        if not self.rehearsal:
-            with self.worker(name) as worker:
-                yield worker
-            return
-        self.need_time()
-        if not self._kept:
-            self._kept.append(self.worker("rehearsal"))
-        worker = self._kept.pop()
-        yield worker
-        if worker.runs_one:
-            worker.ask("close")
-        self._kept.append(worker)  # a failed worker has ended, and its exception skips this line
-
-    def worker(self, name: str, **settings: Any) -> Worker:
-        """Start a process for runs; worker.py documents `settings`.
-
+        With `kept`, and always in a rehearsal, later calls get the same process, since starting one takes seconds.
         Raises Failure if there is no time for one.
         """
         self.need_time()
-        return Worker(self, name, settings)
+        worker, self._kept = self._kept or Worker(self, kept=kept or self.rehearsal), None
+        try:
+            yield worker
+        except BaseException:
+            worker.end()
+            raise
+        if worker.kept:
+            self._kept = worker
+        else:
+            worker.end()
 
     def need_time(self, least: float = _LEAST) -> None:
         """Raise Failure (out of time) if fewer than `least` seconds remain."""
@@ -147,40 +138,33 @@ class Stage:
 
 
 class Worker:
-    """A client of worker.py: one process with its own directory on the drive, which answers one request at a time."""
+    """A client of worker.py: a process with its own directory on the drive, for one run or, if `kept`, for several."""
 
-    def __init__(self, stage: Stage, name: str, settings: dict[str, Any]) -> None:
-        self.name, self._stage = name, stage
+    def __init__(self, stage: Stage, *, kept: bool) -> None:
+        self.kept, self._stage = kept, stage
         self._open = ExitStack()
         self.folder = self._open.enter_context(scratch("worker-", directory=stage.drive))
         self._log, self._runs = self.folder / "log", 0
-        self.runs_one = False  # a run is open in the process
-        command = [sys.executable, str(Path(__file__).with_name("worker.py")), json.dumps(settings)]
+        command = [sys.executable, str(Path(__file__).with_name("worker.py"))]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=ROOT
             )
 
-    def build(self, words: Sequence[str], **given: Any) -> dict[str, Any]:
-        """Build the run that `words` configure, with its drive and output in this worker's directory.
+    def run(self, words: Sequence[str], **job: Any) -> dict[str, Any]:
+        """Measure the run that `words` configure, with its drive and output in this worker's directory.
 
-        worker.py documents `given`.
+        worker.py documents `job` and the answer. Raises Failure, with the worker's last output or for lack of time,
+        after ending the process.
         """
         self._runs += 1
-        self.runs_one = True
         here = ["--nvme", str(self.folder)] if "{drive}" in words else []
         words = [word for word in words if word != "{drive}"]
         words = [*words, *here, *(["placement.threads=1"] if self._stage.rehearsal else [])]
-        return self.ask("build", words=words, output=str(self.folder / f"run-{self._runs}"), **given)
-
-    def ask(self, what: str, **given: Any) -> dict[str, Any]:
-        """Send a request and return its answer.
-
-        Raises Failure, with the worker's last output or for lack of time, after ending the process.
-        """
+        job |= {"words": words, "output": str(self.folder / f"run-{self._runs}"), "kept": self.kept}
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": what, **given}).encode() + b"\n")
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
             answer: dict[str, Any] = json.loads(self._line())
         except (BrokenPipeError, json.JSONDecodeError):
@@ -188,7 +172,6 @@ class Worker:
             why = f"failed: {self._last_words()}"
         else:
             if "error" not in answer:
-                self.runs_one = self.runs_one and what != "close"
                 return answer
             refused = "this does not fit" in answer["error"]
             why = f"{'not run' if refused else 'failed'}: {answer['error'][-400:]}"
@@ -211,6 +194,7 @@ class Worker:
 
     def end(self) -> None:
         """Kill the process and remove its directory on the drive; calling this again has no effect."""
+        self.kept = False
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -221,33 +205,25 @@ class Worker:
                 pass
         self._open.close()
 
-    def __enter__(self) -> Worker:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-
-def facts(drive: Path, *, rehearsal: bool) -> dict[str, Any]:
+def facts(drive: Path) -> dict[str, Any]:
     """Return the facts that numbers depend on and no setting contains; `drive` is a directory on the drive.
 
-    A separate process collects them, since that initialises CUDA.
+    A separate process collects those of torch, since that initialises CUDA.
     """
     command = [sys.executable, str(Path(__file__).with_name("facts.py"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise SystemExit(f"gpu_suite: torch does not start here: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if rehearsal:
-        found["gpu"] = None
     kind = subprocess.run(["stat", "-f", "-c", "%T", drive], capture_output=True, text=True, check=False).stdout.strip()
     found["drive"] = f"{kind}, {shutil.disk_usage(drive).free / 1e9:.0f} GB free"
     return {"commit": _commit(), "source": _source(), **found}
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
     try:
+        command = ["git", "describe", "--always", "--dirty"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return "unknown"
@@ -261,14 +237,3 @@ def _source() -> str:
         if path.suffix in (".py", ".cpp", ".cu"):
             total.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]
-
-
-def middle(steps: Sequence[dict[str, Any]], key: str) -> float:
-    """Return the median of `key` over the steps."""
-    return median(step[key] for step in steps)
-
-
-def spread(steps: Sequence[dict[str, Any]], key: str) -> str:
-    """Return the median, smallest and largest of `key` over the steps."""
-    values = [step[key] for step in steps]
-    return f"{median(values):.3g} ({min(values):.3g}-{max(values):.3g})"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 GONE = ("a closed pipe", "a terminal that is gone")
 
@@ -36,3 +40,22 @@ def lose_streams(kind: str) -> None:
     os.dup2(writer, 2)
     os.close(writer)
     os.close(reader)
+
+
+def watched_memory() -> Callable[[], int]:
+    """Return a function that returns the peak of this process's anonymous memory in bytes, from this call on."""
+    peak = 0
+
+    def look() -> int:
+        nonlocal peak
+        held = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        peak = max(peak, int(held[0]) * 1024)
+        return peak
+
+    def watch() -> None:
+        while True:
+            look()
+            time.sleep(0.002)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return look

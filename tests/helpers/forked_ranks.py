@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from commands import Run, start
+from commands import Run, run_all, start
 from engine_bench import Step, batches, engine, masters, train
 from fork_server import COMMAND
 from safetensors.torch import save_file
@@ -157,10 +157,7 @@ def run_ranks(
     """Run all `cases` on `count` ranks, spread over `nodes` simulated nodes; each rank runs `script`."""
     folder.mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    told = [folder / f"told-{rank}" for rank in range(count)]
-    forks = [start(script, rank, count, folder, nodes, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
-    codes = [fork.wait(400) for fork in forks]
-    assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
+    run_all(*([script, rank, count, folder, nodes] for rank in range(count)), folder=folder)
 
 
 def held_port() -> tuple[socket.socket, str]:
@@ -196,12 +193,19 @@ def join(rank: int, count: int, folder: Path, *, nodes: int = 1) -> None:
     ranks.join()
 
 
-if __name__ == "__main__":
+def main(after: Callable[[Case], None] = lambda case: None) -> None:
+    """Be one of the ranks: run each case, then call `after` with it."""
     layout.SMALL = 0  # Offload embeddings and norms of small models too, as those of large models are.
     torch.set_num_threads(1)
     _count_what_is_moved()
-    folder = Path(sys.argv[3])
-    join(int(sys.argv[1]), int(sys.argv[2]), folder, nodes=int(sys.argv[4]))
-    for told in json.loads((folder / "cases.json").read_text()):
-        Case(**told).run()
+    rank, count, folder, nodes = sys.argv[1:]
+    join(int(rank), int(count), Path(folder), nodes=int(nodes))
+    for told in json.loads((Path(folder) / "cases.json").read_text()):
+        case = Case(**told)
+        case.run()
+        after(case)
     ranks.wait_for_all()
+
+
+if __name__ == "__main__":
+    main()

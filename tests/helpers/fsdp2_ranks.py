@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-from commands import start
+from commands import run_all
 from engine_bench import batches
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -42,14 +42,8 @@ DECAY, BETAS = 0.1, (0.9, 0.95)
 
 def fsdp2_checkpoint(folder: Path, kind: str, *, ranks: int, frozen: str = "-") -> list[float]:
     """Run the ranks; return the losses of the steps after the checkpoint."""
-    said = [folder / f"said{rank}" for rank in range(ranks)]
-    started = [
-        start(__file__, folder, rank, ranks, kind, frozen, stdout=out, stderr=out, own=True)
-        for rank, out in enumerate(said)
-    ]
-    codes = [process.wait(300) for process in started]
-    assert not any(codes), [out.read_text()[-3000:] for out in said]
-    losses: list[float] = json.loads(said[0].read_text().splitlines()[-1])
+    said = run_all(*([__file__, folder, rank, ranks, kind, frozen] for rank in range(ranks)), folder=folder, own=True)
+    losses: list[float] = json.loads(said[0].splitlines()[-1])
     return losses
 
 

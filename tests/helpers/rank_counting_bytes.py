@@ -17,7 +17,6 @@ import forked_ranks
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.engine import tiered
 from offload_trainer.offloading.ranks.collective_fetch import Copy, PendingGather
@@ -140,10 +139,7 @@ def count() -> None:
         setattr(owner, name, counting)
 
 
-def main(rank: int, world: int, folder: Path, *, nodes: int) -> None:
-    layout.SMALL = 0
-    torch.set_num_threads(1)
-    forked_ranks._count_what_is_moved()
+if __name__ == "__main__":
     count()
     train, found = forked_ranks.train, []
 
@@ -155,12 +151,5 @@ def main(rank: int, world: int, folder: Path, *, nodes: int) -> None:
         return done
 
     forked_ranks.train = counted
-    forked_ranks.join(rank, world, folder, nodes=nodes)
-    for told in json.loads((folder / "cases.json").read_text()):
-        forked_ranks.Case(**told).run()
-    (folder / f"counts-{rank}.json").write_text(json.dumps(found))
-    ranks.wait_for_all()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), nodes=int(sys.argv[4]))
+    forked_ranks.main()
+    (Path(sys.argv[3]) / f"counts-{sys.argv[1]}.json").write_text(json.dumps(found))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ import forked_ranks
 import torch
 from engine_bench import engine as plain_engine
 
-import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.offloading.pages.manifest import read_description, read_newest
 from offload_trainer.offloading.pages.stored_masters import read_store
@@ -61,9 +59,10 @@ def watch() -> None:
 
     SpeculativeStep.kept = seen  # type: ignore[method-assign]
     ShardedGradients._report, ShardedGradients.clear = telling, clearing  # type: ignore[method-assign]
-    undo, (rank, world) = Updater._undo, ranks.place_here()
+    undo = Updater._undo
 
     def undoing(self: Any, ahead: SpeculativeStep) -> None:
+        rank, world = ranks.place_here()
         time.sleep(0.2 if rank == world - 1 > 0 else 0.0)
         undo(self, ahead)
 
@@ -126,19 +125,19 @@ def engine(model: Path, *words: str, **more: Any) -> Iterator[Any]:
         yield made
 
 
+def write(case: forked_ranks.Case) -> None:
+    """Write what was recorded in a case, and forget it."""
+    rank, _ = ranks.place_here()
+    (Path(case.out) / f"ahead-{rank}.json").write_text(json.dumps(kept))
+    if rank == 0:
+        (Path(case.out) / "ahead-read.json").write_text(json.dumps(read))
+    kept.clear()
+    read.clear()
+    ranks.wait_for_all()
+
+
 if __name__ == "__main__":
-    layout.SMALL = 0
     loss_scale.INITIAL_SCALE = 2.0**24  # the first steps in fp16 overflow
-    torch.set_num_threads(1)
-    rank, count, folder, nodes = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     forked_ranks.engine = engine
-    forked_ranks.join(rank, count, folder, nodes=nodes)
     watch()
-    for case in json.loads((folder / "cases.json").read_text()):
-        kept.clear()
-        read.clear()
-        forked_ranks.Case(**case).run()
-        (Path(case["out"]) / f"ahead-{rank}.json").write_text(json.dumps(kept))
-        if rank == 0:
-            (Path(case["out"]) / "ahead-read.json").write_text(json.dumps(read))
-        ranks.wait_for_all()
+    forked_ranks.main(write)

@@ -8,27 +8,15 @@ of anonymous memory, sampled every few milliseconds.
 from __future__ import annotations
 
 import json
-import re
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_child import watched_memory
 from hf_trainers import Ours, arguments, rows
 
 from offload_trainer.hf import load, session_of
-
-peak = 0
-
-
-def watch() -> None:
-    global peak
-    while True:
-        held = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        peak = max(peak, int(held[0]) * 1024)
-        time.sleep(0.004)
 
 
 def by_trainer(model: Any, output: str) -> None:
@@ -57,7 +45,7 @@ def by_hand(model: Any, output: str) -> None:
 
 def main(what: str, folder: str, output: str, drive: str) -> None:
     keys = {"freeze": ["."]} if what == "loop" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
-    threading.Thread(target=watch, daemon=True).start()
+    peak = watched_memory()
     model = load(
         folder, nvme=drive, params="nvme", seq_len=24, micro_batch_size=2, gradient_accumulation_steps=2, **keys
     )
@@ -70,7 +58,7 @@ def main(what: str, folder: str, output: str, drive: str) -> None:
         by_hand(get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")), output)
     needs = sum(item.bytes for item in session.plan.items if item.tier == "ram")
     session.close()
-    print(json.dumps({"plan": needs, "peak": peak}))
+    print(json.dumps({"plan": needs, "peak": peak()}))
 
 
 if __name__ == "__main__":

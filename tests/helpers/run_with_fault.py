@@ -4,7 +4,7 @@ FAULT is [RANK:]ACTION[+ACTION...]@MOMENT[=NUMBER]: before the moment's call of 
 after the other. With RANK they happen in that rank only. Several FAULTs of one start are separated by semicolons. Those
 separated by commas count for one start after the other, where torchrun starts ranks again; after the last one nothing
 happens. The ranks that `--gpus` starts are run with the same fault. A FAULT without @ is none. The variable
-LOSS_SCALE=VALUE,WINDOW replaces those of fp16.
+LOSS_SCALE=VALUE,WINDOW replaces those of fp16, and RAM=BYTES the RAM of this machine, as plans see it.
 
 kill, INT, TERM, HUP, ...    this process gets the signal
 pause~FILE                   it waits until FILE exists (5 minutes)
@@ -13,6 +13,7 @@ sh~COMMAND                   a shell runs the command
 EIO                          the call fails with an input/output error
 broken                       the file of a writer becomes one that is always full
 lose~pipe, lose~terminal     stdout and stderr have no reader any more
+nan                          the call's result is multiplied by NaN
 clock                        the system's clock jumps by days at every reading
 """
 
@@ -30,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,13 @@ from forked_child import lose_streams
 
 from offload_trainer.cli import main
 from offload_trainer.optim import loss_scale
+from offload_trainer.run import planning
 
 if "LOSS_SCALE" in os.environ:
     loss_scale.INITIAL_SCALE, loss_scale.WINDOW = map(int, os.environ["LOSS_SCALE"].split(","))
+if "RAM" in os.environ:
+    probed = planning.machine_here
+    planning.machine_here = lambda *given, **more: replace(probed(*given, **more), ram_bytes=int(os.environ["RAM"]))
 PATIENCE = 300.0  # seconds
 
 
@@ -67,6 +73,7 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool]]] = {
     "load": (f"{ENGINE}.load", lambda *_: True),
     "takeover": (f"{ENGINE}.resume_from_pages", lambda *_: True),
     "step": (f"{ENGINE}.train_step", lambda *_: True),
+    "loss": ("offload_trainer.model.loss:CausalLoss.forward", lambda _, module, *__: module.training),
     "evaluation": (f"{ENGINE}.eval_loss", lambda *_: True),
     "read": ("os:preadv", of_file("state")),
     "page": ("os:pwritev", of_file("state")),
@@ -156,6 +163,8 @@ def arm(actions: str, moment: str, number: int) -> None:
             to_come.remove(moment)
         if now and moment == "half":
             call(given[0], given[1][: len(given[1]) // 2], *given[2:])
+        if now and actions == "nan":
+            return call(*given, **words) * float("nan")
         if now and moment not in AFTER:
             act(actions.split("+"), given)
         found = call(*given, **words)

@@ -22,7 +22,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from commands import start
+from commands import run_all
 from engine_bench import batches, masters, train
 from run_stock_deepspeed import build
 from safetensors.torch import save_file
@@ -46,14 +46,9 @@ moved = [0.0]  # bytes, of each step
 
 def run_stock_ranks(folder: Path, *words: object, ranks: int, steps: int = 3) -> dict[str, Any]:
     """Run the ranks in forks; return what rank 0 prints."""
-    said = [folder / f"said{rank}" for rank in range(ranks)]
-    started = [
-        start(__file__, folder, rank, ranks, steps, *words, stdout=out, stderr=out, stock=True)
-        for rank, out in enumerate(said)
-    ]
-    codes = [process.wait(300) for process in started]
-    assert not any(codes), [out.read_text()[-3000:] for out in said]
-    lines = [line for line in said[0].read_text().splitlines() if line.startswith("{")]  # libraries print at exit
+    scripts = ([__file__, folder, rank, ranks, steps, *words] for rank in range(ranks))
+    said = run_all(*scripts, folder=folder, stock=True)
+    lines = [line for line in said[0].splitlines() if line.startswith("{")]  # libraries print at exit
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import HELPERS, TINY, Run, call, run_script
+from commands import TINY, Run, call, faulty
 from safetensors.torch import load_file
 
 CASES = {
@@ -21,8 +21,8 @@ STILL = ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=0"
 
 
 def planted(step: int, *words: object, output: Path) -> Run:
-    done = run_script(HELPERS / "run_with_nan_loss.py", step, *words, "--output", output)
-    return Run(done.returncode, done.stdout + done.stderr, output)
+    """Run the command with NaN as the loss, thus in every gradient, of one step; in fp16 no overflow can halve 1."""
+    return faulty(f"nan@loss={step}", *words, output=output, LOSS_SCALE="1,2000")
 
 
 def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
@@ -36,7 +36,8 @@ def test_a_skipped_step_changes_nothing(name: str, drive: Path, tmp_path: Path) 
     args = ["--nvme", drive, *TINY, *STILL, *CASES[name], "optim.on_nonfinite_grad=skip"]
     if name == "zero-3 nvme":  # it saves only its final weights
         args += ["--save-every", 0]
-        runs = {step: planted(3, *args, "--steps", step, output=tmp_path / str(step)) for step in (2, 3, 5)}
+        runs = {step: planted(3, *args, "--steps", step, output=tmp_path / str(step)) for step in (3, 5)}
+        runs[2] = call(*args, "--steps", 2, output=tmp_path / "2")
     else:
         run = planted(3, *args, "--save-every", 1, "save.keep=9", "--steps", 5, output=tmp_path / "out")
         runs = dict.fromkeys((2, 3, 5), run)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import HELPERS, TINY, Run, run_script
+from commands import TINY, Run, faulty
 from sample_plans import least_ram
 
 from offload_trainer.plan.plan import Plan
@@ -17,7 +17,6 @@ from offload_trainer.settings import load_config
 
 pytestmark = pytest.mark.slow
 
-ROOMY = HELPERS / "run_with_fake_ram.py"
 STORED = "model.activation_checkpointing=off"  # auto would checkpoint blocks before it divides MLPs
 ALWAYS = ["model.overrides.n_inner=8192", "--engine", "tiered", "--save-every", "2", "train.eval_every=0"]
 PIECES = [*TINY, *ALWAYS, STORED, "--micro-batch", "16", "--steps", "4"]
@@ -27,9 +26,9 @@ TOKENS = [*TINY[:ROWS], *TINY[ROWS + 2 :], *ALWAYS, STORED, "model.mlp_chunk=off
 
 def run(ram: int, *words: object, output: Path) -> Run:
     """Run with `ram` bytes of RAM, as the plan sees them."""
-    done = run_script(ROOMY, ram, *words, "--output", output)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Run(done.returncode, done.stdout + done.stderr, output)
+    made = faulty("none", *words, output=output, RAM=str(ram))
+    assert made.code == 0, made.text[-4000:]
+    return made
 
 
 def planned(*words: str, output: Path, ram: int = 10**12) -> Plan:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from commands import HELPERS, run_script
 from engine_bench import model_directory
-from imported_state import assert_same_state, state_of
+from forked_child import in_a_fork, watched_memory
+from imported_state import assert_same_state, imported, state_of
 from synthetic_foreign import STEP, State, random_state, write_fsdp, write_trainer
 from transformers import AutoModelForCausalLM
 from uneven_targets import random_weights
+
+from offload_trainer.run.commands.export_trainer import export_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -29,11 +32,18 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     return folder, random_state({name: p.detach() for name, p in model.named_parameters()})
 
 
-def grown(*words: object) -> int:
-    done = run_script(HELPERS / "run_and_weigh.py", *words, own=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: int = json.loads(done.stdout.splitlines()[-1])["grown"]
-    return found
+def grown(work: Callable[[], object], folder: Path) -> int:
+    """Return by how much anonymous memory grows in a fork that does this work."""
+
+    def weighed() -> None:
+        ctypes.CDLL(None).malloc_trim(0)  # what is free in this process must not hide what the work takes
+        peak = watched_memory()
+        before = peak()
+        work()
+        (folder / "grown").write_text(str(peak() - before))
+
+    assert in_a_fork(weighed) == 0
+    return int((folder / "grown").read_text())
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -48,11 +58,12 @@ def test_an_import_holds_a_few_weights(writer: str, state: tuple[Path, State], t
     whole = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
     limit = 6 * largest + OWN
     assert limit < whole / 3
-    assert grown("import", source, tmp_path / "run", "--model", folder) < limit
+    assert grown(lambda: imported(source, tmp_path / "run", "--model", str(folder)), tmp_path) < limit
     checkpoint = tmp_path / f"run/checkpoints/step-{STEP:08d}"
     assert_same_state(state_of(checkpoint), held)
     if writer == "trainer":
-        assert grown("export", tmp_path / "run", tmp_path / "out") < limit
+        out = {"shard_bytes": 10**9, "check": False}
+        assert grown(lambda: export_trainer(tmp_path / "run", tmp_path / "out", **out), tmp_path) < limit
         written, given = (torch.load(path / "optimizer.pt")["state"] for path in (tmp_path / "out", source))
         assert written.keys() == given.keys()
         for number, moments in given.items():

@@ -1,8 +1,7 @@
-"""Tests of the folder for a GPU machine without network: it has all dependencies, and its kernels are used."""
+"""Tests of the folder for a GPU machine without network: it has all dependencies, and its versions are pinned."""
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
 import tomllib
@@ -17,21 +16,13 @@ from packaging.requirements import Requirement
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import gpu_folder  # noqa: E402
 from gpu_folder import CARRIED, THERE, command, pinned, same  # noqa: E402
 
-from offload_trainer.optim import kernel_cache, kernels  # noqa: E402
-from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
 from offload_trainer.optim.prebuilt_kernels import LEVELS  # noqa: E402
 
 LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
-LINUX |= {
-    "platform_system": "Linux",
-    "os_name": "posix",
-    "platform_machine": "x86_64",
-    "implementation_name": "cpython",
-}
-LINUX |= {"platform_python_implementation": "CPython"}
+LINUX |= {"platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
+LINUX |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
 
 
 def needs(name: str) -> set[str]:
@@ -52,35 +43,6 @@ def test_versions_are_pinned_and_for_one_machine(tmp_path: Path) -> None:
     assert {"--only-binary=:all:", "--no-deps", "cp312", "manylinux_2_28_x86_64", "transformers==5.23.0"} <= set(words)
     assert all("==" in pin for pin in pinned())
     assert not any(word.startswith(("torch==", "nvidia")) for word in words)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are built ahead for x86-64")
-def test_a_prebuilt_kernel_is_used_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = kernel_cache._line_of_features()
-    here = frozenset(line.partition(":")[2].split())
-    level = next((name for name, (_, needed) in LEVELS.items() if needed <= here), None)
-    if level is None:
-        pytest.skip("this processor is older than those that kernels are built ahead for")
-    monkeypatch.setattr(gpu_folder, "LEVELS", {level: LEVELS[level]})  # one level, since each takes seconds
-    (made,) = gpu_folder.build_kernels(tmp_path / "cache" / "kernels")
-    assert made.stat().st_size < 2_000_000
-
-    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    kernel, words = choose_kernel("auto")
-    assert (kernel.name, f"prebuilt for {level} and checked" in words) == ("native", True), words
-
-    without = f"flags: {' '.join(here - {'fma'})}"  # a processor that cannot run it
-    monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: without)
-    kernels._checked_native.cache_clear()
-    assert choose_kernel("auto")[0].name == "torch"
-    monkeypatch.setattr(kernel_cache, "_line_of_features", lambda: line)
-    content = made.read_bytes()
-    made.unlink()  # not overwritten, since it is mapped here
-    made.write_bytes(content[:-1])
-    kernel, words = choose_kernel("auto")
-    assert (kernel.name, "no-such-compiler" in words) == ("torch", True), words
 
 
 def test_levels_require_the_features_that_their_code_uses() -> None:

@@ -39,7 +39,6 @@ from offload_trainer.errors import UserError  # noqa: E402
 from offload_trainer.model.loader import ModelSource, resolve_model  # noqa: E402
 from offload_trainer.model.loss import CausalLoss  # noqa: E402
 from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
-from offload_trainer.run.train import use_deterministic_algorithms  # noqa: E402
 from offload_trainer.settings import load_config  # noqa: E402
 from offload_trainer.telemetry.meters import PhaseClock  # noqa: E402
 
@@ -233,21 +232,11 @@ def test_the_floor_waits_for_the_gpu_once_a_step(source: ModelSource, monkeypatc
 
 
 def test_torchao_is_not_clipped_after_its_gradients_were_copied(source: ModelSource) -> None:
-    class OnCpu(peers.TorchAO):
-        def __init__(self) -> None:
-            self._device, self._module = torch.device("cpu"), source.build(dtype=torch.float32)
-            for name, value in source.weights():
-                self._module.model.get_parameter(name).data.copy_(value)
-            self._adam = torch.optim.SGD(self._module.parameters())
-            self._adam.step = lambda: norms.append(torch.nn.utils.get_total_norm(gradients()))
-
-    def gradients() -> list[torch.Tensor]:
-        return [parameter.grad for parameter in rival._module.parameters()]
-
-    norms: list[torch.Tensor] = []
-    rival = OnCpu()
-    result = rival.train_step(two_batches(), lr=1.0, clock=PhaseClock())
-    assert result.grad_norm is None
+    module, norms = peers._filled(source, torch.float32), list[torch.Tensor]()
+    adam = torch.optim.SGD(module.parameters())
+    adam.step = lambda: norms.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+    rival = peers.updated(module, torch.device("cpu"), adam)
+    assert rival.train_step(two_batches(), lr=1.0, clock=PhaseClock()).grad_norm is None
     assert norms[0] > 1.0
 
 
@@ -263,30 +252,27 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
     assert not (tmp_path / "folder").exists()
 
 
-def test_rows_whose_update_is_the_fallback_are_marked() -> None:
-    """Rows are marked if the machine has neither a compiler nor a prebuilt kernel."""
+def outcome(kernel: str, *, engine: str = "tiered", pages: int | None = None, **sizes: float) -> str:
+    """Return the outcome of a row whose plan has these sizes, and which updated `pages` early, if any were to be."""
+    sizes = {"gpu_fraction": 0.0, "ram_fraction": 1.0, "shadow_fraction": 0.0, "ahead": pages is not None} | sizes
+    chosen = {"engine": engine, "sizes": sizes if engine == "tiered" else None}
+    early = {"steps": 7, "pages": pages, "valid": pages}
+    return speed.outcome_of({"plan": {"chosen": chosen}, "kernel": kernel}, early, steps=7)
+
+
+def test_rows_that_must_not_be_quoted_are_marked() -> None:
+    """Neither a compiler nor a prebuilt kernel, or an overlap that updates no page early, makes a row another one."""
     built = "The update on the CPU: the native kernel, prebuilt for x86-64-v4 and checked to give torch's bits."
     slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
-
-    def outcome(kernel: str, *, engine: str = "tiered", gpu: float = 0.5) -> str:
-        sizes = {"gpu_fraction": gpu, "ahead": False} if engine == "tiered" else None
-        return speed.outcome_of({"plan": {"chosen": {"engine": engine, "sizes": sizes}}, "kernel": kernel}, {}, steps=7)
-
-    assert outcome(slow) == f"not comparable: {slow}"
-    assert [outcome(built), outcome(slow, gpu=1.0), outcome("", engine="plain")] == ["ok"] * 3
+    assert outcome(slow, gpu_fraction=0.5) == f"not comparable: {slow}"
+    assert outcome(built) == outcome(slow, gpu_fraction=1.0) == outcome("", engine="plain") == "ok"
     chosen, words = choose_kernel("auto")
     assert (outcome(words) == "ok") == (chosen.name == "native")
-
-
-def test_an_overlap_that_updates_no_page_early_is_marked() -> None:
-    def outcome(pages: int, *, shadows: float = 0.0, ram: float = 1.0) -> str:
-        sizes = {"gpu_fraction": 0.0, "ram_fraction": ram, "ahead": True, "shadow_fraction": shadows}
-        about = {"plan": {"chosen": {"engine": "tiered", "sizes": sizes}}, "kernel": "the native kernel, built"}
-        return speed.outcome_of(about, {"steps": 7, "pages": pages, "valid": pages}, steps=7)
-
-    none = "not comparable: no page was updated before its step was decided"
-    assert outcome(5, shadows=1.0) == outcome(5, ram=0.5) == outcome(0) == "ok"  # a CPU has no shadow memory
-    assert outcome(0, shadows=1.0) == outcome(0, ram=0.5) == none
+    for sizes in ({"shadow_fraction": 1.0}, {"ram_fraction": 0.5}):
+        assert outcome(built, pages=5, **sizes) == "ok"
+        none = "not comparable: no page was updated before its step was decided"
+        assert outcome(built, pages=0, **sizes) == none
+    assert outcome(built, pages=0) == "ok"  # a CPU has no shadow memory
 
 
 @pytest.mark.slow
@@ -367,26 +353,25 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.mark.slow
 def test_a_process_that_dies_costs_only_its_own_row(stage: Stage) -> None:
-    with stage.worker("one") as one:
+    """A case without an export needs no room for one."""
+    with stage.worker() as one:
         os.kill(one._process.pid, 9)
         with pytest.raises(Failure, match="failed: killed by signal 9"):
-            one.build(TINY)
-    with stage.worker("another") as another, pytest.raises(Failure, match=r"(?s)failed: .*unknown flag"):
-        another.build(["--no-such-flag", "1"])
-    with stage.worker("large") as large, pytest.raises(Failure, match="not run: this does not fit"):
-        large.build(["--model", "gpt2-10b", "--engine", "plain"])
-
-
-@pytest.mark.slow
-def test_cases_without_an_export_need_no_room_for_it(stage: Stage) -> None:
-    with stage.worker("one") as one:
-        about = one.build([*TINY, "--engine", "tiered"])
-        assert not [item for item in about["plan"]["items"] if item["name"] in ("export", "checkpoints")]
-        assert one.ask("steps", count=2)["steps"][1]["loss"] > 0
+            one.run(TINY, steps=1)
+    for words, why in (
+        (["--no-such-flag", "1"], r"(?s)failed: .*unknown flag"),
+        (["--model", "gpt2-10b", "--engine", "plain"], "not run: this does not fit"),
+    ):
+        with pytest.raises(Failure, match=why), stage.worker() as one:
+            one.run(words, steps=1)
+    with stage.worker() as one:
+        found = one.run([*TINY, "--engine", "tiered"], steps=2)
+    assert not [item for item in found["plan"]["items"] if item["name"] in ("export", "checkpoints")]
+    assert found["steps"][1]["loss"] > 0
 
 
 def test_a_process_without_an_answer_is_ended_and_reported(stage: Stage) -> None:
-    with stage.worker("slow") as slow:
+    with stage.worker() as slow:
         slow._process.send_signal(signal.SIGSTOP)
         stage._end = 0.0
         with pytest.raises(Failure, match=OUT_OF_TIME):
@@ -395,31 +380,24 @@ def test_a_process_without_an_answer_is_ended_and_reported(stage: Stage) -> None
         assert not slow.folder.exists()
 
 
-PLACES = ":".join(map(str, (ROOT, SCRIPTS, ROOT / "benchmarks")))
-
-
-def _code_of(code: str) -> int:
-    """Return the exit code of Python with this code, in the directory of the scripts."""
-    run = [sys.executable, "-c", code]
-    return subprocess.run(run, cwd=SCRIPTS, env=environment(PYTHONPATH=PLACES), check=False).returncode
-
-
-def test_the_stage_itself_imports_no_torch() -> None:
-    """The stage's process must survive a GPU failure, and use no GPU memory."""
-    assert _code_of("import gpu_suite, sys; assert not {'torch', 'transformers'} & set(sys.modules)") == 0
-
-
-def test_a_worker_prepares_its_process_before_it_imports_torch() -> None:
-    """CUDA reads its allocator's settings and its number of connections from the environment when it is first used."""
-    code = (
-        "import sys\n"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import gpu_suite; assert not {'torch', 'transformers'} & set(sys.modules); sys.exit(7)",
         "from gpu_stages import worker\n"
         "from offload_trainer.run import process_setup\n"
-        "def prepared(config): sys.exit(1 if 'torch' in sys.modules else 7)\n"
-        "process_setup.prepare_process = prepared\n"
-        "worker.Served({})._build([], 'out', fill=True, product=128)\n"
-    )
-    assert _code_of(code) == 7
+        "process_setup.prepare_process = lambda config: sys.exit(1 if 'torch' in sys.modules else 7)\n"
+        "worker.carry_out(print, words=[], output='out', steps=1, product=128)",
+    ],
+    ids=["stage", "worker"],
+)
+def test_torch_is_not_imported(code: str) -> None:
+    """A stage's process must survive a GPU failure. A worker's prepares itself first: CUDA reads its allocator's
+    settings and its number of connections from the environment when it is first used.
+    """
+    there = environment(PYTHONPATH=":".join(map(str, (ROOT, SCRIPTS, ROOT / "benchmarks"))))
+    run = [sys.executable, "-c", f"import sys\n{code}"]
+    assert subprocess.run(run, cwd=SCRIPTS, env=there, check=False).returncode == 7
 
 
 def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,21 +407,9 @@ def test_a_memory_cap_applies_to_the_plan_and_the_allocator(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(total_memory=140 * gigabyte))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: gigabyte)
-    served = SimpleNamespace(_driver_says=torch.cuda.mem_get_info)
-    worker.Served._cap(served, 34 * gigabyte)  # type: ignore[arg-type]
+    worker.limit_memory(34 * gigabyte)
     assert torch.cuda.mem_get_info() == (32.5 * gigabyte, 34 * gigabyte)
     assert fractions == [pytest.approx(33.5 / 140)]
-
-
-def test_deterministic_is_more_than_a_warning() -> None:
-    """Deterministic mode is an error, not a warning, with which torch leaves fused attention's backward as it is."""
-    try:
-        use_deterministic_algorithms()
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 # -- what is compared, and with what -----------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
-import os
+import multiprocessing
 import re
 import signal
 import sys
@@ -30,8 +29,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -399,24 +400,18 @@ def one_line(error: BaseException) -> str:
 
 
 def in_a_child(name: str, *checks: str) -> dict[str, Result]:
-    """Run `examine` in a child process, so that a crash ends one architecture only."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
+    """Run `examine` in a forked process, so that a crash or hang ends one architecture only."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as child:
         try:
-            signal.alarm(SECONDS)
-            with scratch(f"architecture-{name}") as folder:
-                results = examine(name, folder, *checks)
-            os.write(write, json.dumps({check: asdict(result) for check, result in results.items()}).encode())
-        finally:
-            os._exit(0)  # also after an exception, which must not reach the parent's caller in a second process
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if not told:
-        return dict.fromkeys(checks, Result("traceback", f"the process ended with status {status}"))
-    return {check: Result(**result) for check, result in json.loads(told).items()}
+            return child.submit(_examined, name, *checks).result()
+        except BrokenProcessPool as error:
+            return dict.fromkeys(checks, Result("traceback", str(error)))
+
+
+def _examined(name: str, *checks: str) -> dict[str, Result]:
+    signal.alarm(SECONDS)
+    with scratch(f"architecture-{name}") as folder:
+        return examine(name, folder, *checks)
 
 
 def counts(results: Sequence[Result]) -> str:

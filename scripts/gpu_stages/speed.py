@@ -105,15 +105,12 @@ class Group:
         with stage.case(), stage.worker() as worker:
             end = time.monotonic() + stage.left()
             found = worker.run(words, **job, end=end, trace=str(trace) if case.traced else "")
-        early = found["early"]
-        row |= _of_plan(found, ours=case.peer is None) | _of_steps(found) | {"counts": early}
-        if early:
-            row["early"] = f"{early['valid']} of {early['pages']}"
+        row |= _row_of(found, ours=case.peer is None)
         if case.traced:
             _keep_trace(stage, trace, size=found["trace_bytes"], name=case.name)
         if self.cap_bytes is not None and row["gpu_reserved"] > self.cap_bytes / 1e9:
             return "failed: more than the cap"
-        return outcome_of(found, early, steps=WARM + len(row["steps"]))
+        return outcome_of(found, steps=WARM + len(row["steps"]))
 
 
 def _relate(record: Record) -> None:
@@ -125,18 +122,18 @@ def _relate(record: Record) -> None:
     record.save()
 
 
-def outcome_of(about: dict[str, Any], early: dict[str, int], *, steps: int) -> str:
+def outcome_of(found: dict[str, Any], *, steps: int) -> str:
     """Return "ok", or why a row must not be quoted as the speed of the schedule in its name.
 
-    `about` is an answer of `Worker.run`; `early` counts what was updated before the decisions of all `steps`.
+    `found` is an answer of `Worker.run` after all `steps`, with those that were not timed.
     """
-    chosen = about["plan"]["chosen"]
+    chosen, early = found["plan"]["chosen"], found["early"]
     sizes = chosen["sizes"] or {}
     if chosen["engine"] != "tiered":
         return "ok"
     # The CPU updates state in RAM and on drives. Without a compiler torch's kernel does so, several times as slowly.
-    if sizes["gpu_fraction"] < 1 and "native kernel," not in about["kernel"]:
-        return f"not comparable: {about['kernel']}"
+    if sizes["gpu_fraction"] < 1 and "native kernel," not in found["kernel"]:
+        return f"not comparable: {found['kernel']}"
     if not sizes["ahead"]:
         return "ok"
     on_drives = sizes["gpu_fraction"] + sizes["ram_fraction"] < 0.999
@@ -150,22 +147,38 @@ def outcome_of(about: dict[str, Any], early: dict[str, int], *, steps: int) -> s
     return "ok"
 
 
-def _of_plan(about: dict[str, Any], *, ours: bool) -> dict[str, Any]:
-    plan = about["plan"]
-    found = {
-        "tokens": about["tokens_per_step"],
-        "build": about["build_seconds"],
-        "product": about["product"],
-        "kernel": about["kernel"],
-        "plan": plan,
+def _row_of(found: dict[str, Any], *, ours: bool) -> dict[str, Any]:
+    """Return the keys of a row from an answer of `Worker.run`; those of the plan count for our engine alone."""
+    plan, steps, early = found["plan"], found["steps"], found["early"]
+    taken = [step["step"] for step in steps]
+    middle = {key: median(step[key] for step in steps) for key in (*PHASES, "read_bytes", "written_bytes")}
+    row = {
+        "tokens": found["tokens_per_step"],
+        "build": found["build_seconds"],
+        **{key: found[key] for key in ("product", "kernel", "plan", "steps")},
+        **{key: middle[key] for key in PHASES},
+        "step_spread": f"{middle['step']:.3g} ({min(taken):.3g}-{max(taken):.3g})",
+        "rate": found["tokens_per_step"] / middle["step"],
+        "mfu": found["flops_per_step"] / middle["step"] / found["product"],
+        "gpu_peak": max(step["device_peak"] for step in steps) / 1e9,
+        "gpu_reserved": found["reserved"] / 1e9,
+        "gpu_in_use": found["in_use"] / 1e9,
+        "retries": steps[-1]["retries"],
+        "rss": max(step["peak_rss"] for step in steps) / 1e9,
+        "read": middle["read_bytes"] / 1e9,
+        "written": middle["written_bytes"] / 1e9,
+        "skipped": f"{sum(step['skipped'] for step in steps)} of {len(steps)}",
+        "loss": steps[-1]["loss"],
+        "counts": early,
     }
     if not ours:
-        return found
-    return found | {
+        return row
+    return row | {
         "homes": homes(plan),
         "planned_step": planned_seconds(plan),
         "gpu_planned": plan["tiers"].get("gpu", {"need": 0})["need"] / 1e9,
         "rss_planned": plan["tiers"]["ram"]["need"] / 1e9,
+        "early": f"{early['valid']} of {early['pages']}",
     }
 
 
@@ -187,28 +200,6 @@ def homes(plan: dict[str, Any]) -> str:
     return (
         f"weights {chosen['params']}; {state}; overlap {overlap}; {chosen['checkpointed_blocks']} blocks checkpointed"
     )
-
-
-def _of_steps(found: dict[str, Any]) -> dict[str, Any]:
-    steps = found["steps"]
-    taken = [step["step"] for step in steps]
-    middle = {key: median(step[key] for step in steps) for key in (*PHASES, "read_bytes", "written_bytes")}
-    return {
-        **{key: middle[key] for key in PHASES},
-        "step_spread": f"{middle['step']:.3g} ({min(taken):.3g}-{max(taken):.3g})",
-        "rate": found["tokens_per_step"] / middle["step"],
-        "mfu": found["flops_per_step"] / middle["step"] / found["product"],
-        "gpu_peak": max(step["device_peak"] for step in steps) / 1e9,
-        "gpu_reserved": found["reserved"] / 1e9,
-        "gpu_in_use": found["in_use"] / 1e9,
-        "retries": steps[-1]["retries"],
-        "rss": max(step["peak_rss"] for step in steps) / 1e9,
-        "read": middle["read_bytes"] / 1e9,
-        "written": middle["written_bytes"] / 1e9,
-        "skipped": f"{sum(step['skipped'] for step in steps)} of {len(steps)}",
-        "loss": steps[-1]["loss"],
-        "steps": steps,
-    }
 
 
 def _keep_trace(stage: Stage, path: Path, *, size: int, name: str) -> None:

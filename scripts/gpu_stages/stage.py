@@ -109,17 +109,14 @@ class Stage:
         if self.left() < least:
             raise Failure(OUT_OF_TIME)
 
-    def command(self, argv: Sequence[str], *, interrupted: float = 0.0) -> subprocess.CompletedProcess[str]:
-        """Run a command within the stage's time; return its stdout and stderr separately.
-
-        It gets SIGINT `interrupted` seconds before the end, if any. Raises Failure (out of time) if it takes longer.
-        """
+    def command(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command and return its stdout and stderr. Raises Failure (out of time) if it takes longer than left."""
         self.need_time()
         with subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
         ) as process:
             try:
-                out, err = self._wait_for(process, interrupted=interrupted)
+                out, err = process.communicate(timeout=self.left())
             except BaseException as error:
                 os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that it started
                 process.communicate()
@@ -127,14 +124,6 @@ class Stage:
                     raise Failure(OUT_OF_TIME) from None
                 raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
-
-    def _wait_for(self, process: subprocess.Popen[str], *, interrupted: float) -> tuple[str, str]:
-        if interrupted:
-            try:
-                return process.communicate(timeout=max(0.0, self.left() - interrupted))
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)
-        return process.communicate(timeout=self.left())
 
 
 class Worker:

@@ -51,21 +51,19 @@ def carry_out(stage: Stage) -> None:
 
 def _run_tests(stage: Stage, what: Sequence[str], row: dict[str, Any]) -> None:
     """Run pytest and complete its row; a file next to the table gets the messages of failed tests."""
-    start = time.monotonic()
-    row["found"] = _outcome_of(stage, what)
-    row["seconds"] = time.monotonic() - start
-
-
-def _outcome_of(stage: Stage, what: Sequence[str]) -> str:
-    report = stage.drive / "tests.xml"
-    options = ["-q", "--all", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-W", "ignore"]
-    command = [sys.executable, "-m", "pytest", *options]
+    start, report = time.monotonic(), stage.drive / "tests.xml"
+    # --foreground: pytest alone gets the signal, and ends its processes itself.
+    command = ["timeout", "--foreground", "--preserve-status", "--signal=INT", f"{max(1.0, stage.left() - _TO_REPORT)}"]
+    command += [sys.executable, "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider", "-W", "ignore"]
+    command += ["--continue-on-collection-errors", f"--junitxml={report}"]
     if find_spec("xdist") is not None and not stage.rehearsal:
         command += ["-n", str(_AT_ONCE)]
     report.unlink(missing_ok=True)
-    done = stage.command([*command, f"--junitxml={report}", *what], interrupted=_TO_REPORT)
+    done = stage.command([*command, *what])
+    row["seconds"] = time.monotonic() - start
     if done.returncode == 5:
-        return "there are none"
+        row["found"] = "there are none"
+        return
     if not report.exists():
         raise Failure(f"failed: {' '.join((done.stdout + done.stderr).split())[-300:]}")
     suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -83,4 +81,4 @@ def _outcome_of(stage: Stage, what: Sequence[str]) -> str:
         with (stage.record.folder / FAILED).open("a") as said:
             said.write(f"== {' '.join(what)}\n{done.stdout[-200_000:]}\n")
         raise Failure(f"failed: {told}: {'; '.join(wrong)}")
-    return told
+    row["found"] = told

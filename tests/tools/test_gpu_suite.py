@@ -257,7 +257,7 @@ def outcome(kernel: str, *, engine: str = "tiered", pages: int | None = None, **
     sizes = {"gpu_fraction": 0.0, "ram_fraction": 1.0, "shadow_fraction": 0.0, "ahead": pages is not None} | sizes
     chosen = {"engine": engine, "sizes": sizes if engine == "tiered" else None}
     early = {"steps": 7, "pages": pages, "valid": pages}
-    return speed.outcome_of({"plan": {"chosen": chosen}, "kernel": kernel}, early, steps=7)
+    return speed.outcome_of({"plan": {"chosen": chosen}, "kernel": kernel, "early": early}, steps=7)
 
 
 def test_rows_that_must_not_be_quoted_are_marked() -> None:

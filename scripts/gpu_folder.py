@@ -69,18 +69,8 @@ def command(site: Path, *, python: str, more: list[str]) -> list[str]:
     there += ["--python-version", python, "--implementation", "cp"]
     there += ["--abi", f"cp{python.replace('.', '')}", "--abi", "abi3", "--abi", "none"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    return [
-        *pip,
-        "--upgrade",
-        "--no-compile",
-        "--only-binary=:all:",
-        *there,
-        "--target",
-        str(site),
-        *pinned(),
-        *RIVALS,
-        *more,
-    ]
+    pip += ["--upgrade", "--no-compile", "--only-binary=:all:", *there, "--target", str(site)]
+    return [*pip, *pinned(), *RIVALS, *more]
 
 
 def pinned() -> list[str]:

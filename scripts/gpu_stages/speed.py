@@ -263,17 +263,8 @@ def llama_8b(stage: Stage) -> list[str]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_3_8B | (_TINY_LLAMA if stage.rehearsal else {}), indent=1))
     rows = ["--seq-len", "32", "--micro-batch", "2"] if stage.rehearsal else ["--seq-len", "4096", "--micro-batch", "4"]
-    return [
-        "--model",
-        str(folder),
-        "--scratch",
-        "data.tokenizer=builtin",
-        "--dtype",
-        "bf16",
-        "--accumulate",
-        "1",
-        *rows,
-    ]
+    words = ["--model", str(folder), "--scratch", "data.tokenizer=builtin", "--dtype", "bf16", "--accumulate", "1"]
+    return [*words, *rows]
 
 
 def gpt2_10b(stage: Stage) -> list[str]:

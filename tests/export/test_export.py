@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import checkpoint_of
 from commands import KILL, TINY, ask, call, call_and_kill
 from dead_run_files import died
 from engine_bench import batches, engine, masters, model_directory, train
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_architectures import _COMMON, ARCHITECTURES, reference
+from synthetic_checkpoints import checkpoint_of
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from offload_trainer.config import ModelSection

@@ -1,4 +1,4 @@
-"""Write checkpoints without an engine."""
+"""Write checkpoints, without an engine or of one, in the layout of a real run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.config import ModelSection
 from offload_trainer.manifest import crc32_of
 from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.ranks import ALONE, Group
@@ -35,14 +36,10 @@ class Small:
 def save(
     output: Path, step: int, *, keep: int = 2, say: Callable[[str], None] = print, growing: Sequence[Path] = ()
 ) -> Path:
-    """Save a checkpoint in run directory `output`; return the checkpoint's directory."""
+    """Save a checkpoint of no engine in run directory `output`; return the checkpoint's directory."""
     (output / "model").mkdir(exist_ok=True, parents=True)
     (output / "model" / "config.json").write_text("{}")
-    record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")
-    root = output / "checkpoints"
-    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
-        checkpoints.save(Small(), TrainState(step=step, tokens=0, data_position=0))  # type: ignore[arg-type]
-    return root / f"step-{step:08d}"
+    return _saved(Small(), output, step, run={"config": {}}, keep=keep, say=say, growing=growing)
 
 
 def saved_engine(engine: Any, output: Path, step: int, words: Sequence[str]) -> Path:
@@ -52,8 +49,32 @@ def saved_engine(engine: Any, output: Path, step: int, words: Sequence[str]) -> 
     save_model_config(source, output / "model", dtype=torch.float32, end_of_text=None)
     layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}
     run = {"config": config.model_dump(mode="json"), "random": False}
-    record = RunRecord(identity={}, layout=layout, run=run, model=output / "model")
+    return _saved(engine, output, step, layout=layout, run=run)
+
+
+def checkpoint_of(engine: Any, model: Path, output: Path, *, step: int = 0) -> Path:
+    """Save a checkpoint of a real engine, without its configuration; return the run directory."""
+    scratch = not (model / "model.safetensors.index.json").exists()
+    source = resolve_model(ModelSection(name=str(model), attention="eager", random_init=scratch), seed=0)
+    (output / "model").mkdir(parents=True, exist_ok=True)
+    save_model_config(source, output / "model", dtype=torch.float32, end_of_text=None)
+    _saved(engine, output, step)
+    return output
+
+
+def _saved(
+    engine: Any,
+    output: Path,
+    step: int,
+    *,
+    layout: dict[str, Any] | None = None,
+    run: dict[str, Any] | None = None,
+    keep: int = 2,
+    say: Callable[[str], None] = print,
+    growing: Sequence[Path] = (),
+) -> Path:
+    record = RunRecord(identity={}, layout=layout or {}, run=run or {}, model=output / "model")
     root = output / "checkpoints"
-    with Checkpoints(root, record=record, keep=2, need_bytes=10, say=print) as checkpoints:
+    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
         checkpoints.save(engine, TrainState(step=step, tokens=0, data_position=0))
     return root / f"step-{step:08d}"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import checkpoint_of
 from engine_bench import batches, engine, model_directory, train
 from safetensors.torch import load_file, save_file
 from small_architectures import ARCHITECTURES, reference
+from synthetic_checkpoints import checkpoint_of
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.config import ModelSection

@@ -94,12 +94,24 @@ class Budget:
         return (ways + 4) * self.drive_bytes * drives
 
 
+@dataclass(frozen=True)
+class Subjects:
+    """What is timed in addition to memory, copies, layers and the loss."""
+
+    # A factory for each transfer method, by the settings that select it; the fastest is kept for each drive.
+    transfers: Mapping[str, Callable[[], Transfers]]
+    # Pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in elements, it
+    # returns a function that performs update number `step`.
+    updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]]
+    dtypes: Sequence[str]  # of matrix products
+    kernels: Sequence[GradientKernel] = ()  # they add gradients to sums in RAM
+    orthogonalise: Callable[[int], Callable[[], object]] | None = None  # takes a matrix's width, returns what is timed
+
+
 def bench_machine(
     machine: MachineProfile,
+    subjects: Subjects,
     *,
-    transfers: Mapping[str, Callable[[], Transfers]],
-    updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]],
-    dtypes: Sequence[str],
     budget: Budget,
     say: Callable[[str], None],
     layer: LayerSizes | None = None,
@@ -108,18 +120,14 @@ def bench_machine(
 
     `layer` are the sizes of the timed layer, by default `ON_CPU` or `ON_GPU`.
 
-    `transfers` maps the settings that select a transfer method to a factory; the fastest is kept for each drive.
-    `updates` are pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in
-    elements, it returns a function that performs update number `step`.
-
     Raises TrainerError if a drive fails or has too little room.
     """
-    rates = _compute_rates(machine, updates=updates, dtypes=dtypes, budget=budget, say=say, layer=layer)
+    rates = _compute_rates(machine, subjects, budget=budget, say=say, layer=layer)
     drives: list[DriveFacts] = []
     for drive in machine.drives:
         if drive.rates is None:
             say(f"bench: {drive.directory}")
-            best = drives[0].rates.words if drives and drives[0].rates else ""
+            transfers, best = subjects.transfers, drives[0].rates.words if drives and drives[0].rates else ""
             tried = {best: transfers[best]} if best in transfers and not budget.try_on_each else transfers
             drive = replace(drive, rates=_drive(drive, tried, budget, say))
         drives.append(drive)
@@ -128,16 +136,15 @@ def bench_machine(
 
 def _compute_rates(
     machine: MachineProfile,
+    subjects: Subjects,
     *,
-    updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]],
-    dtypes: Sequence[str],
     budget: Budget,
     say: Callable[[str], None],
     layer: LayerSizes | None,
 ) -> Rates:
     before, gpu = machine.rates, machine.gpu is not None
     layer = layer or (ON_GPU if gpu else ON_CPU)
-    lacking = [dtype for dtype in dtypes if dtype not in before.matmul]
+    lacking = [dtype for dtype in subjects.dtypes if dtype not in before.matmul]
     say("bench: products")
     matmul = {dtype: _matmul(DTYPES[dtype], layer, gpu=gpu, seconds=budget.product_seconds) for dtype in lacking}
     say("bench: layers and the loss")
@@ -147,10 +154,20 @@ def _compute_rates(
         if not gpu:
             known = Rates(matmul=matmul, layers=layers)
             layers |= _rates_of_few_tokens(dtype, layer, known=known, seconds=budget.layer_seconds)
+    if subjects.orthogonalise is not None and RATE not in before.layers:
+        say("bench: orthogonalising matrices")
+        taken = _repeat(subjects.orthogonalise(layer.width), seconds=budget.layer_seconds)
+        how = f"a matrix of {layer.width} x {layer.width}, median of {len(taken)}"
+        layers[RATE] = Rate(products_of((layer.width, layer.width)) / median(taken), "measured", how)
     say("bench: memory")
     memory = before.memory or _triad(budget.memory_elements)
+    sums: dict[str, Rate] = {}
+    for kernel in subjects.kernels:
+        if sums_key(kernel.name, measured=True) not in before.sums:
+            say(f"bench: adding gradients, {kernel.name}")
+            sums |= _rates_of_adding(kernel, 2 * budget.memory_elements, layer.width, halving=gpu)
     say("bench: AdamW")
-    update = {name: _update(make, budget) for name, make in updates if name not in before.update}
+    update = {name: _update(make, budget) for name, make in subjects.updates if name not in before.update}
     copied = _copies(budget.copy_seconds) if gpu and before.to_device is None else before
     return replace(
         copied,
@@ -158,6 +175,7 @@ def _compute_rates(
         layers=before.layers | layers,
         memory=memory,
         update=before.update | update,
+        sums=before.sums | sums,
         corrections=before.corrections,
     )
 
@@ -213,41 +231,6 @@ def _triad(size: int) -> Rate:
     one, two, three = (torch.ones(size) for _ in range(3))
     taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=size / (64 << 20))
     return Rate(12 * size / median(taken), "measured", f"triad of {4 * size >> 20} MiB arrays, median of {len(taken)}")
-
-
-def bench_sums(
-    machine: MachineProfile,
-    kernels: Sequence[GradientKernel],
-    *,
-    budget: Budget,
-    say: Callable[[str], None],
-    layer: LayerSizes | None = None,
-) -> MachineProfile:
-    """Return `machine` with the rates of adding gradients with `kernels` that it lacks."""
-    sums = dict(machine.rates.sums)
-    width = (layer or (ON_CPU if machine.gpu is None else ON_GPU)).width
-    for kernel in kernels:
-        if sums_key(kernel.name, measured=True) not in sums:
-            say(f"bench: adding gradients, {kernel.name}")
-            sums |= _rates_of_adding(kernel, 2 * budget.memory_elements, width, halving=machine.gpu is not None)
-    return replace(machine, rates=replace(machine.rates, sums=sums))
-
-
-def bench_orthogonalisation(
-    machine: MachineProfile,
-    make: Callable[[int], Callable[[], object]],
-    *,
-    seconds: float,
-    layer: LayerSizes | None = None,
-) -> MachineProfile:
-    """Return `machine` with the rate of orthogonalising matrices. `make` takes a width and returns what is timed."""
-    if RATE in machine.rates.layers:
-        return machine
-    width = (layer or (ON_CPU if machine.gpu is None else ON_GPU)).width
-    taken = _repeat(make(width), seconds=seconds)
-    how = f"a matrix of {width} x {width}, median of {len(taken)}"
-    rate = Rate(products_of((width, width)) / median(taken), "measured", how)
-    return replace(machine, rates=replace(machine.rates, layers=machine.rates.layers | {RATE: rate}))
 
 
 def _rates_of_adding(kernel: GradientKernel, size: int, width: int, *, halving: bool) -> dict[str, Rate]:

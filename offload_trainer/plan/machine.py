@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import EXACT, Count, Flag, Line, Number, as_kind, parsed, read_back
+from offload_trainer.safe_files import EXACT, Count, Flag, Line, Number, parsed, read_back
 
 _AS_FAST = 0.95
 _ASSUMED_RATE = 200e6  # bytes/s of a drive that was not timed
@@ -223,11 +223,6 @@ class MachineProfile:
     def lacks(self, package: str) -> bool:
         """Return whether `package` is known to be missing on the machine."""
         return self.packages is not None and package not in self.packages
-
-
-def profile_from_json(values: Any) -> MachineProfile:
-    """Return the profile that `to_json` wrote; raise ValueError if `values` is not one."""
-    return as_kind(values, MachineProfile)
 
 
 def named_machines() -> list[str]:

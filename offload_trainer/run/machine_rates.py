@@ -62,13 +62,7 @@ def bench_here(
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.timed_updates import available_updates, gradient_kernels, orthogonalisation
-    from offload_trainer.machine.bench import (
-        Budget,
-        bench_machine,
-        bench_orthogonalisation,
-        bench_sums,
-        dtypes_to_time,
-    )
+    from offload_trainer.machine.bench import Budget, Subjects, bench_machine, dtypes_to_time
     from offload_trainer.machine.link_rates import bench_links
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.machine.rate_cache import keep_rates, refuse_unwritable
@@ -86,17 +80,14 @@ def bench_here(
     if machine.drives:
         most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
         say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and removes it afterwards")
-    timed = bench_machine(
-        machine,
+    subjects = Subjects(
         transfers=io,
         updates=available_updates(say=say),
         dtypes=dtypes_to_time(machine, dtype),
-        budget=budget,
-        say=say,
+        kernels=gradient_kernels("auto", "torch"),
+        orthogonalise=orthogonalisation,
     )
-    timed = bench_sums(timed, gradient_kernels("auto", "torch"), budget=budget, say=say)
-    say("bench: orthogonalising matrices")
-    timed = bench_orthogonalisation(timed, orthogonalisation, seconds=budget.layer_seconds)
+    timed = bench_machine(machine, subjects, budget=budget, say=say)
     if count > 1:
         timed = replace(timed, links=bench_links(timed.links, ranks=count, say=say))
     try:
@@ -203,7 +194,7 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     """
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.timed_updates import gradient_kernels, orthogonalisation, updates_of_run
-    from offload_trainer.machine.bench import Budget, bench_machine, bench_orthogonalisation, bench_sums
+    from offload_trainer.machine.bench import Budget, Subjects, bench_machine
     from offload_trainer.machine.rate_cache import keep_rates
     from offload_trainer.storage.tensorfile import DTYPES
 
@@ -226,25 +217,24 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
         copy_seconds=0.05,
     )
     layer = _layer_of(planned.source.shape, planned.plan, gpu=machine.gpu is not None)
-    updates = updates_of_run(config.optim.kernel, config.optim.moment_dtype)  # may build the kernel, as the run would
+    has_matrices = state_format(config.optim.name, config.optim.moment_dtype).rule.matrices
+    subjects = Subjects(
+        transfers=_ways_to_drives(),
+        updates=updates_of_run(
+            config.optim.kernel, config.optim.moment_dtype
+        ),  # may build the kernel, as the run would
+        dtypes=[config.model.dtype],
+        kernels=gradient_kernels(config.optim.kernel),
+        orthogonalise=orthogonalisation if has_matrices else None,
+    )
     start = time.perf_counter()
     try:
         # A caller's random numbers are those of a start that measures nothing, and equal on all ranks.
         with torch.random.fork_rng(devices=[] if machine.gpu is None else [torch.cuda.current_device()]):
+            drives = tuple(drive for drive in machine.drives if drive.directory in used)
             timed = bench_machine(
-                replace(machine, drives=tuple(drive for drive in machine.drives if drive.directory in used)),
-                transfers=_ways_to_drives(),
-                updates=updates,
-                dtypes=[config.model.dtype],
-                budget=budget,
-                say=lambda _: None,
-                layer=layer,
+                replace(machine, drives=drives), subjects, budget=budget, say=lambda _: None, layer=layer
             )
-            timed = bench_sums(
-                timed, gradient_kernels(config.optim.kernel), budget=budget, say=lambda _: None, layer=layer
-            )
-            if state_format(config.optim.name, config.optim.moment_dtype).rule.matrices:
-                timed = bench_orthogonalisation(timed, orthogonalisation, seconds=budget.layer_seconds, layer=layer)
     except TrainerError as error:
         say(
             f"note: this machine's speed could not be measured, and choices that depend on it stay at defaults: {error}"

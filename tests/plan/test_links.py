@@ -12,8 +12,9 @@ from offload_trainer.config import PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import link_rates, rate_cache
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.plan.machine import Latency, Links, Rate, describe_rates, profile_from_json, read_machine
+from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, describe_rates, read_machine
 from offload_trainer.run.machine_rates import _ranks_to_time
+from offload_trainer.safe_files import parsed
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ def test_two_ranks_time_their_link_and_cache_the_rate(tmp_path: Path, monkeypatc
     rate_cache.keep_rates(here)  # timed again without ranks
     assert rate_cache.with_cached_rates(here).links == found
     assert rate_cache.with_cached_rates(replace(here, gpu="another")).links == Links()
-    again = profile_from_json(json.loads(json.dumps(replace(here, links=found).to_json())))
+    again = parsed(json.dumps(replace(here, links=found).to_json()), MachineProfile)
     assert again.links == found
     assert "all gather" in describe_rates(again)
 
@@ -53,7 +54,7 @@ def test_files_may_leave_out_links() -> None:
     machine = read_machine("8xh100-80gb")
     old = machine.to_json()
     old["links"] = {name: old["links"][name] for name in ("between_gpus", "network", "message")}
-    assert profile_from_json(old) == machine
+    assert parsed(json.dumps(old), MachineProfile) == machine
     assert machine.links.all_gather is None
     assert isinstance(machine.links.between_gpus, Rate)
 

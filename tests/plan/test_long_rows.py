@@ -107,13 +107,6 @@ def test_the_longest_row_fits_and_the_next_does_not(gpu: float, pieces: str) -> 
         assert not make_plan(wish(*words, "--seq-len", str(found + 512)), shape, here).fits
 
 
-def test_pieces_make_longer_rows() -> None:
-    here = machine(gpu=4 * GB)
-    plain = resolve_model(ModelSection(overrides=WIDE), seed=0).shape
-    whole, pieces = (longest_row(wish("--micro-batch", "1"), one, here, world=1, nodes=1) for one in (plain, wide()))
-    assert pieces > 4 * whole
-
-
 def seconds_of_backward(shape: ModelShape, *words: str, timed: bool = False) -> float:
     """Return the backward's computing seconds; `timed` adds a rate for what is not a matrix product."""
     here, rows = read_machine("h200"), ["--seq-len", "8192", "--micro-batch", "1", "model.loss_chunk=8192"]

@@ -12,11 +12,10 @@ from sample_plans import GB, SHAPES, machine, wish
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.deepspeed.zero_buffers import ZeroGathers, gathers, zero_sizes
+from offload_trainer.plan.deepspeed.zero_buffers import gathers, zero_sizes
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.parallel.collectives import (
     Collective,
-    all_to_alls,
     column_products,
     link_seconds,
     refusal,
@@ -46,14 +45,6 @@ def here(*, gpu: int = 80 * GB, **links: Rate) -> MachineProfile:
 
 def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
     return workload(wish(*words), SHAPE, world=world, nodes=nodes, saves=False)
-
-
-def zero(step: Workload, *, stage: int, trained: int, gathered: ZeroGathers | None = None) -> dict[str, float]:
-    """Return the bytes of ZeRO's collectives by phase."""
-    found = Counter[str]()
-    for one in zero_collectives(step, stage=stage, trained=trained, gathered=gathered):
-        found[one.phase] += one.bytes  # type: ignore[assignment]
-    return dict(found)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -123,16 +114,6 @@ def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
     assert 0.9 * 2 * moving < usual.forward + usual.backward < 2 * moving + SHAPE.largest
 
 
-def test_zero_scatters_once_a_step_or_once_a_micro_batch() -> None:
-    step = replace(work("--accumulate", "3"), tensor=2)
-    held = weights_held(SHAPE, 2)
-    each = pytest.approx(3 / 4 * 2 * held)
-    assert zero(step, stage=1, trained=held) == {"backward": each, "update": each}
-    assert zero(step, stage=2, trained=held)["backward"] == pytest.approx(3 * 3 / 4 * 2 * held)
-    found = zero(step, stage=3, trained=held, gathered=ZeroGathers(forward=held, backward=held, update=0))
-    assert found == {"forward": pytest.approx(3 * 3 / 4 * 2 * held), "backward": pytest.approx(6 * 3 / 4 * 2 * held)}
-
-
 def test_tensor_parallel_by_hand() -> None:
     """gpt2-medium has 4 matrices a block, 2 of them split by columns, in 24 blocks with bf16 states of 1024."""
     step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.activation_checkpointing=off")
@@ -147,18 +128,6 @@ def test_tensor_parallel_by_hand() -> None:
     matrices = 24 * 12 * 1024**2
     rest = SHAPE.parameters - matrices
     assert weights_held(SHAPE, 8) == matrices // 8 + rest
-
-
-def test_sequence_parallel_by_hand() -> None:
-    step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
-    step = replace(step, sequence=4)
-    forward, backward = all_to_alls(step)
-    each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # bytes of queries, and equally of keys, values and results: 16 heads of 64
-    assert forward.bytes == backward.bytes == pytest.approx(4 * 24 * 4 * each)
-    _, again = all_to_alls(replace(step, checkpointed=7))
-    assert again.bytes == pytest.approx(4 * (24 + 7) * 4 * each)
-    shared, _ = all_to_alls(replace(step, shape=replace(SHAPE, heads=16, key_heads=4)))
-    assert shared.bytes == pytest.approx(4 * 24 * (2 + 2 / 4) * each)
 
 
 # -- seconds ----------------------------------------------------------------------------------------------------------

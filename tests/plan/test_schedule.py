@@ -87,16 +87,6 @@ def test_short_runs_and_steps_beyond_the_end(schedule):
     assert rates(1, schedule=schedule, warmup_steps=1) == [1.0]  # one step of warm-up alone is the peak
 
 
-def test_cosine_is_torch_s():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-3)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=36, eta_min=2e-4)
-    ours = rates(37, lr=2e-3, schedule="cosine", warmup_steps=0)
-    for rate in ours:
-        assert rate == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
-        optimizer.step()
-        theirs.step()
-
-
 def of_transformers(kind: str, *, warmup: int, steps: int, late: int = 0, **more) -> list[float]:
     """Return the rates of a scheduler that starts `late` steps late, as after steps that overflowed."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)

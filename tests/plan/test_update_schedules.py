@@ -54,14 +54,6 @@ def test_the_fastest_schedule_is_chosen_and_the_others_are_listed(words: tuple[s
 _ALL = (OFF, FORWARD, FULL)
 
 
-def test_a_gain_below_five_percent_changes_nothing() -> None:
-    plan = planned(*DRIVES, "--seq-len", "96")
-    steps = {one.words: one.seconds or 0.0 for one in plan.ways}
-    assert 0.95 * steps[OFF] < steps[FULL] < steps[OFF]
-    assert plan.way == OFF
-    assert sizes(plan).places == 1
-
-
 def test_two_copies_only_if_the_disk_has_room() -> None:
     second = next(item.bytes for item in planned(*BOTH).items if item.name == "state, second copy")
     need = planned(*BOTH).tiers["/ssd"]["need"]

@@ -13,7 +13,6 @@ from offload_trainer.plan.parallel.comm_cost import GPUS
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
-from offload_trainer.plan.tiered.norm_shards import given, norm_parts, piece_width
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.weight_streaming import (
     TransferBytes,
@@ -136,24 +135,3 @@ def test_a_setting_without_effect_is_noted() -> None:
         plan = planned(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
         assert not by_parts(plan)
         assert any("tiered.weight_transfer=all_gather has no effect here" in note for note in plan.notes)
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_every_piece_of_a_norm_is_one_ranks(ordered: bool) -> None:
-    """Checked element by element: the rank in whose part a piece begins computes it, and receives the rest of it."""
-    units, ranks = units_of(SHAPES["gpt2-mini"]), 3
-    sent = 0
-    for unit in units:
-        for place in unit.places:
-            width = piece_width(place.weight.numel, ordered=ordered)
-            parts = [norm_parts(unit, place, width=width, rank=rank, ranks=ranks) for rank in range(ranks)]
-            for rank, its in enumerate(parts):
-                for start in its.starts:
-                    end = min(start + width, its.ends)
-                    got = sum(last - first for _, first, last in its.gets if start == its.starts[-1])
-                    assert min(end, its.has) - start + got == end - start
-                gets = [(other, its_rank, first, end) for its_rank in [rank] for other, first, end in its.gets]
-                assert all(parts[other].gives == (rank, first, end) for other, _, first, end in gets)
-            assert sum(len(its.starts) for its in parts) == -(-place.weight.numel // width)
-            sent += sum(its.gives[2] - its.gives[1] for its in parts if its.gives)
-    assert sent == sum(elements for _, _, elements in given(units, ranks=ranks, ordered=ordered)) > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
@@ -56,81 +57,65 @@ def modes(world: int) -> Iterator[Mode]:
     yield from (Mode(world, stage=1, tensor=count) for count in counts[1:])
 
 
-@dataclass(frozen=True)
-class Row:
-    """One plan in a table. Bytes moved are per step, in the direction that has more."""
-
-    name: str
-    words: str  # command-line settings that run the plan; "": those of the command
-    nodes: int
-    ranks: int
-    tokens_per_step: int
-    micro_batch: int
-    params: str  # placement of the weights: "gpu", "cpu" or "nvme"
-    state: str  # placement of the optimizer state
-    gpu_bytes: int  # per GPU
-    ram_bytes: int  # per node
-    link_bytes: int  # between GPUs, for each
-    network_bytes: int  # per node
-    seconds: float | None  # seconds per step; None: a rate is missing
-    tokens_per_second: float | None
-    lacks: str  # a sentence about what does not fit, or ""
-
-    def cells(self) -> tuple[str, ...]:
-        sizes = (self.gpu_bytes, self.ram_bytes, self.link_bytes, self.network_bytes)
-        return (
-            self.name,
-            str(self.micro_batch),
-            f"{self.params}/{self.state}",
-            *(format_bytes(size) if size else "-" for size in sizes),
-            "unknown" if self.seconds is None else format_seconds(self.seconds),
-            "" if self.tokens_per_second is None else format_count(self.tokens_per_second),
-        )
+Row = dict[str, Any]  # one plan in a table, a stable format of `plan --json`
 
 
 def row_of(plan: Plan, name: str, *, words: str = "") -> Row:
-    """Return the row of a plan."""
+    """Return the row of a plan. `words`: command-line settings that run it; "": those of the command."""
     step = plan.forecast.step
 
     def moved(place: str) -> int:
+        """Return the bytes that a step moves, in the direction that has more."""
         found = [one for one in plan.links if one.place == place]
         return max(sum(one.read for one in found), sum(one.written for one in found))
 
-    return Row(
-        name=name,
-        words=words,
-        nodes=plan.nodes,
-        ranks=plan.world,
-        tokens_per_step=plan.tokens_per_step,
-        micro_batch=plan.micro_batch,
-        params=plan.placement.params,
-        state=plan.placement.optimizer,
-        gpu_bytes=plan.tiers[GPU_NAME]["need"] * plan.nodes // plan.world,
-        ram_bytes=plan.tiers[RAM_NAME]["need"],
-        link_bytes=moved(GPUS),
-        network_bytes=moved(NETWORK),
-        seconds=step,
-        tokens_per_second=None if step is None else plan.tokens_per_step / step,
-        lacks="; ".join(plan.shortfalls()),
+    return {
+        "name": name,
+        "words": words,
+        "nodes": plan.nodes,
+        "ranks": plan.world,
+        "tokens_per_step": plan.tokens_per_step,
+        "micro_batch": plan.micro_batch,
+        "params": plan.placement.params,
+        "state": plan.placement.optimizer,
+        "gpu_bytes": plan.tiers[GPU_NAME]["need"] * plan.nodes // plan.world,  # per GPU
+        "ram_bytes": plan.tiers[RAM_NAME]["need"],  # per node
+        "link_bytes": moved(GPUS),  # between GPUs, for each
+        "network_bytes": moved(NETWORK),  # per node
+        "seconds": step,  # per step; None: a rate is missing
+        "tokens_per_second": None if step is None else plan.tokens_per_step / step,
+        "lacks": "; ".join(plan.shortfalls()),  # a sentence about what does not fit, or ""
+    }
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sizes = (row[f"{place}_bytes"] for place in ("gpu", "ram", "link", "network"))
+    return (
+        row["name"],
+        str(row["micro_batch"]),
+        f"{row['params']}/{row['state']}",
+        *(format_bytes(size) if size else "-" for size in sizes),
+        "unknown" if row["seconds"] is None else format_seconds(row["seconds"]),
+        "" if row["tokens_per_second"] is None else format_count(row["tokens_per_second"]),
     )
 
 
 def scaling(rows: Sequence[Row]) -> list[float | None]:
     """Return each row's tokens/s of a node over those of the first row's node; None where a rate is missing."""
-    speeds = [row.tokens_per_second and row.tokens_per_second / row.nodes for row in rows]
+    speeds = [row["tokens_per_second"] and row["tokens_per_second"] / row["nodes"] for row in rows]
     return [speed and speeds[0] and speed / speeds[0] for speed in speeds]
 
 
 def table(rows: Sequence[Row], *, last: str, ends: Sequence[str]) -> list[str]:
     """Return the lines of a text table, with `ends` in a column named `last`. Rows that do not fit follow it."""
-    fitting = [(*row.cells(), end) for row, end in zip(rows, ends, strict=True) if not row.lacks]
+    fitting = [(*_cells(row), end) for row, end in zip(rows, ends, strict=True) if not row["lacks"]]
     cells = [(*_COLUMNS, last), *fitting]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for name, *numbers, end in cells:
         aligned = (number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True))
         lines.append("  ".join([name.ljust(widths[0]), *aligned, end]).rstrip())
-    return lines + [f"  does not fit: {row.name}: {row.lacks}" for row in rows if row.lacks]
+    return lines + [f"  does not fit: {row['name']}: {row['lacks']}" for row in rows if row["lacks"]]
 
 
 def assumptions(machine: MachineProfile) -> list[str]:

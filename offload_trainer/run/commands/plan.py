@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from offload_trainer.config import (
@@ -78,7 +78,7 @@ def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> Co
     rows = [row_of(plan, f"{plan.nodes} x {gpus} ranks") for plan in plans]
     ratios = scaling(rows)
     lines = table(rows, last="scaling", ends=["" if ratio is None else f"{ratio:.2f}" for ratio in ratios])
-    found = {"scaling": [asdict(row) | {"scaling": ratio} for row, ratio in zip(rows, ratios, strict=True)]}
+    found = {"scaling": [row | {"scaling": ratio} for row, ratio in zip(rows, ratios, strict=True)]}
     if len(plans) == 1:
         lines, found = [plans[0].describe(), *lines], plans[0].to_json() | found
     return Comparison.of(lines, found, machine, plans=plans)
@@ -128,14 +128,14 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     plans.sort(key=lambda one: (not one[1].fits, one[1].forecast.step is None, one[1].forecast.step or 0.0))
     found = [row_of(plan, mode.name, words=_words(mode, plan)) for mode, plan in plans]
     lines = [f"{format_count(rows * work.seq_len)} tokens a step, {world} ranks on {count} node(s)"]
-    lines += table(found, last="runs with", ends=[row.words for row in found])
+    lines += table(found, last="runs with", ends=[row["words"] for row in found])
     lines += [f"  refused: {', '.join(names)}: {reason}" for reason, names in refused.items()]
     values = {
         "tokens_per_step": rows * work.seq_len,
         "ranks": world,
         "nodes": count,
-        "fastest": found[0].name if found[0].seconds is not None and not found[0].lacks else None,
-        "modes": [asdict(row) for row in found],
+        "fastest": found[0]["name"] if found[0]["seconds"] is not None and not found[0]["lacks"] else None,
+        "modes": found,
         "refused": [{"mode": name, "reason": reason} for reason, names in refused.items() for name in names],
     }
     return Comparison.of(lines, values, here, plans=[plan for _, plan in plans])

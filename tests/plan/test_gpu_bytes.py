@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from sample_plans import machine, wish
 from small_architectures import small
 from tracked_bytes import config_of, planned, tracked
@@ -81,12 +80,12 @@ def assert_planned(config: TrainConfig, source: ModelSource) -> None:
         ("gpt2", "on", 128),
         ("gpt2", "a third in host memory", 4096),
         ("gpt2", "off", 128),
-        ("llama, untied", "in host memory", 4096),
+        ("llama, untied", "in host memory", 128),
         ("llama, untied", "off", 4096),
         ("mistral, windows", "a third", 128),
         ("mixtral, experts", "on", 4096),
-        ("deepseek, latent attention", "a third in host memory", 128),
-        ("deepseek, latent attention", "off", 4096),
+        ("deepseek, latent attention", "a third in host memory", 4096),
+        ("deepseek, latent attention", "off", 128),
         ("opt", "a third", 4096),
     ],
 )
@@ -205,16 +204,6 @@ def test_models_that_cannot_be_counted_are_estimated_and_the_plan_says_so(monkey
         assert not any("a rough estimate" in item.why for item in plans[1].items)
 
 
-@pytest.mark.parametrize("kind", ["Blt", "CTRL"])
-def test_an_architecture_that_cannot_be_counted_has_a_shape(kind: str) -> None:
-    """The shape is known even if sizes are stored elsewhere (Blt) or the blocks are unknown (CTRL)."""
-    shape = shape_of(getattr(transformers, f"{kind}Config"))
-    assert shape.on_gpu is shape.on_cpu is None
-    assert shape.layers > 0
-    assert shape.hidden > 0
-    assert shape.widths > 0
-
-
 def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_trace, "_MOST_OPERATIONS", 1000)
     assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
@@ -236,6 +225,8 @@ def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.Fixtur
     for kind in kinds:
         with suppress(AssertionError):  # the defaults do not build a model
             shapes[names[kind]] = shape_of(kind)
+    for name in ("Blt", "CTRL"):  # their sizes are stored elsewhere, or their blocks are unknown
+        assert min(shapes[name].layers, shapes[name].hidden, shapes[name].widths) > 0
     counted = {name: shape for name, shape in shapes.items() if shape.on_gpu is not None}
     assert set(shapes) - set(counted) <= known
     assert len(counted) > 0.7 * (len(kinds) - len(known))

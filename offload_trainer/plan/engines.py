@@ -6,13 +6,11 @@ error messages, one sentence each, with what to change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload_trainer.config import (
     STREAM,
     DeepSpeedSection,
-    ModelSection,
     OptimSection,
     ParallelSection,
     PlacementSection,
@@ -22,7 +20,7 @@ from offload_trainer.config import (
 from offload_trainer.plan.deepspeed.engine import DeepSpeed, DeepSpeedCandidate
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import activation_items, process_items
-from offload_trainer.plan.step_time import UPDATE_START, Bound, Forecast, Traffic, update_rate
+from offload_trainer.plan.step_time import UPDATE_START, Bound, Costs, Forecast, update_rate
 from offload_trainer.plan.tiered.engine import Tiered, TieredCandidate
 from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, RULES
 from offload_trainer.plan.tiers import Item, Placement, TierKind, kind_asked, tiers_of
@@ -88,24 +86,12 @@ class PlainCandidate:
             *activation_items(self.work, tiers=tiers),
         ]
 
-    def traffic(self) -> list[Traffic]:
-        return []
-
-    def links(self) -> list[Traffic]:
-        return []
-
-    def bounds(self) -> list[Bound]:
+    def costs(self) -> Costs:
         if self.machine.gpu is not None:
-            return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
+            return Costs(bounds=[Bound("update", 0.0, "AdamW on the GPU", "adamw")])
         count, rate = self.work.shape.trainable, update_rate(self.work, self.machine)
         seconds = None if rate is None else count / (_SPEED * rate) + UPDATE_START
-        return [Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")]
-
-    def stretch(self) -> float:
-        return 1.0
-
-    def on_top(self) -> Mapping[str, float]:
-        return {}
+        return Costs(bounds=[Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")])
 
     def settled(self, found: Forecast) -> tuple[None, Forecast]:
         return self.sizes, found
@@ -203,10 +189,7 @@ def mistakes_of_compilation(config: TrainConfig) -> list[str]:
 
 def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
     """Return errors for settings that only another engine supports and this one would ignore."""
-    mistakes = []
-    if not isinstance(engine, Tiered):
-        moments = ("fp32", "8bit") if isinstance(engine, DeepSpeed) else ("fp32",)
-        mistakes += only_here(config.placement, config.model, config.optim, engine=engine.name, moments=moments)
+    mistakes = [] if isinstance(engine, Tiered) else _only_of_tiered(engine, config)
     for name, section, default in (
         ("tiered", config.tiered, TieredSection()),
         ("deepspeed", config.deepspeed, DeepSpeedSection()),
@@ -217,37 +200,33 @@ def settings_of_others(engine: Engine, config: TrainConfig) -> list[str]:
     return mistakes
 
 
-def only_here(
-    place: PlacementSection, model: ModelSection, optim: OptimSection, *, engine: str, moments: tuple[str, ...]
-) -> list[str]:
-    """Return settings that only the tiered engine supports and `engine` would ignore; `moments` are its formats."""
+def _only_of_tiered(engine: DeepSpeed | Plain, config: TrainConfig) -> list[str]:
+    """Return settings that only the tiered engine supports and `engine` would ignore."""
+    place, model, optim, stock = config.placement, config.model, config.optim, isinstance(engine, DeepSpeed)
     mistakes = [
-        f"{flag} {share:g} with the {engine} engine: it stores all of the optimizer state in one place; only --engine "
-        "tiered divides it"
+        f"{flag} {share:g} with the {engine.name} engine: it stores all of the optimizer state in one place; only "
+        "--engine tiered divides it"
         for flag, share in place.shares.items()
         if share != "auto"
     ]
-    if place.gradients != "auto":
-        mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
-    if kind_asked(model.offload_activations) == TierKind.DRIVES:
-        mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
-    if engine == "deepspeed" and isinstance(model.activation_checkpointing, int):
-        mistakes.append(
-            f"model.activation_checkpointing={model.activation_checkpointing} belongs to --engine tiered, not to "
-            "deepspeed: use on or off"
-        )
-    if model.base != "model":
-        mistakes.append(f"model.base={model.base} belongs to --engine tiered, not to {engine}: leave it out")
-    if engine == "deepspeed" and model.compile == "on":
-        mistakes.append("model.compile=on belongs to --engine tiered, not to deepspeed: leave it out")
-    if engine == "deepspeed" and model.mlp_chunk not in ("auto", "off"):
-        mistakes.append(f"model.mlp_chunk={model.mlp_chunk} belongs to --engine tiered, not to deepspeed: leave it out")
-    if optim.moment_dtype not in moments:
-        mistakes.append(f"optim.moment_dtype={optim.moment_dtype} belongs to --engine tiered, not to {engine}")
-    if optim.name != "adamw":
-        mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
-    if optim.kernel != "auto":
-        mistakes.append(f"optim.kernel={optim.kernel} belongs to --engine tiered, not to {engine}")
+    settings = {
+        "placement.gradients": (place.gradients != "auto", ""),
+        "model.offload_activations": (kind_asked(model.offload_activations) == TierKind.DRIVES, ": use cpu"),
+        "model.activation_checkpointing": (
+            stock and isinstance(model.activation_checkpointing, int),
+            ": use on or off",
+        ),
+        "model.base": (model.base != "model", ": leave it out"),
+        "model.compile": (stock and model.compile == "on", ": leave it out"),
+        "model.mlp_chunk": (stock and model.mlp_chunk not in ("auto", "off"), ": leave it out"),
+        "optim.moment_dtype": (optim.moment_dtype not in (("fp32", "8bit") if stock else ("fp32",)), ""),
+        "optim.name": (optim.name != "adamw", ""),
+        "optim.kernel": (optim.kernel != "auto", ""),
+    }
+    for setting, (is_set, fix) in settings.items():
+        section, _, key = setting.partition(".")
+        value = getattr(getattr(config, section), key)
+        mistakes += [f"{setting}={value} belongs to --engine tiered, not to {engine.name}{fix}"] if is_set else []
     return mistakes
 
 

@@ -387,11 +387,8 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
 
 def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """Return the plan of one candidate."""
-    items, traffic = one.items(), one.traffic()
-    bounds, stretch, on_top = one.bounds(), one.stretch(), one.on_top()
-    timed_as = work.timed_as(engine)
-    found = forecast(one.work, machine, traffic, bounds, engine=timed_as, stretch=stretch, on_top=on_top)
-    sizes, found = one.settled(found)
+    items, costs = one.items(), one.costs()
+    sizes, found = one.settled(forecast(one.work, machine, costs, engine=work.timed_as(engine)))
     items += reserve_items(machine, here=work.here)
     items += saved_items(work, output=machine.output.directory)
     return Plan(
@@ -414,11 +411,11 @@ def _plan_of(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         items=tuple(items),
         tiers=room_of(items, work, machine),
         shared=shared_filesystems(work, machine),
-        traffic=tuple(traffic),
-        links=tuple(one.links()),
+        traffic=tuple(costs.traffic),
+        links=tuple(costs.links),
         forecast=found,
         rejected=(),
-        notes=(*work.shape.notes, *machine.notes, *_notes(work, traffic, machine), *one.notes()),
+        notes=(*work.shape.notes, *machine.notes, *_notes(work, costs.traffic, machine), *one.notes()),
     )
 
 

@@ -10,7 +10,8 @@ forward (the last section). A phase for which a rate is missing is None.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
+from operator import add
 from statistics import median, quantiles
 
 from offload_trainer.plan.images import without_frozen
@@ -109,31 +110,23 @@ def correction_key(engine: str, phase: str, kind: str, *, ranks: int) -> str:
     return f"{engine}.{phase}.{kind}{f'.{ranks} ranks' if ranks > 1 else ''}"
 
 
-def forecast(
-    work: Workload,
-    machine: MachineProfile,
-    traffic: Sequence[Traffic],
-    bounds: Sequence[Bound],
-    *,
-    engine: str,
-    stretch: float = 1.0,
-    on_top: Mapping[str, float] | None = None,
-) -> Forecast:
-    """Predict the seconds of a step.
+@dataclass(frozen=True)
+class Costs:
+    """The time that one placement of an engine takes in addition to the model's computation."""
 
-    Args:
-        work: the step's counts.
-        machine: the rates; corrections from earlier runs are applied.
-        traffic: bytes moved in each phase.
-        bounds: the engine's bounds in addition to computation and traffic.
-        engine: name under which corrections are stored.
-        stretch: factor by which the update's drive time exceeds simultaneous reading and writing of its bytes.
-        on_top: seconds that a phase takes in addition to its slowest bound.
-    """
-    every = [*computing_bounds(work, machine), *bounds]
+    traffic: Sequence[Traffic] = ()
+    bounds: Sequence[Bound] = ()  # those that do not follow from computation and traffic
+    links: Sequence[Traffic] = ()  # between ranks, for display; their time is in `bounds` and `on_top`
+    stretch: float = 1.0  # the update's drive time exceeds simultaneous reading and writing of its bytes by this factor
+    on_top: Mapping[str, float] = field(default_factory=dict)  # seconds of a phase in addition to its slowest bound
+
+
+def forecast(work: Workload, machine: MachineProfile, costs: Costs, *, engine: str) -> Forecast:
+    """Predict the seconds of a step. Corrections of `machine` from earlier runs of `engine` are applied."""
+    every = [*computing_bounds(work, machine), *costs.bounds]
     for phase in PHASES:
-        longer = stretch if phase == "update" else 1.0
-        moving = _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
+        longer = costs.stretch if phase == "update" else 1.0
+        moving = _traffic_bounds([m for m in costs.traffic if m.phase == phase], machine, phase=phase, stretch=longer)
         if phase != "update" and machine.gpu is None:
             every = _lengthened(every, sum(bound.lost for bound in moving), phase=phase)
             moving = [replace(bound, lost=0.0) for bound in moving]
@@ -151,7 +144,7 @@ def forecast(
     for phase in PHASES:
         known = _longest([bound for bound in every if bound.phase == phase])
         if known is not None:
-            known += ratio(phase, found.kind(phase)) * (on_top or {}).get(phase, 0.0)
+            known += ratio(phase, found.kind(phase)) * costs.on_top.get(phase, 0.0)
         found.seconds[phase] = known
     return found
 
@@ -265,8 +258,9 @@ def _at_once(
     return together + max(left_in / alone_in.value, left_out / alone_out.value, 0.0)
 
 
-def tokens_that_hide_the_update(found: Forecast, *, tokens: int, share: float = 0.1) -> int | None:
-    """Return the tokens per step, by accumulation, from which on the update takes at most `share` of the step."""
+def tokens_that_hide_the_update(found: Forecast, *, tokens: int) -> int | None:
+    """Return the tokens per step, by accumulation, from which on the update takes at most a tenth of the step."""
+    share = 0.1
     forward, backward, update = (found.seconds[phase] for phase in PHASES)
     if forward is None or backward is None or update is None or forward + backward <= 0:
         return None
@@ -293,13 +287,7 @@ class TokenWork:
     tables: int = 0
 
     def __add__(self, other: TokenWork) -> TokenWork:
-        return TokenWork(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.values + other.values,
-            self.logits + other.logits,
-            self.tables + other.tables,
-        )
+        return TokenWork(*map(add, astuple(self), astuple(other)))
 
 
 def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float | None]:
@@ -592,7 +580,7 @@ def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: 
 def _seconds_of_resources(found: Forecast, phase: str, *, gpu: bool) -> dict[str, float]:
     """Return the seconds that a phase takes of each resource.
 
-    What a phase takes on top of its slowest bound (`on_top` in `forecast`) is the time of the cores if the CPU computes
+    What a phase takes on top of its slowest bound (`Costs.on_top`) is the time of the cores if the CPU computes
     the model: they add gradients and copy weights. Waits for other ranks count as such too. The cores also lose
     computation to the transfers of drives.
     """

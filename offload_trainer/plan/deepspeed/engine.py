@@ -29,6 +29,7 @@ from offload_trainer.plan.step_time import (
     PHASES,
     UPDATE_START,
     Bound,
+    Costs,
     Forecast,
     Traffic,
     computing_bounds,
@@ -233,7 +234,11 @@ class DeepSpeedCandidate:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def traffic(self) -> list[Traffic]:
+    def costs(self) -> Costs:
+        links = list(_as_traffic(self._collectives, here=self.work.here))
+        return Costs(self._traffic(), self._bounds(), links, stretch=self._stretch(), on_top=self._on_top())
+
+    def _traffic(self) -> list[Traffic]:
         """Return the bytes that a step moves.
 
         With an NVMe optimizer that is 16 bytes per parameter each way, since fp32 gradients are swapped with the state.
@@ -256,9 +261,6 @@ class DeepSpeedCandidate:
             found.append(Traffic(drive, "update", 0, e * total))
         return found
 
-    def links(self) -> tuple[Traffic, ...]:
-        return tuple(_as_traffic(self._collectives, here=self.work.here))
-
     @cached_property
     def _collectives(self) -> list[Collective]:
         work, stage, gathered = self.work, self.placement.stage, None
@@ -267,7 +269,7 @@ class DeepSpeedCandidate:
         zero = zero_collectives(work, stage=stage, trained=self._bytes.held_trained, gathered=gathered)
         return [*zero, *tensor_collectives(work)]
 
-    def bounds(self) -> list[Bound]:
+    def _bounds(self) -> list[Bound]:
         """Return the bounds of AdamW, on the CPU or on the GPU, and of the collectives that overlap computation."""
         hidden = _as_traffic([one for one in self._collectives if one.hides != "nothing"], here=self.work.here)
         update = Bound("update", 0.0, "AdamW on the GPU", "adamw")
@@ -278,9 +280,9 @@ class DeepSpeedCandidate:
                 rate = stock.value if stock else rate * _SPEED
             seconds = None if rate is None else count / rate + UPDATE_START
             update = Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")
-        return [update, *zero_bounds(list(hidden), self.machine)]  # `on_top` has the other collectives
+        return [update, *zero_bounds(list(hidden), self.machine)]  # `_on_top` has the other collectives
 
-    def stretch(self) -> float:
+    def _stretch(self) -> float:
         """Return the factor by which the drive's time exceeds simultaneous reading and writing of the state.
 
         The first sub-group is read, and the last one is written, without traffic in the other direction. Without
@@ -290,7 +292,7 @@ class DeepSpeedCandidate:
             return 2.0
         return 1 + min(1.0, self.sizes.largest_sub_group / max(1, self.work.shape.trainable))
 
-    def on_top(self) -> Mapping[str, float]:
+    def _on_top(self) -> Mapping[str, float]:
         work, machine = self.work, self.machine
         if machine.gpu is None:
             return {"backward": _HOOKS * work.shape.trainable}

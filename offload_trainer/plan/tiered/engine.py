@@ -23,6 +23,7 @@ from offload_trainer.plan.step_time import (
     PHASES,
     UPDATE_START,
     Bound,
+    Costs,
     Forecast,
     Traffic,
     UnitShare,
@@ -51,7 +52,6 @@ from offload_trainer.plan.tiered.orthogonalisation import seconds_of
 from offload_trainer.plan.tiered.spec import (
     Layouts,
     TierSizes,
-    heap_that_fits,
     left_free,
     shadows_that_fit,
     shares_in_words,
@@ -251,13 +251,13 @@ class Tiered:
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
         each, ram, sizes = one.sizes.format.mean_bytes(one.work.shape), tiers_of(one.machine).ram, one.sizes
-        may_keep = _may_keep_heap(one.work, one.machine)
-        if may_keep and heap_holes(one.work, one.items()) <= left_free(one.machine.ram_bytes):
+        room, may_keep = ram.capacity - left_free(ram.capacity), _may_keep_heap(one.work, one.machine)
+        if may_keep and heap_holes(one.work, one.items()) <= left_free(ram.capacity):
             sizes = replace(sizes, keeps_heap=True)  # The holes are small, so they take precedence over state.
         sizes = shares_that_fit(self.place, sizes, one.machine, trained=trained, each=each, needs=needs)
         if may_keep:
-            sizes = heap_that_fits(sizes, one.machine, needs=lambda sizes: needs(sizes, ram))
-        chosen = sized(shadows_that_fit(sizes, one.machine, needs=lambda sizes: needs(sizes, ram)))
+            sizes = replace(sizes, keeps_heap=needs(replace(sizes, keeps_heap=True), ram) <= room)
+        chosen = sized(shadows_that_fit(sizes, one.machine, needs=needs))
         return replace(chosen, work=replace(chosen.work, keeps_heap=chosen.sizes.keeps_heap))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, TierKind]]:
@@ -360,7 +360,11 @@ class TieredCandidate:
     def _items(self) -> list[Item]:
         return tiered_items(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
 
-    def traffic(self) -> list[Traffic]:
+    def costs(self) -> Costs:
+        return Costs(self._traffic, self._bounds, links=self._links, on_top=self._on_top)
+
+    @cached_property
+    def _traffic(self) -> list[Traffic]:
         return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, tiers=tiers_of(self.machine))
 
     @cached_property
@@ -372,14 +376,15 @@ class TieredCandidate:
     def _by_parts(self) -> dict[str, TransferBytes]:
         return gathered_weights(self.work, self.units, self._laid_out, self.sizes)
 
-    def links(self) -> tuple[Traffic, ...]:
+    @property
+    def _links(self) -> list[Traffic]:
         """Return the bytes that ranks exchange: into and out of each GPU, and those of a node over the network."""
         found = list(self._exchange.links)
         for one in all_to_alls(self.work):
             found.append(Traffic(GPUS, one.phase, round(one.bytes), round(one.bytes)))
             if through := round(one.network(self.work.here)):
                 found.append(Traffic(NETWORK, one.phase, through, through))
-        return tuple(found)
+        return found
 
     @property
     def _waits(self) -> list[Bound]:
@@ -390,16 +395,17 @@ class TieredCandidate:
             found.append(Bound(one.phase, link_seconds(one, self.machine, here=self.work.here), what, "gpus"))
         return found
 
-    def bounds(self) -> list[Bound]:
+    @property
+    def _bounds(self) -> list[Bound]:
         """Return the bounds of the optimizer on GPU and CPU, of transfers between ranks, and of adding gradients.
 
-        Waits between ranks are in `on_top`; those of unknown duration are bounds here, so that the phase is unknown.
+        Waits between ranks are in `_on_top`; those of unknown duration are bounds here, so that the phase is unknown.
         """
         bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
         bounds += bounds_by_parts(self._by_parts, self.machine, ranks=self.work.here)
         bounds += [wait for wait in self._waits if wait.seconds is None]
         if self.placement.params != TierKind.GPU and self.sizes.unit_buffers == 1:
-            bounds += in_turn(self.work, self.machine, self.traffic())
+            bounds += in_turn(self.work, self.machine, self._traffic)
         if self.machine.gpu is not None and (adding := self._adding):
             bounds.append(Bound("backward", adding, "adding gradients in RAM", "memory"))
         return bounds
@@ -537,11 +543,8 @@ class TieredCandidate:
         moved = updates * (2 * self._state_bytes + 4)  # the gradient and the weight have 16 bits
         return 2 * size / moved if moved else 0.0
 
-    def stretch(self) -> float:
-        """Return the factor by which the update's drive time exceeds simultaneous reading and writing of its bytes."""
-        return 1.0
-
-    def on_top(self) -> Mapping[str, float]:
+    @property
+    def _on_top(self) -> Mapping[str, float]:
         """Return the seconds that each phase takes in addition to the slowest of its bounds."""
         waited = dict.fromkeys(PHASES, 0.0)
         for wait in self._waits:
@@ -549,7 +552,7 @@ class TieredCandidate:
         if self.machine.gpu is None:  # the cores that compute also add gradients and copy weights from RAM
             waited["backward"] += self._adding
             if self.placement.params == TierKind.RAM and (memory := self.machine.rates.memory):
-                for moved in self.traffic():
+                for moved in self._traffic:
                     if moved.place == DEVICE_COPIES and moved.phase != "update":
                         waited[moved.phase] += 2 * moved.read / memory.value
         return waited

@@ -197,31 +197,22 @@ def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: in
 
 _LARGE = 64 * 10**9  # bytes of RAM
 _GRADIENT = 4  # upper limit of bytes per element; gradients stay on the GPU if the state is there
-Needs = Callable[[TierSizes], int]  # returns the bytes needed on one tier
+Needs = Callable[[TierSizes, Tier], int]  # returns the bytes that sizes need on a tier
 
 
 def shares_that_fit(
-    section: PlacementSection,
-    sizes: TierSizes,
-    machine: MachineProfile,
-    *,
-    trained: int,
-    each: float,
-    needs: Callable[[TierSizes, Tier], int],
+    section: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, each: float, needs: Needs
 ) -> TierSizes:
     """Return `sizes` with the shares of `auto` computed.
 
-    `trained` is the number of elements that have state, `each` the mean bytes of an element's. `needs` returns the
-    bytes that sizes need on a tier.
+    `trained` is the number of elements that have state, `each` the mean bytes of an element's.
     """
     if section.optimizer != "auto":
         return sizes
-    tiers = tiers_of(machine)
     if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
-        room = machine.gpu_bytes - gpu_reserve(machine)
-        sizes = _fill_gpu(section, sizes, room, trained=trained, each=each, needs=lambda sizes: needs(sizes, tiers.gpu))
+        sizes = _fill_gpu(section, sizes, machine, trained=trained, each=each, needs=needs)
     if section.ram_fraction == "auto" and section.nvme:
-        sizes = _fill_ram(sizes, machine.ram_bytes, state=each * trained, needs=lambda sizes: needs(sizes, tiers.ram))
+        sizes = _fill_ram(sizes, machine, state=each * trained, needs=needs)
     return sizes
 
 
@@ -235,13 +226,13 @@ def left_free(ram: int) -> int:
 
 
 def _fill_gpu(
-    section: PlacementSection, sizes: TierSizes, have: int, *, trained: int, each: float, needs: Needs
+    section: PlacementSection, sizes: TierSizes, machine: MachineProfile, *, trained: int, each: float, needs: Needs
 ) -> TierSizes:
-    """Return the sizes with the largest GPU share that needs at most `have` bytes.
+    """Return the sizes with the largest GPU share that fits.
 
     The share is a multiple of 1/1000, or all that the other tiers' shares leave.
     """
-    in_ram = 0.0 if section.ram_fraction == "auto" else section.ram_fraction
+    in_ram, gpu = 0.0 if section.ram_fraction == "auto" else section.ram_fraction, tiers_of(machine).gpu
 
     def shared(share: float) -> TierSizes:
         one = replace(sizes, gpu_fraction=share, ram_fraction=in_ram)
@@ -249,7 +240,7 @@ def _fill_gpu(
 
     share = replace(sizes, gpu_fraction=0.0, ram_fraction=in_ram).on_drives
     while share > 0:
-        over = needs(shared(share)) - have
+        over = needs(shared(share), gpu) - (machine.gpu_bytes - gpu_reserve(machine))
         if over <= 0:
             return shared(share)
         # This reduction never overshoots: each element of state needs its own bytes and at most one gradient's.
@@ -257,12 +248,13 @@ def _fill_gpu(
     return sizes
 
 
-def _fill_ram(sizes: TierSizes, have: int, *, state: float, needs: Needs) -> TierSizes:
+def _fill_ram(sizes: TierSizes, machine: MachineProfile, *, state: float, needs: Needs) -> TierSizes:
     """Return `sizes` if its RAM share fits, otherwise with the largest multiple of 1/1000 that leaves a margin."""
-    if needs(sizes) <= have:
+    ram = tiers_of(machine).ram
+    if needs(sizes, ram) <= ram.capacity:
         return sizes
     # State on a drive also needs page buffers in RAM, so the bytes are those of a plan without any state in RAM.
-    spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))
+    spare = ram.capacity - left_free(ram.capacity) - needs(replace(sizes, ram_fraction=0.0), ram)
     share = max(0, spare) / state
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
 
@@ -270,25 +262,16 @@ def _fill_ram(sizes: TierSizes, have: int, *, state: float, needs: Needs) -> Tie
 def shadows_that_fit(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:
     """Return `sizes` with shadow memory for as much of the state in RAM as the RAM that is left holds.
 
-    `needs` returns the bytes of RAM that sizes need. Without a GPU the model and the update share the cores. Starting
-    early would only move the update's seconds into the backward and add those of copying the old bytes.
+    Without a GPU the model and the update share the cores. Starting early would only move the update's seconds into the
+    backward and add those of copying the old bytes.
     """
     if not sizes.ahead or machine.gpu is None:
         return sizes
-    have, used = machine.ram_bytes - left_free(machine.ram_bytes), needs(sizes)
-    whole = needs(replace(sizes, shadow_fraction=1.0)) - used
+    ram = tiers_of(machine).ram
+    have, used = ram.capacity - left_free(ram.capacity), needs(sizes, ram)
+    whole = needs(replace(sizes, shadow_fraction=1.0), ram) - used
     share = min(1.0, max(0, have - used) / whole) if whole else 0.0
     return replace(sizes, shadow_fraction=int(1000 * share) / 1000)
-
-
-def heap_that_fits(sizes: TierSizes, machine: MachineProfile, *, needs: Needs) -> TierSizes:
-    """Return `sizes` with a heap that keeps freed memory if the RAM holds what it needs, otherwise without one.
-
-    `needs` returns the bytes of RAM that sizes need.
-    """
-    kept = replace(sizes, keeps_heap=True)
-    fits = needs(kept) <= machine.ram_bytes - left_free(machine.ram_bytes)
-    return kept if fits else replace(sizes, keeps_heap=False)
 
 
 def shares_in_words(shares: dict[str, float]) -> str:

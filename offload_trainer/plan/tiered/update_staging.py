@@ -59,26 +59,15 @@ def routes_of(homes: TierMap, *, is_gpu: bool) -> tuple[Route, ...]:
 
 def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
     """Return the route of one page; see `routes_of`."""
-    gradient, weights = homes.gradients[page.unit], homes.weights[page.unit]
-    host: set[Part] = set()
-    device: set[Part] = set()
+    parts: dict[Part, int] = {"gradient": homes.gradients[page.unit], "weights": homes.weights[page.unit]}
     if page.home == DEVICE:
-        if gradient != DEVICE:
-            device.add("gradient")
-        if weights != DEVICE:
-            device.add("weights")
-        if on_drive(gradient):
-            host.add("gradient")
-        if on_drive(weights):
-            host.add("weights")
-        return Route(number, page, frozenset(host), frozenset(device))
-    if not in_memory(page.home):
-        host.add("state")
-    if not in_memory(gradient):
-        host.add("gradient")
-    if not in_memory(weights) and (is_gpu or weights != DEVICE):
-        host.add("weights")
-    return Route(number, page, frozenset(host), frozenset())
+        host = frozenset(part for part, home in parts.items() if on_drive(home))
+        return Route(number, page, host, frozenset(part for part, home in parts.items() if home != DEVICE))
+    parts["state"] = page.home
+    direct = {part for part, home in parts.items() if in_memory(home)}
+    if parts["weights"] == DEVICE and not is_gpu:
+        direct.add("weights")
+    return Route(number, page, frozenset(parts) - direct, frozenset())
 
 
 def host_slot(routes: Sequence[Route], *, format: StateFormat, gradient: int, weight: int) -> SlotBytes:

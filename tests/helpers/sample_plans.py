@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import load_config
 
@@ -19,6 +21,21 @@ def machine(*, gpu: int = 0, ram: int = 64 * GB, drive: int = 500 * GB) -> Machi
         cores=8,
         drives=(DriveFacts("/ssd", drive, "ext4"),),
         output=DriveFacts("/out", 1000 * GB, "ext4"),
+    )
+
+
+def rate(value: float) -> Rate:
+    return Rate(value, "measured", "for a test")
+
+
+def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, update: float = 1e9) -> MachineProfile:
+    """Return a machine without a GPU whose every rate is known."""
+    here = machine()
+    rates = DriveRates(read=rate(drive), write=rate(drive), mixed_read=rate(mixed), mixed_write=rate(mixed))
+    return replace(
+        here,
+        drives=(replace(here.drives[0], rates=rates),),
+        rates=Rates(matmul={"bf16": rate(matmul)}, memory=rate(50e9), update={"native": rate(update)}),
     )
 
 

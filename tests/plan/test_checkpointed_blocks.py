@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, wish
-from test_time import timed
+from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, rate, wish
 
 from offload_trainer.cli import main
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
@@ -15,10 +15,6 @@ from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import units_of
-
-
-def rate(value: float) -> Rate:
-    return Rate(value, "assumed", "for a test")
 
 
 def cluster(**links: Rate | Latency) -> MachineProfile:

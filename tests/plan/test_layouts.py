@@ -9,8 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from sample_plans import SHAPES, wish
-from test_time import timed
+from sample_plans import SHAPES, timed, wish
 
 from offload_trainer.plan.planner import resolve_and_plan
 from offload_trainer.plan.shape import ModelShape, Weight

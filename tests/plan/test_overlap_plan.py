@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sample_plans import SHAPES, machine, wish
-from test_time import timed
+from sample_plans import SHAPES, machine, timed, wish
 
 from offload_trainer.plan import planner
 from offload_trainer.plan.machine import MachineProfile

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from sample_plans import GB, SHAPES, machine, wish
+from sample_plans import GB, SHAPES, machine, rate, wish
 
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
@@ -31,10 +31,6 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.run.commands.plan import compare_modes
 
 SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
-
-
-def rate(value: float) -> Rate:
-    return Rate(value, "assumed", "for a test")
 
 
 def here(*, gpu: int = 80 * GB, **links: Rate) -> MachineProfile:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, wish
+from sample_plans import GB, SHAPES, least_ram, machine, rate, timed, wish
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates, layer_key
+from offload_trainer.plan.machine import MachineProfile, layer_key
 from offload_trainer.plan.planner import make_plan, resolve_and_plan
 from offload_trainer.plan.step_time import (
     UPDATE_START,
@@ -19,21 +19,6 @@ from offload_trainer.plan.step_time import (
     steady_ratios,
 )
 from offload_trainer.plan.tiered.spec import TierSizes
-
-
-def rate(value: float) -> Rate:
-    return Rate(value, "measured", "for a test")
-
-
-def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, update: float = 1e9) -> MachineProfile:
-    """Return a machine without a GPU whose every rate is known."""
-    here = machine()
-    rates = DriveRates(read=rate(drive), write=rate(drive), mixed_read=rate(mixed), mixed_write=rate(mixed))
-    return replace(
-        here,
-        drives=(replace(here.drives[0], rates=rates),),
-        rates=Rates(matmul={"bf16": rate(matmul)}, memory=rate(50e9), update={"native": rate(update)}),
-    )
 
 
 def test_without_rates_seconds_are_unknown() -> None:

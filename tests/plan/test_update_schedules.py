@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from sample_plans import GB, SHAPES, least_ram, machine, wish
-from test_time import timed
+from sample_plans import GB, SHAPES, least_ram, machine, timed, wish
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile, read_machine

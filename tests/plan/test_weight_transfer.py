@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sample_plans import GB, SHAPES, machine, wish
-from test_cluster import rate
+from sample_plans import GB, SHAPES, machine, rate, wish
 
 from offload_trainer.plan.machine import Links, MachineProfile, Rates
 from offload_trainer.plan.parallel.comm_cost import GPUS

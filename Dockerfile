@@ -22,8 +22,8 @@ RUN case "$CARD" in \
     *) echo "CARD=$CARD: volta (and Pascal), turing (and later), or cpu" >&2; exit 2 ;; \
     esac
 ARG EXTRAS=tensorboard,hf
-# DeepSpeed compiles its kernels at the first run, with g++ and libaio's header; Triton and torch.compile need g++ too.
-RUN case ",$EXTRAS," in *,deepspeed,*|*,adamw8bit,*|*,all,*) \
+# Triton compiles its launcher at the first run, and DeepSpeed its kernels, with g++ and libaio's header.
+RUN case "$CARD,$EXTRAS," in turing,*|volta,*|*,deepspeed,*|*,adamw8bit,*|*,all,*) \
     apt-get update -q && apt-get install -y -q --no-install-recommends g++ libaio-dev && rm -rf /var/lib/apt/lists/* ;; \
     esac
 RUN --mount=type=bind,from=release,source=/release,target=/release \

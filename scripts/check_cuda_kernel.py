@@ -1,17 +1,15 @@
-"""Check the CUDA Adam kernel (adam.cu): its compilation with NVRTC and, on a GPU, its results and its speed.
+"""Check the Triton function of the GPU update (triton_adam.py): its compiled code and, on a GPU, its results and speed.
 
-    check_cuda_kernel.py [--nvrtc LIBRARY ...] [--elements 4194304] [--json FILE]
+    check_cuda_kernel.py [--elements 4194304] [--json FILE]
 
-    compiled  by each NVRTC (those listed, else torch's): for the GPU or, without one, for each supported
-              architecture, in both variants (with and without FMA)
-    code      the PTX rounds each fp32 operation to nearest even and flushes no denormals to zero; it has exactly
-              two FMAs an element in the one variant and none in the other
+    code      for the GPU or, without one, for each supported architecture: the PTX rounds each fp32 operation to
+              nearest even and flushes no denormals to zero; it has exactly two FMAs an element, or none for CPUs
+              without FMA
     bits      on the GPU: equal to the CPU kernel's, for every state format
     speed     on the GPU: updates pages in rotation that together exceed its caches; GB/s counts the bytes that the
               update must read and write
 
-Exits with 1 if a check failed and 3 if nothing could be checked. Compiling needs NVRTC alone (pip download --no-deps
-nvidia-cuda-nvrtc-cu12, then unzip): no GPU, driver or CUDA build of torch.
+Exits with 1 if a check failed. Compiling needs Triton alone: no GPU, driver or CUDA build of torch.
 """
 
 import argparse
@@ -22,27 +20,34 @@ import time
 from pathlib import Path
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from offload_trainer.errors import TrainerError
-from offload_trainer.optim.cuda_adam import SOURCE, CudaKernel, choose_cuda_kernel, defines
+from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, constants
 from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
-from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
 from offload_trainer.optim.rules import adamw_of
+from offload_trainer.optim.triton_adam import adamw
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
-CARDS = {60, 70, 75, 80, 86, 89, 90, 100, 120}  # P100, V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
+CARDS = (70, 75, 80, 86, 89, 90, 100, 120)  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
 # The fp32 instructions allowed in PTX: arithmetic that rounds to nearest even, and instructions without arithmetic.
-EXACT = re.compile(r"(add|sub|mul|div|sqrt|fma)\.rn\.f32|cvt\.rn\.f32\.u32|(ld|st|mov|selp|setp|neg|abs)\b.*")
+EXACT = re.compile(
+    r"(add|sub|mul|div|sqrt|fma)\.rn\.f32(x2)?|cvt\.rn\.(f32\.[us]32|f16(x2)?\.f32)|cvt\.f32\.f16"
+    r"|(ld|st|mov|selp|setp|neg|abs)\b.*"
+)
+TYPES = {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}  # of moments
 
 
 def faults_of(ptx: str, *, fuses: bool) -> list[str]:
     """Return the faults in PTX source: inexact fp32 instructions, a wrong number of FMAs, or spilled registers."""
     operations = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]*f32[\w.]*)\s", ptx, flags=re.MULTILINE)
     faults = sorted({name for name in operations if not EXACT.fullmatch(name) or "ftz" in name})
-    roots, fused = operations.count("sqrt.rn.f32"), operations.count("fma.rn.f32")  # each element takes one square root
+    roots = operations.count("sqrt.rn.f32")  # each element takes one
+    fused = operations.count("fma.rn.f32") + 2 * operations.count("fma.rn.f32x2")
     if not roots or fused != (2 * roots if fuses else 0):
         faults.append(f"{fused} FMA for {roots} elements")
     if ".local" in ptx:
@@ -50,18 +55,33 @@ def faults_of(ptx: str, *, fuses: bool) -> list[str]:
     return faults
 
 
-def check_compiler(nvrtc: Nvrtc, cards: set[int]) -> list[dict]:
-    """Compile the kernel for each of `cards` that this NVRTC supports, and return one result row for each."""
-    rows, source = [], SOURCE.read_bytes()
-    for card in sorted(cards & set(nvrtc.architectures())):
-        row = {"nvrtc": nvrtc.version, "card": f"sm_{card}", "faults": []}
-        for fuses in (True, False):
-            text, code = (
-                nvrtc.compile(source, name=SOURCE.name, defines=defines(fuses=fuses), architecture=card, ptx=ptx)
-                for ptx in (True, False)
-            )
-            row["faults"] += faults_of(text.rstrip(b"\0").decode(), fuses=fuses)
-            row["bytes"] = len(code)
+def ptx_for(card: int, *, moments: str, given: str | None, fuses: bool, whole: bool) -> str:
+    """Compile the function for a card; `given` is the type of gradients and new weights (None: fp32, no weights)."""
+    signature = dict.fromkeys(adamw.arg_names, "*fp32")
+    signature |= dict.fromkeys(("table", "nearest", "lower"), "*i32")
+    signature |= dict.fromkeys(("first_moments", "second_moments"), TYPES[moments])
+    fixed = constants(fuses=fuses, whole=whole)
+    if moments != "8bit":
+        fixed |= {"first_scales": None, "second_scales": None}
+    if given is None:
+        fixed["out"] = None
+    else:
+        signature |= {"grad": given, "out": given}
+    signature |= dict.fromkeys(fixed, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type != "constexpr"}
+    source = ASTSource(adamw, signature=signature, constexprs=fixed, attrs=aligned)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options).asm["ptx"]
+
+
+def check_code(card: int) -> list[dict]:
+    """Compile the function for a card with each type once, and return a result row for each format of moments."""
+    rows = []
+    for moments in TYPES:
+        row = {"triton": triton.__version__, "card": f"sm_{card}", "moments": moments, "faults": []}
+        for given, fuses, whole in (("*i16", True, True), ("*fp16", False, True), (None, True, False)):
+            code = ptx_for(card, moments=moments, given=given, fuses=fuses, whole=whole)
+            row["faults"] += faults_of(code, fuses=fuses)
         rows.append(row)
     return rows
 
@@ -144,20 +164,12 @@ def check_gpu(n: int) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvrtc", nargs="*", type=Path, default=[])
     parser.add_argument("--elements", type=int, default=2**22)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows: list[dict] = []
-    compilers = [Nvrtc(load_nvrtc(str(path.resolve()))) for path in options.nvrtc]
-    try:
-        compilers = compilers or [find_nvrtc()]
-    except TrainerError as error:
-        print(f"nothing is compiled: {error}", file=sys.stderr)
     here = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if here else (0, 0)
-    for compiler in compilers:
-        rows += check_compiler(compiler, {10 * major + minor} if here else CARDS)
+    rows = [row for card in ((10 * major + minor,) if here else CARDS) for row in check_code(card)]
     if here:
         rows += check_gpu(options.elements)
     else:
@@ -167,7 +179,7 @@ def main() -> int:
         print("; ".join(row["faults"]) or "right")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 1 if any(row["faults"] for row in rows) else 0 if rows else 3
+    return 1 if any(row["faults"] for row in rows) else 0
 
 
 if __name__ == "__main__":

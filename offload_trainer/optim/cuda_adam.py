@@ -1,15 +1,15 @@
-"""The optimizer update for state in GPU memory: adam.cu, compiled at run time for the GPU that is present.
+"""The optimizer update for state in GPU memory: launches of triton_adam.py's function, which has the CPU kernel's bits.
 
-Its results equal those of the CPU kernel bit for bit. `choose_cuda_kernel` checks this on the GPU before training
-starts. If the check or the compilation fails, all optimizer state stays in RAM and on NVMe; there is no slower GPU
-fallback. Keep the ctypes structures below in step with the structs of adam.cu.
+`choose_cuda_kernel` compares them on the GPU before training starts. If Triton cannot run there or differs, all
+optimizer state stays in RAM and on NVMe; there is no slower GPU fallback. Triton compiles the function at its first
+launch with each combination of dtypes, in seconds, and keeps the code in its cache (TRITON_CACHE_DIR, by default
+~/.triton/cache) for later processes.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -17,15 +17,14 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
-from offload_trainer.optim.nvrtc import Gpu, gpu_of
-from offload_trainer.optim.rules import TYPES, AdamStep, step_constants
+from offload_trainer.optim.rules import AdamStep, step_constants
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.tiered.layout import BLOCK_8BIT
-from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, MOMENTS, StateFormat, scales_of
+from offload_trainer.plan.tiered.state_formats import MOMENTS, StateFormat, scales_of
 from offload_trainer.storage.tensorfile import DTYPES
 
-SOURCE = Path(__file__).with_name("adam.cu")
-_WARPS, _LANES, _PARTS = 8, 32, 64  # must equal WARPS, LANES and PARTS in adam.cu
+_PARTS = 64  # parts of a launch, and one that marks the end; a power of two
+_NEVER = 2**31 - 1  # the start and the end of parts that are not used
 
 
 _FIT = set[torch.device]()  # devices on which the kernel has passed the comparison in this process
@@ -34,15 +33,14 @@ _FIT = set[torch.device]()  # devices on which the kernel has passed the compari
 def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel | None, str]:
     """Return the kernel for pages on the GPU `place`, or None, together with a sentence for the log.
 
-    The kernel is None, and the sentence gives the reason, if no build of it matches `beside` bit for bit. `beside` is
-    the CPU kernel that updates the other pages: results must not depend on the placement of the state.
+    The kernel is None, and the sentence gives the reason, if it cannot be compiled or does not match `beside` bit for
+    bit. `beside` is the CPU kernel that updates the other pages: results must not depend on the placement of the state.
     """
     try:
         kernel = _checked_kernel(place, beside)
     except Exception as error:
         return None, f"The update on {place}: not used, so that no state can live there: {_reason(error)}"
-    gpu = kernel.gpu
-    return kernel, f"The update on {gpu.place}: compiled for sm_{gpu.capability}, checked to give the CPU's bits."
+    return kernel, f"The update on {kernel.place}: compiled by Triton {kernel.version}, checked to give the CPU's bits."
 
 
 def why_no_cuda_kernel(place: torch.device) -> str | None:
@@ -61,11 +59,14 @@ def why_no_cuda_kernel(place: torch.device) -> str | None:
 
 
 def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
-    """Compile the kernel for `place` and compare it with `beside` there. Errors of torch and the driver propagate."""
-    gpu = gpu_of(place)
+    """Return the kernel for `place` after a comparison with `beside` there. Errors of torch and Triton propagate."""
+    if torch.version.hip:
+        raise TrainerError("the kernel was tried on NVIDIA's GPUs only, and this torch was built for ROCm")
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
     for fuses in (True, False):  # the CPU kernel uses FMA or not, depending on the CPU (FUSES in native/numbers.h)
-        kernel = CudaKernel(gpu, fuses=fuses)
-        if matches_bitwise(beside, kernel, device=gpu.place, several_pages=True):
+        kernel = CudaKernel(place, fuses=fuses)
+        if matches_bitwise(beside, kernel, device=place, several_pages=True):
             return kernel
     raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
 
@@ -77,74 +78,61 @@ def _reason(error: Exception) -> str:
 
 
 class _Part(ctypes.Structure):
-    """adam.cu's Part."""
+    """Elements that share hyperparameters and step number."""
 
-    _fields_ = (("start", ctypes.c_uint32), ("end", ctypes.c_uint32), ("step", AdamStep))
+    _fields_ = (("start", ctypes.c_int32), ("end", ctypes.c_int32), ("step", AdamStep))
 
 
-class _Moment(ctypes.Structure):
-    """adam.cu's Moment."""
+class _Table(ctypes.Structure):
+    """The numbers of a launch, as triton_adam.py reads them."""
 
     _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("map", ctypes.c_void_p),
-        ("keys", ctypes.c_uint32 * 2),
+        ("first", ctypes.c_uint64),  # index of the first page's first element in its unit
+        ("apart", ctypes.c_int32),  # fp32 words from a page's state to the next page's
+        ("elements", ctypes.c_int32),  # of each page
+        ("begin", ctypes.c_int32),  # start of the first part
+        ("keys", (ctypes.c_uint32 * 2) * len(MOMENTS)),  # keys of the random bits
+        ("part", _Part * _PARTS),  # in elements of all pages, ascending
     )
 
 
-class _Page(ctypes.Structure):
-    """adam.cu's Page."""
-
-    _fields_ = (
-        ("master", ctypes.c_void_p),
-        ("moments", _Moment * 2),
-        ("grad", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("nearest", ctypes.c_void_p),
-        ("lower", ctypes.c_void_p),
-        ("cells", ctypes.c_void_p),
-        ("first", ctypes.c_uint64),
-        ("grad_type", ctypes.c_uint32),
-        ("out_type", ctypes.c_uint32),
-    )
-
-
-class _Pages(ctypes.Structure):
-    """adam.cu's Pages."""
-
-    _fields_ = (
-        ("page", _Page),
-        ("apart", ctypes.c_uint64),
-        ("elements", ctypes.c_uint32),
-        ("begin", ctypes.c_uint32),
-        ("parts", ctypes.c_uint32),
-        ("part", _Part * _PARTS),
-    )
-
-
-def defines(*, fuses: bool) -> dict[str, int]:
-    """Return the macros that adam.cu is compiled with; `fuses` selects FMA, as the CPU kernel uses it or not."""
-    return {"FUSES": int(fuses), "PAGES_BYTES": ctypes.sizeof(_Pages)}
+def constants(*, fuses: bool, whole: bool, rows: int = 4) -> dict[str, int]:
+    """Return the constants that triton_adam.py's function is compiled with."""
+    return {"FUSES": fuses, "WHOLE": whole, "PARTS": _PARTS, "ROWS": rows, "COLUMNS": BLOCK_8BIT}
 
 
 class CudaKernel:
-    """The kernel adam.cu. It launches on torch's current stream, once per 64 parts, and does not synchronise.
+    """The update in Triton. It launches on torch's current stream, once per 63 parts, and does not synchronise.
 
     It also updates several pages of equal size that follow each other in their unit. Their `fields` are 2-D: row i is
     the field of page i, all rows are equally far apart, and `grad`, `out` and `parts` cover all pages.
-
-    Raises:
-        TrainerError: adam.cu cannot be compiled or loaded.
     """
 
     name = "cuda"
 
-    def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
-        self.gpu = gpu
-        self._kernels = gpu.load(SOURCE, list(map(str, ADAMW_FORMATS)), defines=defines(fuses=fuses))
-        self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
-        self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
+    def __init__(self, place: torch.device, *, fuses: bool, rows: int = 4) -> None:
+        """Prepare for pages on `place`.
+
+        Args:
+            place: the GPU; the CPU for Triton's interpreter.
+            fuses: use FMA where the CPU kernel does if its CPU has it.
+            rows: blocks of 256 elements for each of Triton's programs, a power of two.
+
+        Raises:
+            TrainerError: there is no Triton.
+        """
+        try:
+            import triton
+
+            from offload_trainer.optim.triton_adam import adamw
+        except ImportError as error:
+            raise TrainerError(
+                f"Triton, which comes with torch's wheels for CUDA, cannot be imported: {error}"
+            ) from error
+        self.place, self.version, self._rows = place, triton.__version__, rows
+        self._function, self._fuses = adamw, fuses
+        tables = (dynamic_map(True), dynamic_map(False), nearest_table(True), lower_table(), cells())
+        self._tables = [table.to(place) for table in tables]
 
     def update_page(
         self,
@@ -160,27 +148,36 @@ class CudaKernel:
         self._check(fields, grad, out, parts, format=format)
         assert noise is not None or not format.moments.stochastic
         master = fields["master"]
-        pages = _Pages(apart=_apart(master), elements=master.shape[-1])
-        page = pages.page
-        page.grad, page.grad_type = grad.data_ptr(), TYPES[grad.dtype]
-        page.master = master.data_ptr()
-        if out is not None:
-            page.out, page.out_type = out.data_ptr(), TYPES[out.dtype]
-        page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)
-        for place, table, moment in zip(page.moments, self._maps, MOMENTS, strict=True):
-            place.values, place.map = fields[moment].data_ptr(), table.data_ptr()
-            if format.moments.block:
-                place.scales = fields[scales_of(moment)].data_ptr()
+        table = _Table(apart=_apart(master) // 4, elements=master.shape[-1])
+        for keys, moment in zip(table.keys, MOMENTS, strict=True):
             bits = Bits() if noise is None else noise.bits(moment)
-            page.first, place.keys = bits.first, bits.keys
-        for start in range(0, len(parts), _PARTS):
-            some = parts[start : start + _PARTS]
-            pages.begin, pages.parts = some[0].start, len(some)
-            for slot, part in zip(pages.part, some, strict=False):
-                slot.start, slot.end = part.start, part.end
-                slot.step = step_constants(part.hyper, scale=scale, step=part.step)
-            blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
-            self.gpu.launch(self._kernels[str(format)], pages, blocks=blocks, threads=_WARPS * _LANES)
+            table.first, keys[:] = bits.first, bits.keys
+        names = ["master", *MOMENTS, *(scales_of(moment) for moment in MOMENTS)]
+        tensors = [*(fields.get(name) for name in names), grad, out]
+        given = [_without_bf16(tensor) for tensor in tensors]
+        for start in range(0, len(parts), _PARTS - 1):
+            some = parts[start : start + _PARTS - 1]
+            table.begin = some[0].start
+            table.part = (_Part * _PARTS)(
+                *(_Part(p.start, p.end, step_constants(p.hyper, scale=scale, step=p.step)) for p in some),
+                *(_Part(_NEVER, _NEVER) for _ in range(_PARTS - len(some))),
+            )
+            self._launch(table, given, blocks=-(-(some[-1].end - some[0].start) // BLOCK_8BIT), end=some[-1].end)
+
+    def _launch(self, table: _Table, given: Sequence[torch.Tensor | None], *, blocks: int, end: int) -> None:
+        """Queue one launch, for blocks of 256 elements from the table's first part on; the last part ends at `end`."""
+        numbers = torch.frombuffer(bytearray(table), dtype=torch.int32)
+        if self.place.type == "cuda":  # from pinned memory, so that the copy waits for nothing
+            numbers = numbers.pin_memory().to(self.place, non_blocking=True)
+        with torch.cuda.device_of(numbers):
+            self._function[(-(-blocks // self._rows),)](
+                numbers,
+                *given,
+                *self._tables,
+                **constants(fuses=self._fuses, whole=end % BLOCK_8BIT == 0, rows=self._rows),
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
 
     def _check(
         self,
@@ -191,7 +188,7 @@ class CudaKernel:
         *,
         format: StateFormat,
     ) -> None:
-        """Assert the sizes, dtypes and alignment that adam.cu relies on; nothing else checks the addresses."""
+        """Assert the sizes, dtypes and alignment that the function relies on; nothing else checks the addresses."""
         master = fields["master"]
         n, each = master.numel(), master.shape[-1]
         assert n < 2**31
@@ -204,7 +201,7 @@ class CudaKernel:
             assert fields[name].dtype is DTYPES[field.dtype], name
         flat = [grad, *([] if out is None else [out])]
         assert all(tensor.is_contiguous() and tensor.numel() >= n for tensor in flat)
-        assert all(tensor.device == self.gpu.place for tensor in (*fields.values(), *flat))
+        assert all(tensor.device == self.place for tensor in (*fields.values(), *flat))
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (*fields.values(), *flat))
         assert _apart(master) % 16 == 0
         end = 0
@@ -218,3 +215,8 @@ class CudaKernel:
 def _apart(field: torch.Tensor) -> int:
     """Return the bytes from a page's field to the next page's; 0 if there is only one page."""
     return field.stride(0) * field.element_size() if field.dim() == 2 else 0
+
+
+def _without_bf16(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor of bf16 as int16, as the function takes it."""
+    return tensor.view(torch.int16) if tensor is not None and tensor.dtype is torch.bfloat16 else tensor

@@ -3,7 +3,7 @@
     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 
 A page is a range of elements of one unit (a flat buffer of weights). There are three kernels: torch's operations
-(`torch_adam.py`), adam.cpp (`native_adam.py`), and adam.cu for GPU memory (`cuda_adam.py`).
+(`torch_adam.py`), adam.cpp (`native_adam.py`), and Triton's for GPU memory (`cuda_adam.py`).
 """
 
 from __future__ import annotations

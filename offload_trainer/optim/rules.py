@@ -1,8 +1,8 @@
 """Update rules: the hyperparameters of a step, its arithmetic in torch, and compiled kernels' constants.
 
 AdamW updates elements one by one, so pages and the ranges of ranks may begin and end anywhere in a matrix. Its state is
-described in `plan/tiered/state_formats.py`. native/adam.cpp and adam.cu declare `AdamStep` with the same fields, and
-`kernels.py` has the numbers that kernels are compared with: change all of them together.
+described in `plan/tiered/state_formats.py`. native/adam.cpp declares `AdamStep` with the same fields, triton_adam.py
+reads them by number, and `kernels.py` has the numbers that kernels are compared with: change all of them together.
 
 A rule on whole matrices (Muon, `muon.py`) has `UpdateRule.matrices`. The layout then cuts neither pages nor the ranges
 of ranks inside a matrix, `MatrixKernel` updates a page matrix by matrix, and all other weights follow AdamW.
@@ -27,7 +27,7 @@ from offload_trainer.plan.tiered.state_formats import UpdateRule
 # One cache line of fp32. torch's vectorised loop processes 8 or 16 elements at a time, depending on the CPU.
 _LINE = 16
 
-# The values of `enum Type` in adam.cpp and adam.cu.
+# The values of `enum Type` in adam.cpp.
 TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}
 
 

@@ -220,9 +220,9 @@ def _commit() -> str:
 
 
 def _source() -> str:
-    """Return a hash of the package's Python, C++ and CUDA sources, which also identifies a copy without git history."""
+    """Return a hash of the package's Python and C++ sources, which also identifies a copy without git history."""
     total = hashlib.sha256()
     for path in sorted((ROOT / "offload_trainer").rglob("*")):
-        if path.suffix in (".py", ".cpp", ".cu"):
+        if path.suffix in (".py", ".cpp", ".h"):
             total.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]

@@ -18,7 +18,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.optim import nvrtc
+from offload_trainer.optim import cuda_adam
 from offload_trainer.plan.engines import engine_of
 from offload_trainer.plan.machine import (
     MachineProfile,
@@ -106,8 +106,8 @@ def test_auto_dtype_depends_on_the_card(capsys: pytest.CaptureFixture[str]) -> N
     assert "has no bf16 units: training in fp16 with dynamic loss scaling" in capsys.readouterr().out
 
 
-def missing() -> None:
-    raise TrainerError("no NVRTC")
+def missing(_: torch.device, **__: bool) -> None:
+    raise TrainerError("no Triton")
 
 
 def faked(
@@ -128,7 +128,7 @@ def faked(
     }
     for name, told in there.items():
         monkeypatch.setattr(torch.cuda, name, told)
-    monkeypatch.setattr(nvrtc, "find_nvrtc", missing)  # nothing can be compiled for a fake card
+    monkeypatch.setattr(cuda_adam, "CudaKernel", missing)  # nothing can run on a fake card
     monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
 
@@ -140,8 +140,8 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     machine = probe.probe_machine(PlacementSection(), output=str(tmp_path))
     assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", (30 << 30) + 500_000_000, (7, 0))
     assert machine.built_for == ("sm_75", "sm_80", "sm_90")
-    assert machine.no_state_on_gpu == "no NVRTC"
-    assert "it cannot store optimizer state: no NVRTC" in " ".join(
+    assert machine.no_state_on_gpu == "no Triton"
+    assert "it cannot store optimizer state: no Triton" in " ".join(
         check.found for check in doctor._gpu(load_config(["--model", "gpt2"]).model, machine)
     )
     assert parsed(json.dumps(machine.to_json()), MachineProfile) == machine
@@ -208,16 +208,16 @@ def test_an_unusable_gpu_is_refused_in_one_line_and_the_doctor_continues(
 
 
 @pytest.mark.parametrize(
-    "error", [AttributeError("undefined symbol: nvrtcGetErrorString"), OSError("invalid ELF header"), RuntimeError("x")]
+    "error", [AttributeError("no attribute 'sqrt_rn'"), OSError("invalid ELF header"), RuntimeError("no C compiler")]
 )
-def test_without_a_usable_nvrtc_plan_and_doctor_work(
+def test_without_a_usable_triton_plan_and_doctor_work(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken() -> None:
+    def broken(_: torch.device, **__: bool) -> None:
         raise error
 
     faked(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr(nvrtc, "find_nvrtc", broken)
+    monkeypatch.setattr(cuda_adam, "CudaKernel", broken)
     assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 0
     assert f"this GPU cannot store optimizer state: {type(error).__name__}: {error}" in capsys.readouterr().out
     assert main(["doctor", "--output", str(tmp_path / "run")]) == 0

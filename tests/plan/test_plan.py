@@ -135,12 +135,12 @@ def test_configured_shares_are_kept() -> None:
 
 
 def test_no_state_is_on_a_gpu_without_a_kernel() -> None:
-    shape, here = SHAPES["gpt2-xl"], dataclasses.replace(machine(gpu=80 * GB), no_state_on_gpu="no NVRTC")
+    shape, here = SHAPES["gpt2-xl"], dataclasses.replace(machine(gpu=80 * GB), no_state_on_gpu="no Triton")
     plan = make_plan(wish(), shape, here)
     assert plan.homes == "params gpu, optimizer RAM"
-    assert [note for note in plan.notes if "no NVRTC" in note]
+    assert [note for note in plan.notes if "no Triton" in note]
     for words in (["--gpu-fraction", "0.5"], ["--optimizer", "gpu"]):
-        with pytest.raises(UserError, match="no NVRTC; use --gpu-fraction 0"):
+        with pytest.raises(UserError, match="no Triton; use --gpu-fraction 0"):
             make_plan(wish(*words), shape, here)
 
 

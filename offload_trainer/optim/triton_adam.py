@@ -1,0 +1,192 @@
+"""The update of AdamW on a GPU, as a Triton function: one step over pages of optimizer state in GPU memory.
+
+    grad -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
+                                             master (fp32, in place) -> out
+
+Its results equal those of native/adam.cpp bit for bit, except for the bits of NaNs. A row is a block of 256 elements,
+which share a scale in 8 bits; a program updates ROWS of them. Numbers in bf16 are passed as int16, because integer
+arithmetic rounds them in the same way on every card. Every operation rounds to nearest even. FMA is written where the
+CPU fuses, and `enable_fp_fusion=False` keeps the compiler from forming others.
+
+cuda_adam.py launches this function. Only that module imports this one: Triton comes with torch's CUDA wheels, and not
+with the ones for CPUs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The table that cuda_adam.py's `_Table` describes, in words of 32 bits.
+_APART, _ELEMENTS, _BEGIN, _KEYS, _HEADER = map(tl.constexpr, (2, 3, 4, 5, 9))
+_WORDS = tl.constexpr(11)  # of a part: start, end, and the constants of its step
+_INFINITE = tl.constexpr(0x7F800000)  # the bits of fp32 infinity; the magnitude of a NaN is larger
+
+
+@triton.jit
+def adamw(
+    table,  # int32: the numbers of this launch
+    master,  # fp32; a page's state is `apart` words from the next page's
+    first_moments,  # fp32, int16 (bf16) or uint8
+    second_moments,
+    first_scales,  # fp32, a scale for each row, or None
+    second_scales,
+    grad,  # fp32, fp16 or int16 (bf16); without gaps between pages
+    out,  # as `grad`, or None
+    signed_map,  # the values of the 256 codes (moments.py)
+    unsigned_map,
+    nearest,  # moments.py, nearest_table(True)
+    lower,  # moments.py, lower_table()
+    cells,  # moments.py, cells()
+    FUSES: tl.constexpr,
+    WHOLE: tl.constexpr,  # all parts end at the end of a row
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.load(table + _BEGIN) + (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * COLUMNS  # its first element
+    lanes = tl.arange(0, COLUMNS)[None, :]
+    ends = tl.load(table + _HEADER + 1 + tl.arange(0, PARTS) * _WORDS)
+    part = table + _HEADER + tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1) * _WORDS
+    used = tl.load(part) <= row
+    mask = used[:, None] & (lanes < COLUMNS)
+    if not WHOLE:
+        mask = mask & (row[:, None] + lanes < tl.load(part + 1)[:, None])
+    part = part[:, None] + 2
+    elements, apart = tl.load(table + _ELEMENTS), tl.load(table + _APART)
+    page = (row // elements).to(tl.int64) * apart  # in words
+    within = row % elements
+
+    flat, wide = _offsets(row.to(tl.int64), lanes), _offsets(page + within, lanes)
+    narrow = _offsets(page * (32 // first_moments.dtype.element_ty.primitive_bitwidth) + within, lanes)
+    g = _widened(tl.load(grad + flat, mask=mask, other=0)) * _constant(part, 0)
+    w = tl.load(master + wide, mask=mask, other=0)
+    stored_m = tl.load(first_moments + narrow, mask=mask, other=0)
+    stored_v = tl.load(second_moments + narrow, mask=mask, other=0)
+    if first_scales is None:
+        m, v = _widened(stored_m), _widened(stored_v)
+    else:
+        scale = page + within // COLUMNS
+        m = tl.load(signed_map + stored_m) * tl.load(first_scales + scale, mask=used, other=0)[:, None]
+        v = tl.load(unsigned_map + stored_v) * tl.load(second_scales + scale, mask=used, other=0)[:, None]
+
+    # The same operations in the same order as adam.cpp's `adam`.
+    start = tl.where(tl.load(part + 3) != 0, g, m)
+    m = _fused(_constant(part, 2), g - m, start, FUSES)
+    v = _fused(_constant(part, 5) * g, g, v * _constant(part, 4), FUSES)
+    denominator = tl.div_rn(tl.sqrt_rn(v), _constant(part, 6)) + _constant(part, 7)
+    w = w * _constant(part, 1) + tl.div_rn(_constant(part, 8) * m, denominator)
+
+    tl.store(master + wide, w, mask=mask)
+    if out is not None:
+        tl.store(out + flat, _rounded(w, out.dtype.element_ty), mask=mask)
+    if first_scales is None and first_moments.dtype.element_ty == tl.float32:
+        tl.store(first_moments + narrow, m, mask=mask)
+        tl.store(second_moments + narrow, v, mask=mask)
+    else:
+        element = tl.load(table.to(tl.pointer_type(tl.int64))) + flat
+        noise = _random_bits(table + _KEYS + 2, element)
+        if first_scales is None:
+            m, v = _cut_bf16(m, _random_bits(table + _KEYS, element)), _cut_bf16(v, noise)
+        else:
+            m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
+            m, greatest_m = _scaled(m)
+            v, greatest_v = _scaled(v)
+            tl.store(first_scales + scale, greatest_m, mask=used)
+            tl.store(second_scales + scale, greatest_v, mask=used)
+            m, v = _nearest_code(nearest, m), _code_stochastically(lower, cells, v, noise)
+        tl.store(first_moments + narrow, m, mask=mask)
+        tl.store(second_moments + narrow, v, mask=mask)
+
+
+@triton.jit
+def _offsets(rows, lanes):
+    """Return the offsets of the elements of rows.
+
+    The compiler learns that each four are consecutive and start at a multiple of four, so that it moves 16 bytes of
+    fp32 at once.
+    """
+    return tl.max_contiguous(tl.multiple_of(rows[:, None] + lanes, (1, 4)), (1, 4))
+
+
+@triton.jit
+def _constant(part, NUMBER: tl.constexpr):
+    """Return a number of rules.py's `AdamStep`."""
+    return _number(tl.load(part + NUMBER))
+
+
+@triton.jit
+def _fused(a, b, c, FUSES: tl.constexpr):
+    return tl.fma(a, b, c) if FUSES else a * b + c
+
+
+@triton.jit
+def _bits(values):
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _number(words):
+    return words.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _widened(values):
+    """Return bf16 (as int16), fp16 or fp32 in fp32."""
+    return _number(values.to(tl.int32) << 16) if values.dtype == tl.int16 else values.to(tl.float32)
+
+
+@triton.jit
+def _rounded(values, DTYPE: tl.constexpr):
+    """Round fp32 to the nearest number in `DTYPE`, which is int16 for bf16."""
+    return _cut_bf16(values, 0x7FFF + (_bits(values) >> 16 & 1)) if tl.int16 == DTYPE else values.to(DTYPE)
+
+
+@triton.jit
+def _cut_bf16(values, below):
+    """Add `below` to the bits below bf16's last place, and truncate; a carry rounds up."""
+    words = _bits(values)
+    nan = (words & 0x7FFFFFFF) > _INFINITE
+    return tl.where(nan, words >> 16 | 0x40, words + below >> 16).to(tl.int16)
+
+
+@triton.jit
+def _random_bits(keys, element):
+    """Return 16 random bits for each element of a unit (moments.py, random_bits)."""
+    first, second = tl.load(keys).to(tl.uint32, bitcast=True), tl.load(keys + 1).to(tl.uint32, bitcast=True)
+    x = element.to(tl.uint32) + first
+    x = (x ^ x >> 16) * 0x7FEB352D + second + (element >> 32).to(tl.uint32) * 0x9E3779B9
+    x = (x ^ x >> 15) * 0x846CA68B
+    return ((x ^ x >> 16) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _scaled(values):
+    """Return the values divided by the greatest magnitude of each row, and that; 0 if it is 0, infinite or NaN.
+
+    As integers the bits of magnitudes have the order of the numbers, with NaN above all.
+    """
+    greatest = tl.max(_bits(values) & 0x7FFFFFFF, axis=1)
+    usable = (greatest != 0) & (greatest < _INFINITE)
+    divisor = _number(tl.where(usable, greatest, 0x3F800000))[:, None]
+    return tl.where(usable[:, None], tl.div_rn(values, divisor), 0.0), _number(greatest)
+
+
+@triton.jit
+def _nearest_code(nearest, scaled):
+    words = _bits(scaled)
+    negative = (words < 0).to(tl.int32)
+    entry = tl.load(nearest + negative * 0x3F81 + (words >> 16 & 0x7FFF))
+    return (entry + (words & 0xFFFF) >> 16 ^ -negative).to(tl.uint8)
+
+
+@triton.jit
+def _code_stochastically(lower, cells, scaled, noise):
+    words = _bits(scaled)
+    # `scaled` is in [0, 1] unless data is damaged.
+    top = tl.minimum((words >> 16) & 0xFFFF, 0x3F80)
+    code = (tl.load(lower + top) + (words & 0xFFFF)) >> 16 & 0xFF
+    threshold = (noise * 2 + 1).to(tl.float32) * 0.00000762939453125  # 2^-17
+    above = scaled - tl.load(cells + 2 * code) > threshold * tl.load(cells + 2 * code + 1)
+    chosen = code + above.to(tl.int32)
+    return (chosen | ((chosen == 0) & (scaled > 0)).to(tl.int32)).to(tl.uint8)

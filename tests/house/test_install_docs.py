@@ -65,7 +65,7 @@ def test_the_image_has_the_torch_of_the_page(card: str, row: str, tmp_path: Path
     words = of_card(row).removeprefix("pip ").replace("'", "").replace("install", "install --no-cache-dir")
     assert pip.startswith(f"{words} install ")
     assert pip.endswith("offload_trainer-1-py3-none-any.whl[tensorboard,hf] ")
-    assert not debian
+    assert ("g++" in debian.split()) == (card != "cpu")  # Triton compiles its launcher
 
 
 def test_deepspeed_brings_its_compiler(tmp_path: Path) -> None:

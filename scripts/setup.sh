@@ -18,3 +18,6 @@ pip --no-compile "$(grep '^torch==' requirements.lock)"
 pip uv  # installs the other packages in an eighth of pip's time
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -r requirements.lock
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps -e .
+# Triton, for its interpreter, is installed beside the environment: within it, torch and others would load it on a CPU,
+# and 3.9 reports leaks at the end of such processes.
+"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --target "$venv/triton" triton==3.9.0

@@ -12,15 +12,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from build_wheel import wheel_in
 from commands import LAUNCHED, LIMIT, in_turn, products_of_torch
 
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.optim import kernels
-
-if not torch.cuda.is_available():  # before Triton is imported: its functions then run on the CPU
-    os.environ["TRITON_INTERPRET"] = "1"
 
 gc.disable()  # until all tests are collected: collections among so many new objects take a third of that time
 

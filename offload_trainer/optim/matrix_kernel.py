@@ -110,6 +110,7 @@ class BlockedProducts(Products):
         before, started = torch.get_num_threads(), threading.Barrier(threads)
 
         def begin(_: int) -> None:
+            torch.get_num_threads()  # otherwise the thread's first operation sets it to the number of all threads
             torch.set_num_threads(1)
             started.wait()
 

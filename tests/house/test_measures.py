@@ -14,8 +14,8 @@ LINES, PARAMETERS, OF_MODULE = 100, 7, 700
 # Exceptions and their reasons.
 MANY_PARAMETERS: dict[str, str] = {
     "engine.tiered.TieredEngine.__init__": "a run's facts, and what is built for it or, in tests, stands in for it",
-    "offloading.gradients.collector.Gradients.__init__": "homes, and the sizes of all buffers on the way there",
-    "offloading.update.updater.Updater.__init__": "the stores of three things, two kernels and their device",
+    "export.directory.write_model": "an export's choices, and what its two callers write beside it",
+    "optim.triton_adam.adamw": "pointers, and constants of the compilation",
     "plan.memory.peak_of": "counts, and all that changes which moment is the largest",
 }
 # Modules that may use the whole configuration: those that read it, plan with it, and start from it.
@@ -24,6 +24,7 @@ WHOLE = {
     "arguments",  # groups help by section
     "plan.planner",
     "plan.engines",
+    "run.build",  # the set-up of a run
     "run.process_setup",  # sets up a process from four sections
     "run.commands.plan",
     "run.planning",

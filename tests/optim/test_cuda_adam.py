@@ -66,8 +66,10 @@ def cuda_kernel(*, fuses: bool | None = None) -> CudaKernel:
 
 @pytest.fixture(autouse=True)
 def interpreter_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter use tensors where they are: it would copy their whole storage there and back."""
+    """Let Triton interpret its functions, with tensors where they are: it would copy their whole storage both ways."""
     if PLACE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # before its import
+        monkeypatch.syspath_prepend(Path(sys.prefix) / "triton")  # see scripts/setup.sh
         from triton.runtime.interpreter import GridExecutor
 
         monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda _, args, kwargs: (args, kwargs))
@@ -449,7 +451,8 @@ SCRIPT = ROOT / "scripts" / "check_cuda_kernel.py"
 def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) -> None:
     """In a process of its own: here Triton interprets."""
     command = [sys.executable, SCRIPT, "--json", tmp_path / "rows.json"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": tmp_path, "PYTHONPATH": f"{ROOT}:{sys.prefix}/triton"}
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())

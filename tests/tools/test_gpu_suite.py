@@ -224,7 +224,7 @@ def test_the_floor_waits_for_the_gpu_once_a_step(source: ModelSource, monkeypatc
         return of(self, output, targets, count)
 
     monkeypatch.setattr(CausalLoss, "of", seen)
-    engine = native_engine(SimpleNamespace(source=source, model=SimpleNamespace(dtype="fp32")))
+    engine = native_engine(SimpleNamespace(source=source, config=SimpleNamespace(model=SimpleNamespace(dtype="fp32"))))
     with FloatsRead() as floats:
         result = engine.train_step(two_batches(), lr=0.0, clock=PhaseClock())
     assert (counts, floats.count) == ([32, 32], 1)  # targets that count are known on the host

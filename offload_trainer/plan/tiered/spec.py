@@ -207,7 +207,7 @@ def shares_that_fit(
 
     `trained` is the number of elements that have state, `each` the mean bytes of an element's.
     """
-    if section.optimizer != "auto":
+    if section.optimizer != "auto" or not trained:
         return sizes
     if section.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
         sizes = _fill_gpu(section, sizes, machine, trained=trained, each=each, needs=needs)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import open_given
@@ -142,8 +142,8 @@ def _text_blocks(source: Path, *, seen: Seen) -> Iterator[str]:
             data = file.read(_BLOCK)
             try:
                 text = decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(source) from error
+            except UnicodeDecodeError:
+                _refuse_not_utf8(source)
             yield text
 
 
@@ -174,8 +174,8 @@ def read_records(
                 )
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise _not_utf8(source) from error
+            except UnicodeDecodeError:
+                _refuse_not_utf8(source)
             del raw
             if not line.isspace():
                 yield where, _object(line, where=where)
@@ -251,21 +251,28 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _not_utf8(source: Path) -> UserError:
-    """Return the UserError for a file that is not UTF-8, which is read again to find the first wrong byte."""
-    done = 0
+def _refuse_not_utf8(source: Path) -> NoReturn:
+    """Read a file that is not UTF-8 again, up to its first wrong byte, and raise the UserError that names it."""
+    line, before, column, rest = 1, 0, 0, b""  # `rest` may be the beginning of a character
     with opened(source, seen=lambda _: None) as file:
-        for number, line in enumerate(file, 1):
+        while block := file.readline(_BLOCK):
+            rest += block
             try:
-                line.decode()
+                rest.decode()
+                valid = len(rest)
             except UnicodeDecodeError as error:
-                return UserError(
-                    f"{printable(source)}, line {number}: not UTF-8: byte {error.start + 1} of the line, byte "
-                    f"{done + error.start + 1} of the text, is 0x{line[error.start]:02x}; convert the file (iconv -t "
-                    "UTF-8), or decompress it"
-                )
-            done += len(line)
-    return UserError(f"{printable(source)} was not UTF-8 and has changed since; start again")
+                valid = error.start
+            before, column, rest = before + valid, column + valid, rest[valid:]
+            if len(rest) > 3 or (rest and block.endswith(b"\n")):
+                break
+            if block.endswith(b"\n"):
+                line, column = line + 1, 0
+        if not rest:
+            raise UserError(f"{printable(source)} was not UTF-8 and has changed since; start again")
+        raise UserError(
+            f"{printable(source)}, line {line}: not UTF-8: byte {column + 1} of the line, byte {before + 1} of the "
+            f"text, is 0x{rest[0]:02x}; convert the file (iconv -t UTF-8), or decompress it"
+        )
 
 
 # -- fields of a record ------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def _replacing(name: str, function: Callable[..., torch.Tensor]) -> Callable[...
     of_torch = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def replacement(keys: Any, *tensors: torch.Tensor, out: torch.Tensor | None = None, **words: Any) -> Any:
-        if not _slow(tensors[-1]):
+        if not all(map(_slow, tensors)):  # torch's own kernel refuses mixed dtypes
             return of_torch.call_boxed(keys, *tensors, **words | ({} if out is None else {"out": out}))
         found = function(*tensors, **words)
         return found if out is None else out.resize_(found.shape).copy_(found)

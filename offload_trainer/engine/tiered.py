@@ -65,7 +65,7 @@ class TieredEngine:
     ) -> None:
         """Build the model and allocate its state. All ranks call it.
 
-        Without `load_weights` a checkpoint is loaded afterwards. `open_parts` explains the other arguments.
+        Without `load_weights` a checkpoint is loaded afterwards. `open_parts` explains placement, sizes and drives.
         """
         self._optim = optim
         work = replace(work, breadth_first=sizes.breadth_first)

@@ -188,7 +188,9 @@ def _write_shards(
         for entry in shard:
             name, tensor = next(weights)
             cast = tensor.to(entry.dtype)
-            if entry.dtype is torch.float16 and not torch.isfinite(cast).all():
+            if (
+                torch.float16 is entry.dtype != tensor.dtype and not torch.isfinite(cast).all()
+            ):  # buffers keep infinities
                 overflowing.append(f"{name} (largest {tensor.abs().max().item():.4g})")
             writer.write(name, cast)
             places[name] = file

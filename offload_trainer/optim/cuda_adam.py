@@ -2,19 +2,22 @@
 
 `choose_cuda_kernel` compares them on the GPU before training starts. If Triton cannot run there or differs, all
 optimizer state stays in RAM and on NVMe; there is no slower GPU fallback. Triton compiles the function at its first
-launch with each combination of dtypes, in seconds, and keeps the code in its cache (TRITON_CACHE_DIR, by default
-~/.triton/cache) for later processes.
+launch with each combination of dtypes, in seconds, and keeps the code for later processes (TRITON_CACHE_DIR, by default
+in this package's cache).
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
+from offload_trainer.optim.kernel_cache import private_directory
 from offload_trainer.optim.kernels import matches_bitwise
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.rules import AdamStep, step_constants
@@ -121,6 +124,8 @@ class CudaKernel:
         Raises:
             TrainerError: there is no Triton.
         """
+        with suppress(TrainerError):  # then Triton's code is kept where Triton says
+            os.environ.setdefault("TRITON_CACHE_DIR", str(private_directory("triton")))
         try:
             import triton
 
@@ -204,6 +209,7 @@ class CudaKernel:
         assert all(tensor.device == self.place for tensor in (*fields.values(), *flat))
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (*fields.values(), *flat))
         assert _apart(master) % 16 == 0
+        assert _apart(master) // 4 < 2**31
         end = 0
         for part in parts:
             assert end <= part.start < part.end <= n

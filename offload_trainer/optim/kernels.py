@@ -73,8 +73,18 @@ def matches_torch(kernel: Kernel) -> bool:
 _TRIED = AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(10.0, (0.3, 0.999), 1e-6, 0.1)
 
 
-_SIZES = ((1, 1, torch.float32), (1, 1003, torch.float16), (1, 70_001, torch.bfloat16))  # pages, elements, weights
-_SEVERAL = ((3, 3 * 2048, torch.float32), (7, 7 * 2048, torch.bfloat16))  # the middle is inside a page
+# Pages, elements, dtypes of gradients and of weights; accumulated gradients are fp32.
+_SIZES = (
+    (1, 1, torch.float32, torch.float32),
+    (1, 1003, torch.float16, torch.float16),
+    (1, 1003, torch.float32, torch.float16),
+    (1, 1003, torch.float32, torch.bfloat16),
+    (1, 70_001, torch.bfloat16, torch.bfloat16),
+)
+_SEVERAL = (  # the middle is inside a page
+    (3, 3 * 2048, torch.float32, torch.float32),
+    (7, 7 * 2048, torch.bfloat16, torch.bfloat16),
+)
 
 
 def matches_bitwise(
@@ -99,11 +109,11 @@ def _same_bits(
     format: StateFormat,
     *,
     device: str | torch.device,
-    sizes: Sequence[tuple[int, int, torch.dtype]],
+    sizes: Sequence[tuple[int, int, torch.dtype, torch.dtype]],
 ) -> bool:
     """Compare the two kernels for one format; several pages of `kernel` with a single one of `reference`."""
     hyper, other = _TRIED
-    for count, n, dtype in sizes:
+    for count, n, of_gradients, of_weights in sizes:
         middle = n // 2 // 256 * 256
         parts = [ParamRange(0, n, hyper, 7)]
         if n > 2000:
@@ -114,10 +124,10 @@ def _same_bits(
             fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
             if pages > 1:
                 fields = as_pages(fields, pages)
-            out = torch.zeros(n, dtype=dtype, device=place)
+            out = torch.zeros(n, dtype=of_weights, device=place)
             candidate.update_page(
                 fields,
-                grad.to(place, dtype, copy=True),
+                grad.to(place, of_gradients, copy=True),
                 out,
                 parts,
                 format=format,

@@ -220,9 +220,8 @@ def _measured(planned: Planned, *, say: Callable[[str], None]) -> MachineProfile
     has_matrices = state_format(config.optim.name, config.optim.moment_dtype).rule.matrices
     subjects = Subjects(
         transfers=_ways_to_drives(),
-        updates=updates_of_run(
-            config.optim.kernel, config.optim.moment_dtype
-        ),  # may build the kernel, as the run would
+        # This may build the kernel, as the run would.
+        updates=updates_of_run(config.optim.kernel, config.optim.moment_dtype),
         dtypes=[config.model.dtype],
         kernels=gradient_kernels(config.optim.kernel),
         orthogonalise=orthogonalisation if has_matrices else None,

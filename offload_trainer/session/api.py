@@ -274,7 +274,7 @@ def _opened(planned: Planned, stack: ExitStack, *, say: Say) -> tuple[EnginePart
             stack.callback(os.close, hold(place))
     assert isinstance(plan.sizes, TierSizes)
     work = workload(planned.config, shape, world=plan.world)
-    once = tuple(replace(weight, uses=1) for weight in shape.weights)  # one parameter object each
+    once = tuple(replace(weight, uses=1) for weight in work.shape.weights)  # one parameter object each
     one_use = replace(work, shape=replace(work.shape, weights=once))
     return open_parts(one_use, plan.placement, plan.sizes, places, stack=stack, say=say), work
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_chats
+import torch
 from commands import KILL, TINY, ask, call, call_and_kill, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
@@ -121,6 +122,24 @@ def tokens(path: object, **section: Any) -> StreamedTokens:
 
 def rows(found: StreamedTokens, *numbers: int) -> list[list[int]]:
     return [found.read(number * LENGTH, LENGTH + 1).tolist() for number in numbers]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_batches_of_conversations_are_the_prepared_ones(packing: str, tmp_path: Path) -> None:
+    """Their targets, positions and padding are equal too, in the stream and in its first rows."""
+    path = written(tmp_path / "data.jsonl", "chat")
+    sources = prepared(path, packing=packing), tokens(path, packing=packing), tokens(path, packing=packing).first(9)
+    expected, *found = (
+        RowReader(each, seq_len=LENGTH, rows=range(9), vocabulary=300).rows_at(range(9)) for each in sources
+    )
+    assert (expected.positions is None) == (packing == "off")
+    for batch in found:
+        assert batch.padding == expected.padding
+        assert torch.equal(batch.inputs, expected.inputs)
+        assert torch.equal(batch.targets, expected.targets)
+        assert (batch.positions is None) == (expected.positions is None)
+        assert batch.positions is None or torch.equal(batch.positions, expected.positions)
 
 
 CASES = [

@@ -510,6 +510,30 @@ def test_a_failed_forward_leaves_no_state(drive: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_bare_loop_with_dropout_recomputed_and_frozen_blocks(tmp_path: Path, drive: Path) -> None:
+    folder = model_directory(tmp_path / "model", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).train()
+    model.save_pretrained(folder)
+    for part in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
+        part.requires_grad_(False)
+    keys = {"dtype": "fp32", "freeze": ["wte", "wpe", r"\.h\.0\."], "activation_checkpointing": "on"}
+    usual = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    with ot.load(folder, nvme=drive, **keys, **HOMES["on the drive"]) as session:
+        for trained_model, optimizer in ((model, usual), (session.model, session.adamw(lr=1e-2))):
+            torch.manual_seed(11)
+            for batch in batches(6):
+                loss_of(trained_model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        masters = dict(session.named_masters())
+        assert_same(
+            {name: masters[name] for name, p in model.named_parameters() if p.requires_grad},
+            {n: p for n, p in model.named_parameters() if p.requires_grad},
+        )
+
+
+@pytest.mark.slow
 def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
     """Frozen parameters have no state; parameters in no group stay unchanged and count in the norm, as in torch."""
     torch.manual_seed(1)

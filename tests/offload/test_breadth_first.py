@@ -24,6 +24,7 @@ from offload_trainer.model.probes.block_order import why_no_chain
 from offload_trainer.offloading.activation_offload import Activations
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.run.planning import model_of
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import read_io
 
@@ -236,3 +237,11 @@ def test_blocks_that_are_skipped_at_random_stop_the_run(folder: Path, drive: Pat
     other = pytest.raises(TrainerError, match="pass through different blocks")
     with engine(model, *BREADTH, "--params", "nvme", drives=[drive]) as ours, other:
         train(ours, batches(4 * MICRO), accumulate=MICRO)
+
+
+def test_a_command_keeps_the_order_of_a_model_that_is_no_chain_and_names_it(folder: Path) -> None:
+    words = ["--model", str(model_directory(folder / "opt", "opt")), "--params", "nvme", "--accumulate", "8"]
+    config = wish("--scratch", *words, "model.activation_checkpointing=on")
+    plan = make_plan(config, model_of(config).shape, machine(gpu=32 * GB))
+    assert not plan.sizes.breadth_first
+    assert any("since OPTForCausalLM skips blocks at random (layerdrop)" in note for note in plan.notes)

@@ -8,6 +8,7 @@ import pytest
 from engine_bench import assert_same, batches, engine, masters, model_directory, plain, train
 from forked_ranks import FILES, Case, run_ranks
 from late_engines import late_engine
+from late_transfers import LateDevice, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.offloading.model as offloaded_model
@@ -161,3 +162,11 @@ def test_ranks_with_divided_blocks_have_the_bits_of_one(tmp_path: Path) -> None:
         for name in FILES:  # The order of units differs, and so do the files.
             one_file, other_file = (load_file(Path(case.out) / f"{name}.safetensors") for case in (one, other))
             assert_same(one_file, other_file)
+
+
+@pytest.mark.slow
+def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty(monkeypatch)
+    model = model_of(folder, "qwen3")
+    with engine(model, *RAM, ON, PARTS, device=LateDevice()) as ours:
+        assert train(ours, batches(3)) != plain(model, 3)[0]

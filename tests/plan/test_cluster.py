@@ -43,6 +43,14 @@ def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> Non
     assert found[GPUS, "update"][0] == pytest.approx(3 / 4 * 2 * SHAPES["gpt2-medium"].trainable, rel=0.01)
 
 
+def test_every_other_node_gets_the_new_weights() -> None:
+    """Each of three nodes with two ranks owns a third, receives gradients of two nodes and sends it to both."""
+    found = by_link(planned(cluster(network=rate(1e9)), "--params", "gpu", "--accumulate", "1", nodes=3))
+    weights = 2 * SHAPES["gpt2-medium"].trainable
+    assert found[NETWORK, "update"] == pytest.approx((2 / 3 * weights,) * 2, rel=0.01)
+    assert found[NETWORK, "backward"] == pytest.approx((4 / 3 * weights,) * 2, rel=0.01)
+
+
 def test_seconds_of_the_links() -> None:
     """Network transfers overlap with products, and new weights with the update; additions and barriers do
     not overlap.

@@ -37,7 +37,7 @@ from offload_trainer.plan.tiered.layout import (
     rank_of,
     units_of,
 )
-from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.spec import TierSizes, shares_that_fit
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES
 from offload_trainer.plan.tiers import Placement
 from offload_trainer.units import format_bytes
@@ -403,3 +403,14 @@ def test_directories_on_one_filesystem_are_reported_together() -> None:
     for place, other in (("/ssd", "/out"), ("/out", "/ssd")):
         line = next(line for line in said.splitlines() if line.startswith(f"  {place} "))
         assert f"{sizes[place]}   of 1 GB on the filesystem shared with {other}   DOES NOT FIT" in line
+
+
+def test_a_model_that_trains_nothing_has_no_state_to_divide() -> None:
+    """Its other needs may exceed the GPU and RAM: the plan then refuses them."""
+    section, here, sizes = (
+        wish("--nvme", "/mnt/ssd").placement,
+        machine(gpu=GB, ram=GB),
+        make_plan(wish(), SHAPES["gpt2"], machine()).sizes,
+    )
+    assert isinstance(sizes, TierSizes)
+    assert shares_that_fit(section, sizes, here, trained=0, each=0.0, needs=lambda *_: 100 * GB) == sizes

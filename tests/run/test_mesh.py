@@ -222,3 +222,22 @@ def test_nothing_is_sent_to_another_user_in_the_place_of_a_rank() -> None:
         second.close()
         del second
         assert squatter.stdout.readline() == "b''\n"
+
+
+def test_each_end_must_prove_that_it_knows_the_secret() -> None:
+    hello = bytes(mesh._HELLO.size)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
+        with socket.create_connection(server.getsockname(), 60) as dials, server.accept()[0] as answers:
+            refused = thread.submit(mesh._begin_handshake, dials, hello, b"other", "rank 0")
+            with pytest.raises(ValueError, match="no proof"):
+                mesh._accept_handshake(answers, b"one")
+            answers.close()
+            with pytest.raises(HandshakeRefused, match="does not accept"):
+                refused.result(60)
+        with socket.create_connection(server.getsockname(), 60) as dials, server.accept()[0] as answers:
+            refused = thread.submit(mesh._begin_handshake, dials, hello, b"one", "rank 0")
+            answers.sendall(bytes(mesh._NONCE))
+            mesh._received(answers, mesh._NONCE + mesh._PROOF + len(hello))
+            answers.sendall(bytes(mesh._PROOF))
+            with pytest.raises(HandshakeRefused, match="does not prove"):
+                refused.result(60)

@@ -81,6 +81,21 @@ def removals(path: Path) -> set[str]:
     return found & (RECURSIVE | SINGLE)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("from shutil import rmtree", "rmtree"),
+        ("import shutil\nshutil.rmtree('x')", "rmtree"),
+        ("import shutil\nshutil.move('x', 'y')", "move"),
+        ("import os\nos.remove('x')", "remove"),
+        ("'a'.replace('b', 'c'); [1].remove(1); file.move(1)", None),
+    ],
+)
+def test_the_search_finds_removals(text: str, name: str | None, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert removals(tmp_path / "x.py") == ({name} if name else set())
+
+
 def test_every_removal_is_known() -> None:
     """Recursive removals use `removal`, and single files that are unlinked, renamed or replaced are in the table."""
     seen = set()

@@ -379,7 +379,8 @@ def _extends(run: Sequence[_Path], path: _Path) -> bool:
         and page.elements == last.page.elements
         and path.state.data_ptr() == run[-1].state.data_ptr() + run[-1].state.numel()
         and not (last.through_device or path.route.through_device)
-        and (len(run) + 1) * page.elements < 2**31  # the kernel's numbers of elements have 32 bits
+        # The kernel's numbers of elements, and of words from page to page, have 32 bits.
+        and max((len(run) + 1) * page.elements, path.state.nbytes // 4) < 2**31
     )
 
 

@@ -115,7 +115,8 @@ class Trial:
 
     def start(self, kind: Kind, output: Path) -> Run:
         ranks = self.ranks if self.pages or self.dice.random() < 0.8 else 1
-        return Run([*self.words(kind, output, ranks=ranks), *self.dice.choice(kind.placements)], log=self.log)
+        placements = [words for words in kind.placements if ranks == 1 or "--gpu-fraction" not in words]
+        return Run([*self.words(kind, output, ranks=ranks), *self.dice.choice(placements)], log=self.log)
 
     def carry_out_one(self, kind: Kind, output: Path) -> None:
         """Kill and start a run until it finishes."""

@@ -346,7 +346,7 @@ def _refuse_otherwise(setup: Setup, folders: Sequence[Path], manifest: StoreMani
     files_of(manifest)  # checks sizes: opening a truncated file later would extend it with zeros
     made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     if others := differences(made.identity, identity) + differences(made.layout, layout):
-        raise ValueError(f"they belong to another run: {'; '.join(others[:5])}")
+        raise ValueError(f"{folders[0] / MADE} is of another run: {'; '.join(others[:5])}")
     expected = [root_of(drive).resolve() for drive in setup.drives]
     if [folder.parent.resolve() for folder in folders] != expected:
         raise ValueError(f"they are in {shown(', '.join(manifest.drives))}, and --nvme names other directories")

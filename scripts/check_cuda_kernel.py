@@ -24,12 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from offload_trainer.optim import triton_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel, constants
 from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import adamw_of
-from offload_trainer.optim.triton_adam import adamw
 from offload_trainer.plan.tiered.state_formats import ADAMW_FORMATS, StateFormat
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -57,7 +57,7 @@ def faults_of(ptx: str, *, fuses: bool) -> list[str]:
 
 def ptx_for(card: int, *, moments: str, given: str | None, fuses: bool, whole: bool) -> str:
     """Compile the function for a card; `given` is the type of gradients and new weights (None: fp32, no weights)."""
-    signature = dict.fromkeys(adamw.arg_names, "*fp32")
+    signature = dict.fromkeys(triton_adam.adamw.arg_names, "*fp32")
     signature |= dict.fromkeys(("table", "nearest", "lower"), "*i32")
     signature |= dict.fromkeys(("first_moments", "second_moments"), TYPES[moments])
     fixed = constants(fuses=fuses, whole=whole)
@@ -69,7 +69,7 @@ def ptx_for(card: int, *, moments: str, given: str | None, fuses: bool, whole: b
         signature |= {"grad": given, "out": given}
     signature |= dict.fromkeys(fixed, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type != "constexpr"}
-    source = ASTSource(adamw, signature=signature, constexprs=fixed, attrs=aligned)
+    source = ASTSource(triton_adam.adamw, signature=signature, constexprs=fixed, attrs=aligned)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options).asm["ptx"]
 

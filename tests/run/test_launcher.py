@@ -173,11 +173,12 @@ time.sleep = lambda seconds: heard.wait() if seconds == launcher._GRACE else sle
 reader, writer = os.pipe()
 parent = os.fork()
 if not parent:
+    middle = os.getpid()
     if os.fork():
         os._exit(0)  # and the rank below has no launcher
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
-    os.environ[launcher.LAUNCHER] = str(os.getppid()) if os.getppid() != 1 else "2"
+    os.environ[launcher.LAUNCHER] = str(middle)
     signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told to end\\n"), heard.set()))
     launcher.end_without_launcher(lambda line: os.write(writer, f"{line}\\n".encode()))
     time.sleep(600)

@@ -188,9 +188,10 @@ def _write_shards(
         for entry in shard:
             name, tensor = next(weights)
             cast = tensor.to(entry.dtype)
-            if (
-                torch.float16 is entry.dtype != tensor.dtype and not torch.isfinite(cast).all()
-            ):  # buffers keep infinities
+            narrowed = (
+                entry.dtype is torch.float16 and tensor.dtype is not torch.float16
+            )  # fp16 buffers stay as they are
+            if narrowed and not torch.isfinite(cast).all():
                 overflowing.append(f"{name} (largest {tensor.abs().max().item():.4g})")
             writer.write(name, cast)
             places[name] = file

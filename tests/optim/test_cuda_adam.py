@@ -449,7 +449,7 @@ SCRIPT = ROOT / "scripts" / "check_cuda_kernel.py"
 @pytest.mark.slow
 @pytest.mark.skipif(PLACE.type == "cuda", reason="with a GPU, the script compiles for that one only")
 def test_compiled_code_fuses_and_flushes_nothing_for_any_card(tmp_path: Path) -> None:
-    """In a process of its own: here Triton interprets."""
+    """The script runs in a separate process, because Triton interprets functions in this one."""
     command = [sys.executable, SCRIPT, "--json", tmp_path / "rows.json"]
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": tmp_path, "PYTHONPATH": f"{ROOT}:{sys.prefix}/triton"}
     environment = os.environ | {name: str(value) for name, value in variables.items()}

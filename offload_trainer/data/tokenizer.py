@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -120,24 +121,22 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 class TokenBytes:
     """UTF-8 bytes per token id in running text, to report the loss in bits per byte.
 
-    Each id is examined when it first occurs.
-    End-of-text counts 0 bytes. The tokens of a byte-level tokenizer show their bytes. For other tokenizers, a token
-    counts the bytes that it adds to the decoded text before it, so a word's leading space counts with the word.
+    Each id is examined when it first occurs. Special tokens, such as the end of a turn, count 0 bytes. The tokens of a
+    byte-level tokenizer show their bytes. For other tokenizers, a token counts the bytes that it adds to the decoded
+    text before it, so a word's leading space counts with the word.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._added = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
+        self._added = tokenizer.added_tokens_decoder
         # Does each letter of a token stand for a byte (GPT-2's way)? The tokenizer's decoder tells.
         if tokenizer.is_fast:
-            decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
-            steps = decoder.get("decoders", [decoder])
-            is_byte_level = any(step["type"] == "ByteLevel" for step in steps if "type" in step)
+            is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
         else:
             is_byte_level = hasattr(tokenizer, "byte_decoder")
         self._alphabet = frozenset(ByteLevel.alphabet()) if is_byte_level else frozenset()
         self._before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-        self._known: dict[int, int | None] = {}
+        self._bytes = cache(self._count)
 
     def of(self, ids: torch.Tensor) -> int | None:
         """Return the bytes of all `ids` together.
@@ -147,10 +146,7 @@ class TokenBytes:
         found, counts = ids.unique(return_counts=True)
         total = 0
         for id_, count in zip(found.tolist(), counts.tolist(), strict=True):
-            if id_ not in self._known:
-                self._known[id_] = self._count(id_)
-            size = self._known[id_]
-            if size is None:
+            if (size := self._bytes(id_)) is None:
                 return None
             total += size * count
         return total
@@ -159,17 +155,15 @@ class TokenBytes:
         tokenizer = self._tokenizer
         if id_ == tokenizer.eos_token_id:
             return 0
-        if id_ == tokenizer.unk_token_id:
-            return None
-        token = tokenizer.convert_ids_to_tokens(id_)
-        if token is None:
+        token, added = tokenizer.convert_ids_to_tokens(id_), self._added.get(id_)
+        if id_ == tokenizer.unk_token_id or token is None:
             return None
         if not self._alphabet and _ONE_BYTE.fullmatch(token):
             return 1
-        if id_ in self._added:
-            return len(self._added[id_].encode())
+        if added and added.special:
+            return 0
         if self._alphabet:
-            return sum(1 if letter in self._alphabet else len(letter.encode()) for letter in token)
+            return sum(1 if letter in self._alphabet and not added else len(letter.encode()) for letter in token)
         return self._decoded([*self._before, id_]) - self._decoded(self._before)
 
     def _decoded(self, ids: list[int]) -> int:

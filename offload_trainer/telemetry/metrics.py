@@ -151,8 +151,8 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(loss: float, *, tokens: int, text_bytes: int | None) -> float | None:
     """Return the bits needed to code one byte of the text; unlike perplexity, comparable between tokenizers.
 
-    `loss` is the mean in nats over `tokens` predicted tokens that stand for `text_bytes` bytes of UTF-8. Returns None
-    if `text_bytes` is unknown or 0.
+    `loss` is the mean in nats over `tokens` predicted tokens, special ones included, that stand for `text_bytes` bytes
+    of UTF-8. Returns None if `text_bytes` is unknown or 0.
     """
     return loss * tokens / math.log(2) / text_bytes if text_bytes else None
 

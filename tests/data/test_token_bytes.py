@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from sample_chats import CHATS, chat_tokenizer, prepared
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.data.mixture import split_rows
@@ -79,6 +81,19 @@ def test_unknown_bytes_per_token_are_not_guessed() -> None:
     assert TokenBytes(builtin).of(torch.tensor(builtin("naïve")["input_ids"])) == 6
 
 
+def test_special_tokens_are_no_text() -> None:
+    """Marks of turns count no bytes. Other added tokens count those of their text, not those of their spelling."""
+    tokenizer = chat_tokenizer()
+    talk = [{"role": "user", "content": "Why é?"}, {"role": "assistant", "content": "So."}]
+    ids = tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
+    assert TokenBytes(tokenizer).of(torch.tensor(ids)) == len("Why é?So.".encode())
+    gemma = sentence_piece("llama")
+    gemma.add_tokens([AddedToken("▁▁▁", normalized=False), AddedToken("\n\n", normalized=False)])
+    gemma.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    ids = gemma.convert_tokens_to_ids(["a", "▁▁▁", "\n\n", "<end_of_turn>"])
+    assert TokenBytes(gemma).of(torch.tensor(ids)) == len("a   \n\n")
+
+
 def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> tuple[EvalRecord, range]:
     """Return the record of a validation of `rows` rows of 64 with the given loss, and those rows."""
     held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
@@ -126,3 +141,13 @@ def test_bits_are_of_the_bytes_of_the_rows_evaluated(text: str, rows: int, tmp_p
     mean = len(text.encode()) / len(ids)
     if text is MIXED:  # the mean over the whole text would be far off
         assert abs(mean * (last - first) / size - 1) > 0.2
+
+
+def test_bits_of_conversations_are_of_the_text_of_their_answers(tmp_path: Path) -> None:
+    """The nats of all learned tokens, ends of turns among them, are shared by the bytes of the answers."""
+    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS * 4]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    record, held_out = evaluated(prepared(tmp_path / "a.jsonl"), chat_tokenizer(), rows=1, loss=3.0)
+    answer = talks[held_out[0]][-1]["content"]
+    expected = 3.0 * (len(answer) + 1) / math.log(2) / len(answer)
+    assert record.bits_per_byte == pytest.approx(expected, rel=1e-12)

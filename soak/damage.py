@@ -438,7 +438,6 @@ def checkpoint(folder: Path) -> Files:
 
 def _write_tokens(path: Path, tokens: int, *, vocabulary: int) -> None:
     with TokenWriter(path, tokenizer="0123456789abcdef", vocabulary=vocabulary, end_of_text=1) as writer:
-        writer.text_bytes = 10**6
         writer.write([number % (vocabulary - 12) for number in range(tokens)])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.documents import Seen, read_documents, text_in
-from offload_trainer.data.tokenizer import end_of_text
+from offload_trainer.data.tokenizer import document_marks
 
 PIECE = 1 << 16  # characters
 # A batch for one call: large enough for a multi-threaded tokenizer, small enough for memory.
@@ -89,7 +89,7 @@ def _between_words(text: str, space: str, start: int, end: int) -> list[int]:
 
 
 class DocumentEncoder:
-    """Encodes documents of any length; each is followed by end-of-text, if the tokenizer has one.
+    """Encodes documents of any length, each between the ids that begin and end it, unless its text has them.
 
     `RowEncoder` (packing.py) has the same methods for conversations.
     """
@@ -98,9 +98,8 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.splitter = TextSplitter(self._encode)
-        self.text_bytes = 0  # bytes of the documents so far, as UTF-8
         self.key: list[Any] = []
-        self._tokenizer, self._field, self._end = tokenizer, text_field, end_of_text(tokenizer)
+        self._tokenizer, self._field = tokenizer, text_field
 
     @property
     def note(self) -> str:
@@ -119,13 +118,16 @@ class DocumentEncoder:
 
     def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
         """Yield the documents' ids as uint32, batch after batch."""
+        (begin, end), begins_document = document_marks(self._tokenizer), True
         for batch in _batches(piece for blocks in documents for piece in self.splitter.pieces(blocks)):
             ids: list[int] = []
             for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
+                if begins_document and row[: len(begin)] != begin:
+                    ids += begin
                 ids += row[len(self._encode(piece.before)) :] if piece.before else row
-                if piece.ends_document and self._end is not None:
-                    ids.append(self._end)
-            self.text_bytes += sum(len(piece.text.encode()) for piece in batch)
+                if piece.ends_document and ids[len(ids) - len(end) :] != end:
+                    ids += end
+                begins_document = piece.ends_document
             yield np.array(ids, dtype=np.uint32)
 
     def rest(self) -> list[np.ndarray]:

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.conversations import Example, Message, texts_in
 from offload_trainer.data.documents import json_in
+from offload_trainer.data.tokenizer import document_marks
 from offload_trainer.errors import UserError
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -68,10 +69,10 @@ class OmittedText:
 class AnswerEncoder:
     """A renderer of conversations with `tokenizer`, whose `chat_template` is set, that marks the tokens of answers."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool, end_of_text: int | None) -> None:
-        """Set up the encoder. Raises UserError if the tokenizer is not a fast one.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool) -> None:
+        """Set up the encoder. `everything` marks all tokens as learned.
 
-        `everything` marks all tokens as learned. `end_of_text` is appended to a pair of plain strings and learned.
+        Raises UserError if the tokenizer is not a fast one.
         """
         if not tokenizer.is_fast:
             raise UserError(
@@ -79,11 +80,11 @@ class AnswerEncoder:
                 "tokenizer.json), which conversations need: convert it, or give them as rendered text in a text field"
             )
         self.unsaid = OmittedText()
-        self._tokenizer, self._everything, self._end_of_text = tokenizer, everything, end_of_text
+        self._tokenizer, self._everything, self._document_marks = tokenizer, everything, document_marks(tokenizer)
         self._marks = bool(_MARKED.search(str(tokenizer.chat_template or "")))
 
     def encode(self, examples: Sequence[Example]) -> Iterator[Encoded]:
-        """Yield the ids and the loss mask of each example.
+        """Yield the ids and the loss mask of each example. A pair of plain strings begins and ends as a document does.
 
         Raises UserError, with file and line, if the template refuses an example or its answers cannot be located.
         """
@@ -99,8 +100,11 @@ class AnswerEncoder:
             examples, rendered, found["input_ids"], found["offset_mapping"], strict=True
         ):
             counted = _inside(offsets, spans)
-            if example.pair is not None and self._end_of_text is not None:
-                ids, counted = [*ids, self._end_of_text], [*counted, True]
+            begin, end = self._document_marks if example.pair is not None else ([], [])
+            if ids[: len(begin)] != begin:
+                ids, counted = begin + ids, [False] * len(begin) + counted
+            if ids[len(ids) - len(end) :] != end or not all(counted[len(ids) - len(end) :]):
+                ids, counted = ids + end, counted + [True] * len(end)
             yield Encoded(ids, counted)
 
     def _rendered(self, example: Example) -> tuple[str, list[Span]]:

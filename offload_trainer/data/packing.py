@@ -28,11 +28,11 @@ from offload_trainer.data.conversations import COLUMNS, TEXT, Example, example_o
 from offload_trainer.data.documents import Seen, read_records
 from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
 from offload_trainer.data.tokenfile import BEGINS, NOT_LEARNED
-from offload_trainer.data.tokenizer import end_of_text, padding_id
+from offload_trainer.data.tokenizer import document_marks
 from offload_trainer.units import format_count
 
 # Increase it when the same conversations and template give other rows than before.
-_VERSION = 2
+_VERSION = 3
 _BATCH = 256  # conversations per tokenizer call
 _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
@@ -46,7 +46,7 @@ def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 class RowEncoder:
     """Encodes conversations as rows, for a token file and for a stream."""
 
-    text_bytes, note = None, ""
+    note = ""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class RowEncoder:
         UserError as `AnswerEncoder`.
         """
         if not tokenizer.chat_template:
-            tokenizer.chat_template = _PLAIN_TEMPLATE.read_text()
+            begin = tokenizer.convert_ids_to_tokens(document_marks(tokenizer)[0])
+            tokenizer.chat_template = "".join(begin) + _PLAIN_TEMPLATE.read_text()
             say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
         everything = section.train_on == "all"
         self.row_length, self.packed, self._form = length, section.packing == "on", form
-        # All that the rows depend on except the records and the tokenizer's ids. Unpacked rows have no mark here, so
-        # that their existing cache files keep their names.
-        self.key: list[Any] = [_VERSION, form, everything, length, template_digest(tokenizer)]
-        self.key += ["packed"] * self.packed
-        self._answers = AnswerEncoder(tokenizer, everything=everything, end_of_text=end_of_text(tokenizer))
-        self._maker = RowMaker(length, pad=padding_id(tokenizer), packed=self.packed)
+        # All that the rows depend on except the records and the tokenizer's ids
+        self.key: list[Any] = [_VERSION, form, everything, length, self.packed, template_digest(tokenizer)]
+        self._answers = AnswerEncoder(tokenizer, everything=everything)
+        # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
+        self._maker = RowMaker(length, pad=tokenizer.eos_token_id or 0, packed=self.packed)
 
     @property
     def open_rows(self) -> int:

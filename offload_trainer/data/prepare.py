@@ -19,9 +19,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
@@ -30,16 +32,16 @@ from offload_trainer.data.mixture import Tokens, joined
 from offload_trainer.data.packing import Encoder, encoder_of
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.tokenfile import NOT_LEARNED, TokenFile, TokenWriter, is_complete, refuse_not_owned
-from offload_trainer.data.tokenizer import end_of_text, padding_id, tokenizer_fingerprint, vocabulary_size
+from offload_trainer.data.tokenizer import known_ids, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.safe_files import file_bytes, open_given, parsed
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.cache_files import MODE, open_owned
+from offload_trainer.storage.cache_files import MODE, cache_directory, open_owned
 from offload_trainer.storage.locks import NoLocks, exclusive_lock
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 # Increase it when the same text and tokenizer give other ids than before.
-FORMAT = 2
+FORMAT = 3
 _SECONDS_BETWEEN_REPORTS = 5.0
 _LONGEST = 86400.0  # seconds to wait for another process that tokenises the same text
 _SETTLED_NS = 2 * 10**9
@@ -54,20 +56,18 @@ def prepare_tokens(
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: int,
     seq_len: int,
-    cache: Path,
     say: Callable[[str], None],
     fingerprint: str | None = None,
 ) -> Tokens:
     """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
 
-    Text is tokenised into ``cache/NAME-KEY.bin``, unless that file exists. Each document, including the last, is
-    followed by end-of-text if the tokenizer has one. Special tokens spelled out in the text become their ids, as in
-    transformers. If several processes prepare the same text, one does the work and the others wait for it; where the
-    cache's filesystem has no locks, each does it. `fingerprint` is the tokenizer's, where several texts share it.
+    Text is tokenised into NAME-KEY.bin in the cache, unless that file exists. Each document, including the last, is
+    between its `document_marks`. If several processes prepare the same text, one does the work and the others wait for
+    it; where the cache's filesystem has no locks, each does it. `fingerprint` is the tokenizer's.
 
-    Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, and for a tokenizer or token
-    files that do not fit the model or each other. Raises TrainerError if the drive is full or the text changed
-    meanwhile.
+    Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, for ids that the model does
+    not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the text
+    changed meanwhile.
     """
     sources = find_sources(section.path, say=say)
     fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
@@ -86,22 +86,15 @@ def prepare_tokens(
                     "instead"
                 )
         return joined(files)
-    refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    if form == TEXT and end_of_text(tokenizer) is None:
+    if form == TEXT and tokenizer.eos_token_id is None:
         say("note: the tokenizer has no end-of-text: document boundaries are not marked")
     encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
-    return _tokenised(section, sources, encoder, tokenizer=tokenizer, fingerprint=fingerprint, cache=cache, say=say)
-
-
-def refuse_large_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocabulary: int) -> None:
-    """Raise UserError if the tokenizer has ids that the model, with `vocabulary` ids, does not have."""
-    size = vocabulary_size(tokenizer)
-    if size > vocabulary:
-        raise UserError(
-            f"the tokenizer has {size} ids and the model only {vocabulary}: set data.tokenizer to the "
-            f"model's own, or, with random weights, model.overrides.vocab_size={size}"
-        )
+    known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=", ".join(section.path))
+    found = _tokenised(section, sources, encoder, tokenizer=tokenizer, fingerprint=fingerprint, known=known, say=say)
+    if vocabulary_size(tokenizer) > vocabulary:  # The file may have been made for another model.
+        known(np.array(found.largest_id()))
+    return found
 
 
 def _tokenised(
@@ -111,11 +104,11 @@ def _tokenised(
     *,
     tokenizer: PreTrainedTokenizerBase,
     fingerprint: str,
-    cache: Path,
+    known: Callable[[np.ndarray], np.ndarray],
     say: Callable[[str], None],
 ) -> TokenFile:
     """Return the cached token file of these sources, creating it if needed."""
-    separator = end_of_text(tokenizer)
+    separator, cache = tokenizer.eos_token_id, cache_directory() if section.cache == "auto" else Path(section.cache)
     # a readable name, made from the first source's
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(section.path[0]).resolve().stem)[:40].strip("-") or "text"
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
@@ -141,21 +134,21 @@ def _tokenised(
             row_length=encoder.row_length,
             packed=encoder.packed,
         ) as writer:
-            _write(writer, encoder, _of_all(sources, sums=sums, read=encoder.read, writer=writer), say=say)
+            records: Iterator[Any] = _of_all(sources, sums=sums, read=encoder.read, writer=writer)
+            _write(writer, encoder, map(known, encoder.encode(records)), say=say)
             if not writer.tokens:
                 raise UserError(f"{', '.join(section.path)}: {encoder.why_none()}")
             if encoder.row_length is not None:
                 # The last row needs one token after it as its last target.
-                writer.write([padding_id(tokenizer) | NOT_LEARNED])
+                writer.write([NOT_LEARNED])
                 writer.summary = encoder.summary
-            writer.text_bytes = encoder.text_bytes
     return TokenFile.open(target, owned=True)
 
 
-def _write(writer: TokenWriter, encoder: Encoder, records: Iterator[Any], *, say: Callable[[str], None]) -> None:
-    """Write the ids of all records, and report progress."""
+def _write(writer: TokenWriter, encoder: Encoder, encoded: Iterator[np.ndarray], *, say: Callable[[str], None]) -> None:
+    """Write all ids that `encoder` has made, and report progress."""
     begin = reported = time.monotonic()
-    for ids in encoder.encode(records):
+    for ids in encoded:
         writer.write(ids)
         now = time.monotonic()
         if now - reported >= _SECONDS_BETWEEN_REPORTS:
@@ -205,14 +198,11 @@ def _refuse_unfitting(
         )
     if tokens.assumed:
         say(f"{path}: {tokens.assumed}")
-    # A matching sidecar states the vocabulary; without one, only the ids themselves show it.
-    if tokens.tokenizer is None or tokens.vocabulary is None:
-        needed = tokens.largest_id() + 1
-    else:
-        needed = tokens.vocabulary
-    if needed > vocabulary:
+    # A matching sidecar that states a vocabulary within the model's saves reading the ids.
+    stated = tokens.tokenizer is not None and tokens.vocabulary is not None and tokens.vocabulary <= vocabulary
+    if not stated and (largest := tokens.largest_id()) >= vocabulary:
         raise UserError(
-            f"{path} holds ids up to {needed - 1}, but the model only has ids below {vocabulary}: "
+            f"{path} holds ids up to {largest}, but the model only has ids below {vocabulary}: "
             "choose the model that it was tokenised for, or give the text instead"
         )
 

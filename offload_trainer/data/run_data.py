@@ -14,7 +14,6 @@ from typing import Any
 
 from offload_trainer.config import DataSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.storage.cache_files import cache_directory
 from offload_trainer.units import format_count
 
 _STRETCHES, _CHARACTERS = 16, 300  # lines shown of the first row, and characters of each
@@ -110,26 +109,16 @@ def prepare_data(
 
     A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
-    from offload_trainer.data.prepare import prepare_tokens, refuse_large_vocabulary
-    from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint
+    from offload_trainer.data.prepare import prepare_tokens
+    from offload_trainer.data.tokenizer import document_marks, tokenizer_fingerprint
     from offload_trainer.ranks import rank_zero_first
 
     tokenizer = _tokenizer(section, source, say=say)
-    cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     vocabulary = source.shape.vocabulary
     fingerprint = tokenizer_fingerprint(tokenizer)
-    prepared = partial(
-        prepare_tokens,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        vocabulary=vocabulary,
-        seq_len=seq_len,
-        cache=cache,
-        say=say,
-    )
-    if section.streamed or section.validation_streamed:
-        refuse_large_vocabulary(tokenizer, vocabulary=vocabulary)
-    opened = partial(_opened_stream, section, tokenizer=tokenizer, fingerprint=fingerprint, seq_len=seq_len, say=say)
+    given: Any = {"tokenizer": tokenizer, "fingerprint": fingerprint, "vocabulary": vocabulary}
+    prepared: Callable[..., Any] = partial(prepare_tokens, seq_len=seq_len, say=say, **given)
+    opened: Callable[..., Any] = partial(_opened_stream, section, seq_len=seq_len, say=say, **given)
     if section.streamed:
         tokens = held_out = opened(section.path[0])
     else:
@@ -144,9 +133,10 @@ def prepare_data(
     split = _rows(section, tokens, held_out, seq_len=seq_len)
     for line in _describe(section, tokens, held_out, split, seq_len=seq_len):
         say(line)
-    end = end_of_text(tokenizer)
-    if section.packing == "on" and end is None and (tokens.row_length is None or held_out.row_length is None):
-        raise UserError("data.packing=on: the tokenizer has no end-of-text, so the end of a document is not marked")
+    end = tokenizer.eos_token_id
+    unmarked = end is None or end in document_marks(tokenizer)[0]
+    if section.packing == "on" and unmarked and (tokens.row_length is None or held_out.row_length is None):
+        raise UserError("data.packing=on needs a tokenizer with a token that ends documents and does not begin them")
     return RunData(
         tokenizer,
         tokens,
@@ -284,7 +274,7 @@ def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None])
     tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
     if section.chat_template != "auto":
         tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
-    if len(tokenizer) < source.shape.vocabulary / 2:
+    if not source.shape.vocabulary / 2 <= len(tokenizer) <= source.shape.vocabulary:
         say(f"note: the tokenizer {name} has {len(tokenizer)} ids, the model has {source.shape.vocabulary}")
     return tokenizer
 

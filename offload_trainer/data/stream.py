@@ -23,6 +23,7 @@ import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from offload_trainer.data.documents import TABLES, kind_of, without_nulls
 from offload_trainer.data.packing import encoder_of, template_digest
 from offload_trainer.data.sources import hub_name
 from offload_trainer.data.tokenfile import NOT_LEARNED
-from offload_trainer.data.tokenizer import end_of_text
+from offload_trainer.data.tokenizer import known_ids
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
 from offload_trainer.packages import is_installed, lacks
 from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, one_line, parsed
@@ -46,7 +47,7 @@ from offload_trainer.storage.atomic_io import open_to_append
 POINTS = "stream.jsonl"
 _CHARACTERS = 1 << 18  # characters of the records that are tokenized together
 _EVERY = 1 << 20  # ids between two seek points
-_FORMAT = 1  # increase it when the same documents and tokenizer give other ids than before
+_FORMAT = 2  # increase it when the same documents and tokenizer give other ids than before
 
 
 @with_config(EXACT)
@@ -73,12 +74,13 @@ class StreamedTokens:
         *,
         tokenizer: PreTrainedTokenizerBase,
         fingerprint: str,
+        vocabulary: int,
         seq_len: int,
         say: Callable[[str], None],
     ) -> None:
         """Open the stream that `wish` names, which begins with ``stream:``, to be read in rows of `seq_len` ids.
 
-        `section` says how it is read, and `fingerprint` is the tokenizer's.
+        `section` says how it is read, `fingerprint` is the tokenizer's, and `vocabulary` the model's number of ids.
 
         Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
         form that is not trained on. Raises TrainerError if it cannot be read.
@@ -95,8 +97,9 @@ class StreamedTokens:
         self._load(None)
         form = self._form_of_first(section.text_field) if section.format == "auto" else section.format
         self._encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
+        self._known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=wish)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
-        content = [_FORMAT, wish, section.text_field, fingerprint, end_of_text(tokenizer), *self._encoder.key]
+        content = [_FORMAT, wish, section.text_field, fingerprint, tokenizer.eos_token_id, *self._encoder.key]
         self.identity = wish if section.text_field == "text" else f"{wish}, field {section.text_field}"
         if form != TEXT:
             settings = f"train_on={section.train_on}, packing={section.packing}"
@@ -205,7 +208,7 @@ class StreamedTokens:
             while not len(ids) and not ended:
                 encoded = list(self._encoder.encode(self._next_records()))
                 ended = self._state is None
-                ids = np.concatenate([ids, *encoded, *(self._encoder.rest() if ended else ())])
+                ids = self._known(np.concatenate([ids, *encoded, *(self._encoder.rest() if ended else ())]))
         except TrainerError as error:
             raise TrainerError(str(error)) from error  # a UserError would say that nothing has been written
         if not len(ids) and state is None:

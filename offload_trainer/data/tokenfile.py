@@ -128,7 +128,6 @@ class TokenFile:
         """
         sidecar = sidecar_path(path)
         stated = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
-        stated.pop("text_bytes", None)
         dtype_name, count, sums = stated.pop("dtype", None), stated.pop("tokens", None), tuple(stated.pop("crc32", ()))
         file = _opened(path, owned=owned)
         size = os.fstat(file.fileno()).st_size
@@ -204,10 +203,10 @@ class TokenFile:
 
     def largest_id(self) -> int:
         """Return the largest id, from the scan if there was one; otherwise read the whole file, 16 M ids at a time."""
-        if self.largest is not None:
+        if self.largest is not None and self.row_length is None:
             return self.largest
-        starts = range(0, self.tokens, _SCAN_TOKENS)
-        return max(int(self.read(i, min(_SCAN_TOKENS, self.tokens - i)).max()) for i in starts)
+        starts, bits = range(0, self.tokens, _SCAN_TOKENS), IDS if self.row_length else np.iinfo(self.dtype).max
+        return max(int((self.read(i, min(_SCAN_TOKENS, self.tokens - i)) & bits).max()) for i in starts)
 
 
 @with_config(LENIENT)
@@ -215,7 +214,6 @@ class TokenFile:
 class _Sidecar:
     dtype: Literal["uint16", "uint32"]
     tokens: Annotated[Count, Field(gt=0)]
-    text_bytes: Count | None = None  # UTF-8 bytes of the text, without end-of-text; other programs may read it
     tokenizer: Line | None = None
     vocabulary: Annotated[Count, Field(gt=0)] | None = None
     end_of_text: Count | None = None
@@ -319,8 +317,7 @@ class TokenWriter:
         """If `row_length` is set, the ids are marked and in rows of that length, `packed` or not (packing.py)."""
         self.path = path
         self.tokens = 0
-        self.text_bytes: int | None = None  # the caller may set these two before the end
-        self.summary: str | None = None
+        self.summary: str | None = None  # the caller may set it before the end
         self.share = 0.0  # share of the text that has been read, set by its reader
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
         self._row_length, self._packed = row_length, packed
@@ -374,7 +371,6 @@ class TokenWriter:
         fields = {
             "dtype": self._dtype.name,
             "tokens": self.tokens,
-            "text_bytes": self.text_bytes,
             "tokenizer": self._tokenizer,
             "vocabulary": self._vocabulary,
             "end_of_text": self._end_of_text,

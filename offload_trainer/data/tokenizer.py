@@ -6,13 +6,16 @@ import hashlib
 import json
 import re
 import shutil
+import string
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from offload_trainer.data.tokenfile import IDS
 from offload_trainer.errors import UserError
 from offload_trainer.safe_files import file_bytes, refuse_pipes
 
@@ -74,7 +77,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         content["truncation"] = content["padding"] = None
     else:
-        content = [type(tokenizer).__name__, tokenizer.get_vocab()]
+        content = [type(tokenizer).__name__, tokenizer.get_vocab(), document_marks(tokenizer)]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -108,14 +111,26 @@ def read_template(path: Path) -> str:
         raise UserError(f"data.chat_template: {path} cannot be read: {reason}") from error
 
 
-def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id that ends a document, or None for a tokenizer without one."""
-    return tokenizer.eos_token_id
+def document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the ids that begin and that end a document: those that the tokenizer itself adds, and its EOS once."""
+    bare, whole = (
+        tokenizer(string.printable, add_special_tokens=special, verbose=False)["input_ids"] for special in (False, True)
+    )
+    start = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    behind, eos = whole[start + len(bare) :], tokenizer.eos_token_id
+    return whole[:start], behind if eos is None or behind[-1:] == [eos] else [*behind, eos]
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id that fills up rows of conversations."""
-    return next((id_ for id_ in (tokenizer.pad_token_id, end_of_text(tokenizer)) if id_ is not None), 0)
+def known_ids(ids: np.ndarray, *, tokenizer: PreTrainedTokenizerBase, vocabulary: int, name: str) -> np.ndarray:
+    """Return `ids`, which may be marked. Raises UserError if the model, with `vocabulary` ids, does not have all."""
+    largest = int((ids & IDS).max(initial=0))
+    if largest >= vocabulary:
+        raise UserError(
+            f"{name} has {tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}, but the model only has ids below "
+            f"{vocabulary}: leave that token out, set data.tokenizer to the model's own, or, with random weights, "
+            f"model.overrides.vocab_size={vocabulary_size(tokenizer)}"
+        )
+    return ids
 
 
 class TokenBytes:

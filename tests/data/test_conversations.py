@@ -53,7 +53,7 @@ def encoded(record: dict[str, Any], *, form: str, template: str | None = TEMPLAT
     tokenizer = chat_tokenizer()
     if template is not None:
         tokenizer.chat_template = template
-    encoder = AnswerEncoder(tokenizer, everything=settings.pop("everything", False), end_of_text=2)
+    encoder = AnswerEncoder(tokenizer, everything=settings.pop("everything", False))
     return next(encoder.encode([example_of(record, form=form, where="here, line 1")]))
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
-from sample_chats import prepared
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from sample_chats import TEMPLATE, prepared
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import chunked_tokenize
 from offload_trainer.data.chunked_tokenize import TextSplitter
+from offload_trainer.data.conversations import example_of
+from offload_trainer.data.loss_mask import AnswerEncoder
+from offload_trainer.data.rows import RowReader
+from offload_trainer.data.run_data import prepare_data
 from offload_trainer.data.sources import BUILTIN_CORPUS
-from offload_trainer.data.tokenfile import sidecar_path
-from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.data.stream import StreamedTokens
+from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from offload_trainer.errors import UserError
 
 CORPUS = BUILTIN_CORPUS.read_text("utf-8")[:60_000]
 _LLAMA3 = (
@@ -85,7 +93,6 @@ def test_ids_are_those_of_the_text_in_one_piece(
     tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000, say=messages.append)
     whole = tokenizer(CORPUS, add_special_tokens=False)["input_ids"]
     assert tokens.read(0, len(tokens)).tolist() == [*whole, tokenizer.eos_token_id]
-    assert json.loads(sidecar_path(tokens.paths[0]).read_text())["text_bytes"] == len(CORPUS.encode())
     assert not [line for line in messages if "cuts" in line]
 
 
@@ -137,3 +144,137 @@ def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytes
     messages: list[str] = []
     prepared(tmp_path / "a.txt", tokenizer=load_tokenizer("builtin"), vocabulary=2048, say=messages.append)
     assert [line for line in messages if "9 splits text that has no lines or words" in line]
+
+
+# -- the ids that begin and end a document -----------------------------------------------------------------------------
+
+# How the tokenizers of published models mark a text: kind, tokens before and behind it, BOS and EOS
+CONVENTIONS: dict[str, tuple[str, list[str], list[str], str | None, str | None]] = {
+    "Llama 2": ("as in Llama 2", ["<s>"], [], "<s>", "</s>"),
+    "Llama 2 with add_eos_token": ("as in Llama 2", ["<s>"], ["</s>"], "<s>", "</s>"),
+    "Llama 3": ("words as in Llama 3", ["<|begin_of_text|>"], [], "<|begin_of_text|>", "<|end_of_text|>"),
+    "Mistral": ("Metaspace before the first word", ["<s>"], [], "<s>", "</s>"),
+    "Mistral's tekken": ("byte level", ["<s>"], [], "<s>", "</s>"),
+    "Gemma": ("Metaspace", ["<bos>"], [], "<bos>", "<eos>"),
+    "DeepSeek": ("byte level", ["<begin▁of▁sentence>"], [], "<begin▁of▁sentence>", "<end▁of▁sentence>"),
+    "Command-R": ("byte level", ["<BOS_TOKEN>"], [], "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    "GPT-2": ("byte level", [], [], "<|endoftext|>", "<|endoftext|>"),
+    "OPT": ("byte level", ["</s>"], [], "</s>", "</s>"),
+    "Qwen": ("byte level", [], [], None, "<|im_end|>"),
+    "SmolLM": ("byte level", [], [], "<|im_start|>", "<|im_end|>"),
+    "GLM-4": ("byte level", ["[gMASK]", "<sop>"], [], None, "<|endoftext|>"),
+    "T5": ("Unigram", [], ["</s>"], None, "</s>"),
+    "RoBERTa": ("byte level", ["<s>"], ["</s>"], "<s>", "</s>"),
+    "BERT": ("byte level", ["[CLS]"], ["[SEP]"], None, None),
+}
+
+
+class Marked(NamedTuple):
+    """A tokenizer that marks texts as a published one does, and the ids before a text, behind it, and of its EOS."""
+
+    tokenizer: Any
+    before: list[int]
+    behind: list[int]
+    eos: list[int]
+
+    @classmethod
+    def of(cls, name: str) -> Marked:
+        if name == "ByT5":
+            return cls(ByT5Tokenizer(), [], [1], [1])
+        kind, before, behind, bos, eos = CONVENTIONS[name]
+        backend = Tokenizer.from_str(KINDS[kind]().backend_tokenizer.to_str())
+        backend.add_special_tokens([token for token in (*before, *behind, bos, eos) if token])
+        ids = {token: backend.token_to_id(token) for token in (*before, *behind)}
+        if ids:
+            single = " ".join([*before, "$A", *behind])
+            backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ids.items()))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
+        end = [] if eos is None else [tokenizer.eos_token_id]
+        return cls(tokenizer, [ids[token] for token in before], [ids[token] for token in behind], end)
+
+    def expected(self, text: str) -> list[int]:
+        """Return transformers' ids and EOS, each mark once."""
+        inner = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        begun = bool(self.before) and inner[: len(self.before)] == self.before
+        end = self.behind or self.eos
+        ended = bool(end) and inner[-len(end) :] == end
+        if not begun and not ended:
+            assert self.tokenizer(text)["input_ids"] == self.before + inner + self.behind
+        return ([] if begun else self.before) + inner + ([] if ended else end)
+
+
+@pytest.mark.parametrize("name", [*CONVENTIONS, "ByT5"])
+def test_documents_begin_and_end_as_the_tokenizer_marks_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents have the ids that transformers gives for each, prepared in pieces or streamed."""
+    monkeypatch.setattr(chunked_tokenize, "PIECE", 700)
+    marked = Marked.of(name)
+    texts = ["one", "a second text\n", CORPUS[:2000]]
+    begin, end = marked.tokenizer.decode(marked.before), marked.tokenizer.decode(marked.eos)
+    texts += [*(begin + text for text in texts), *(text + end for text in texts), f"one{end}{begin}two", f"one{end}\n"]
+    expected = [id_ for text in texts for id_ in marked.expected(text)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *texts, ""]))
+    tokens = prepared(path, tokenizer=marked.tokenizer, vocabulary=4000)
+    assert tokens.read(0, len(tokens)).tolist() == expected
+    settings: dict[str, Any] = {"tokenizer": marked.tokenizer, "fingerprint": "f", "vocabulary": 4000, "seq_len": 8}
+    stream = StreamedTokens(f"stream:{path}", DataSection(), **settings, say=print)
+    assert stream.read(0, len(expected)).tolist() == expected
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_pairs_and_chats_begin_and_end_as_the_tokenizer_marks_them(name: str, tmp_path: Path) -> None:
+    """A prompt begins unlearned as transformers begins it, a completion ends once, a template prints its own marks."""
+    marked = Marked.of(name)
+    tokenizer, before, behind, eos = marked
+    begin, end = tokenizer.decode(before), tokenizer.decode(behind or eos)
+    encoder = AnswerEncoder(tokenizer, everything=False)
+    for prompt, completion in product(("The hour is", f"{begin}The hour is"), (" late", f" late{end}")):
+        record = {"prompt": prompt, "completion": completion}
+        (found,) = encoder.encode([example_of(record, form="pairs", where="here")])
+        given = marked.expected(prompt)[: -len(behind or eos) or None]
+        assert found.ids == marked.expected(prompt + completion)
+        assert found.counted == [False] * len(given) + [True] * (len(found.ids) - len(given))
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    for template in (None, "{{ bos_token }}" + TEMPLATE):
+        tokenizer.chat_template = template
+        tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000)
+        expected = tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
+        batch = RowReader(tokens, seq_len=64, rows=range(1), vocabulary=4000).rows_at([0])
+        assert batch.inputs[0, : 64 - batch.padding].tolist() == expected
+        if template is None:
+            assert expected[: len(before)] == before
+            assert expected[len(before)] not in before
+
+
+def test_packed_documents_begin_with_their_marks(tmp_path: Path) -> None:
+    """Positions restart at each BOS behind an EOS. A tokenizer with one token for both cannot tell them apart."""
+    tokenizer, before, _, (end,) = Marked.of("Llama 3")
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two lines", "three")))
+    tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000)
+    reader = RowReader(tokens, seq_len=len(tokens) - 1, rows=range(1), vocabulary=4000, apart=end)
+    batch = reader.rows_at([0])
+    assert batch.positions is not None
+    assert ((batch.positions == 0) == (batch.inputs == before[0])).all()
+    assert int((batch.positions == 0).sum()) == 3
+    Marked.of("OPT").tokenizer.save_pretrained(tmp_path / "opt")
+    section = DataSection(path=(str(path),), packing="on", tokenizer=str(tmp_path / "opt"), cache=str(tmp_path))
+    source = SimpleNamespace(shape=SimpleNamespace(vocabulary=4000), section=ModelSection())
+    with pytest.raises(UserError, match="a token that ends documents and does not begin them"):
+        prepare_data(section, source, seq_len=4, say=print)
+
+
+def test_a_cache_of_other_marks_is_not_read(tmp_path: Path) -> None:
+    """Tokenizers that differ in their marks alone have different fingerprints, also those without a tokenizer.json."""
+    path = tmp_path / "a.txt"
+    path.write_text("one two")
+    names = ("Llama 2", "Llama 2 with add_eos_token")
+    first, second = (prepared(path, tokenizer=Marked.of(name).tokenizer, vocabulary=4000) for name in names)
+    assert first.path != second.path
+    other = ByT5Tokenizer()
+    other.build_inputs_with_special_tokens = lambda ids, _=None: [5, *ids]
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(ByT5Tokenizer())

@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 import sample_chats
 
+from offload_trainer.config import DataSection
 from offload_trainer.data import chunked_tokenize, documents, prepare, tokenfile
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
+from offload_trainer.data.stream import StreamedTokens
+from offload_trainer.data.tokenfile import IDS, TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.storage import locks
@@ -30,7 +32,7 @@ TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSE
 
 
 class CountingTokenizer:
-    """The built-in tokenizer with a count of its calls."""
+    """The built-in tokenizer with a count of its calls for texts of a file."""
 
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer("builtin")
@@ -40,7 +42,7 @@ class CountingTokenizer:
         return getattr(self.tokenizer, name)
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        self.calls += 1
+        self.calls += isinstance(arguments[0], list)
         return self.tokenizer(*arguments, **settings)
 
     def ids(self, text: str) -> list[int]:
@@ -133,7 +135,6 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
     assert json.loads(sidecar_path(tokens.path).read_text()) == {
         "dtype": "uint16",
         "tokens": len(expected),
-        "text_bytes": len(TEXT) + len("one étwo".encode()),
         "tokenizer": tokenizer_fingerprint(tokenizer.tokenizer),
         "vocabulary": 2048,
         "end_of_text": 0,
@@ -337,12 +338,28 @@ def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
         prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50256)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
-) -> None:
-    with pytest.raises(UserError, match="2048 ids and the model only 2047"):
-        prepared(source, tokenizer=tokenizer, cache=tmp_path, vocabulary=2047)
-    assert tokenizer.calls == 0
+@pytest.mark.parametrize("way", ["text", "ids", "stream"])
+@pytest.mark.parametrize("field", ["text", "prompt"])
+def test_the_ids_that_occur_decide_whether_the_model_has_them(field: str, way: str, tmp_path: Path) -> None:
+    """A pad token that the model lacks is refused only if the data have it, also where a larger model left its file."""
+    tokenizer = load_tokenizer("builtin")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # id 2048
+
+    def use(word: str, *, vocabulary: int) -> None:
+        path = tmp_path / f"{len(word)}.jsonl"
+        path.write_text(json.dumps({field: f"one {word} two " * 4, "completion": "so"}) + "\n")
+        settings: dict[str, Any] = {"tokenizer": tokenizer, "vocabulary": vocabulary, "seq_len": 32}
+        if way == "stream":
+            StreamedTokens(f"stream:{path}", DataSection(), fingerprint="f", say=print, **settings).read(0, 33)
+            return
+        tokens = prepared(path, **settings | ({"vocabulary": 2049} if way == "ids" else {}))
+        prepared(tokens.path if way == "ids" else path, **settings)
+        assert (tokens.read(0, len(tokens)).astype(int) & IDS).max() < vocabulary
+
+    use("hat", vocabulary=2048)
+    use("[PAD]", vocabulary=2049)
+    with pytest.raises((UserError, TrainerError), match=r"2048, but the model only has ids below 2048: "):
+        use("[PAD]", vocabulary=2048)
 
 
 def test_empty_text_is_refused_and_leaves_nothing(tmp_path: Path, tokenizer: CountingTokenizer) -> None:

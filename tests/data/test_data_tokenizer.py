@@ -10,12 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.data.sources import BUILTIN_CORPUS
-from offload_trainer.data.tokenizer import (
-    end_of_text,
-    load_tokenizer,
-    tokenizer_fingerprint,
-    vocabulary_size,
-)
+from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import UserError
 
 
@@ -28,7 +23,7 @@ def small_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
 def test_the_builtin_tokenizer_matches_its_description() -> None:
     tokenizer = load_tokenizer("builtin")
     assert len(tokenizer) == vocabulary_size(tokenizer) == 2048
-    assert end_of_text(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
+    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>") == 0
     assert (
         tokenizer("Out, damned spot!")["input_ids"]
         == tokenizer("Out, damned spot!", add_special_tokens=False).input_ids

@@ -15,7 +15,7 @@ import sample_chats
 from datasets import Dataset
 from sample_chats import TEMPLATE, chat_tokenizer
 
-from offload_trainer.data.tokenfile import IDS, NOT_LEARNED
+from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.errors import UserError
 
 # Prints roles, contents, reasoning, calls and tools.
@@ -223,11 +223,13 @@ def shown(tokenizer: Any, tokens: Any) -> str:
     marked = tokens.read(0, 512).tolist()
     parts: list[tuple[bool, list[int]]] = []
     for id_ in marked:
+        if id_ & BEGINS:  # the padding
+            break
         learned = not id_ & NOT_LEARNED
         if not parts or parts[-1][0] != learned:
             parts.append((learned, []))
         parts[-1][1].append(id_ & IDS)
-    texts = [(learned, tokenizer.decode(ids).replace("<pad>", "")) for learned, ids in parts]
+    texts = [(learned, tokenizer.decode(ids)) for learned, ids in parts]
     return "".join(f"«{text}»" if learned else text for learned, text in texts)
 
 

@@ -117,6 +117,7 @@ def ids_of(path: Path, **section: Any) -> np.ndarray:
 
 def tokens(path: object, **section: Any) -> StreamedTokens:
     words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": LENGTH}
+    words["vocabulary"] = 300
     return StreamedTokens(f"stream:{path}", DataSection(**section), **words, say=print)
 
 

@@ -54,11 +54,10 @@ def prepared(
 ) -> Any:
     """Return the token file of these paths, by default with `chat_tokenizer`; its cache is next to the first path."""
     return prepare_tokens(
-        DataSection(path=tuple(map(str, paths)), **section),
+        DataSection(path=tuple(map(str, paths)), cache=str(cache or Path(paths[0]).parent / "cache"), **section),
         tokenizer=tokenizer or chat_tokenizer(),
         vocabulary=vocabulary,
         seq_len=seq_len,
-        cache=cache or Path(paths[0]).parent / "cache",
         say=say,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from commands import TINY, call
 from sample_chats import CHATS
 from test_telemetry import a_step
+from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer import cli
@@ -77,6 +79,36 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
     assert sample(run, "", tokens=2, temperature=0, say=messages.append)
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample continues transformers' ids of its prompt without an end; a template prints its own beginning."""
+    asked: list[list[int]] = []
+    monkeypatch.setattr(InferenceModel, "generate", lambda _, ids, **__: asked.append(ids) or [70])
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer.chat_template = "<|endoftext|>" + tokenizer.chat_template
+    marks = {"special_tokens": [("<|endoftext|>", 0), ("!", tokenizer.convert_tokens_to_ids("!"))]}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A !", **marks)
+    tokenizer.save_pretrained(tmp_path)
+    for prompt in ("What", "<|endoftext|>What", ""):
+        sample(tmp_path, prompt, say=print)
+    chat(tmp_path, ["What"], say=print, show=False)
+    whole = AutoTokenizer.from_pretrained(tmp_path)("What")["input_ids"]
+    assert asked[:3] == [whole[:-1], whole[:-1], [0]]
+    assert asked[3][0] == 0 != asked[3][1]
+
+
+def test_a_sample_without_text_says_why(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InferenceModel, "generate", lambda *_, **__: [0])
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    for path, hint in ((exported, "; it has a chat template: `offload-train chat` applies it"), (tmp_path, "")):
+        messages: list[str] = []
+        assert sample(path, "What", say=messages.append) == "What"
+        assert messages[1:] == [f"the model ended the text at once, with '<|endoftext|>' alone{hint}"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.data.tokenizer import document_marks, load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export.sources import NamedTensor, opened
 from offload_trainer.machine.probe import available_ram_bytes
@@ -102,15 +102,18 @@ def sample(
 ) -> str:
     """Return `prompt` followed by the generated continuation of at most `tokens` tokens.
 
-    `temperature`: 0 for greedy decoding.
+    The prompt begins as documents do in training. `temperature`: 0 for greedy decoding.
     """
     with inference_model(path, say=say, most_bytes=most_bytes) as found:
-        ids = found.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if not ids:
-            first = found.tokenizer.bos_token_id
-            ids = [found.tokenizer.eos_token_id or 0 if first is None else first]
+        tokenizer = found.tokenizer
+        (begin, _), ids = document_marks(tokenizer), tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = ids if ids[: len(begin)] == begin else begin + ids
+        ids = ids or [tokenizer.eos_token_id or 0 if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
         continuation = found.generate(ids, tokens=tokens, temperature=temperature, seed=seed)
-        return str(found.tokenizer.decode([*ids, *continuation], skip_special_tokens=True))
+        if not tokenizer.decode(continuation, skip_special_tokens=True):
+            hint = "; it has a chat template: `offload-train chat` applies it" if tokenizer.chat_template else ""
+            say(f"the model ended the text at once, with {tokenizer.decode(continuation)!r} alone{hint}")
+        return str(tokenizer.decode([*ids, *continuation], skip_special_tokens=True))
 
 
 def chat(

@@ -125,7 +125,7 @@ class StagedSums:
             self._wait_for_write(staging)
 
     def clear(self) -> None:
-        """Begin the next step; call it after `send_all`."""
+        """Begin the next step, which reads no earlier sums from drives; call it after `send_all`."""
         self._written.clear()
 
 

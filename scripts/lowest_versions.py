@@ -77,7 +77,9 @@ def _install(venv: Path, pins: list[str]) -> int:
     for found in here.iterdir():
         if found.name.startswith(_LINKED):
             (there / found.name).symlink_to(found)
-    installed = subprocess.run([*pip, "install", "--quiet", "--only-binary", ":all:", *pins, *TOOLS], check=False)
+    # Pinned, since another torch would be installed through the links, over this interpreter's own.
+    words = ["install", "--quiet", "--only-binary", ":all:", f"torch=={version('torch')}", *pins, *TOOLS]
+    installed = subprocess.run([*pip, *words], check=False)
     return installed.returncode
 
 

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from commands import environment
 
 TOOLS = "/usr/local/bin:/usr/bin:/bin"
@@ -44,7 +45,8 @@ def installed_environment(place: Path, *requirements: str, alone: tuple[str, ...
             (site / found.name).symlink_to(found)
     online = {name: value for name, value in there.items() if name not in ("PIP_NO_INDEX", "PIP_NO_BUILD_ISOLATION")}
     pip = ["python", "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary", ":all:"]
-    for words in (requirements, ("--no-deps", *alone) if alone else ()):
+    # Pinned, since another torch would be installed through the links, over this interpreter's own.
+    for words in ((f"torch=={torch.__version__}", *requirements), ("--no-deps", *alone) if alone else ()):
         if not words:
             continue
         done = subprocess.run([*pip, *words], env=online, capture_output=True, text=True, check=False)

@@ -64,10 +64,10 @@ def test_a_planned_run_stays_under_the_limit(box: Path, drive: Path, tmp_path: P
 
 @pytest.mark.box
 def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path) -> None:
-    """A row of 32k tokens that is refused or killed whole runs in chunks of its MLP, with the same losses."""
-    # One narrow head, since attention would take most of the time.
-    shape = {"hidden_size": 64, "intermediate_size": 4096, "num_attention_heads": 1, "head_dim": 16}
-    words = [*TWO_STEPS, *model_of(tmp_path, **shape, max_position_embeddings=32768), "--seq-len", "32768"]
+    """A row of 8k tokens that is refused or killed whole runs in chunks of its MLP, with the same losses."""
+    # A wide MLP and one narrow head, since the attention of a longer row would take most of the time.
+    shape = {"hidden_size": 64, "intermediate_size": 16384, "num_attention_heads": 1, "head_dim": 16}
+    words = [*TWO_STEPS, *model_of(tmp_path, **shape, max_position_embeddings=8192), "--seq-len", "8192"]
     whole = [*words, "model.mlp_chunk=off"]
     outside, plan = finished(ask(*whole, "--output", tmp_path / "outside"), tmp_path / "outside")
     assert plan["tiers"]["ram"]["need"] > 1.5 * LIMIT
@@ -76,7 +76,7 @@ def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path)
     assert "ram needs" in refused.stderr
     assert inside(box, *whole, "--force", "--output", tmp_path / "forced").returncode == -KILL
     pieces, plan = finished(inside(box, *words, "--output", tmp_path / "pieces"), tmp_path / "pieces")
-    assert 0 < plan["chosen"]["mlp_chunk"] < 32768
+    assert 0 < plan["chosen"]["mlp_chunk"] < 8192
     assert pieces.steps[-1]["host_rss_bytes"] <= min(LIMIT, 1.05 * plan["tiers"]["ram"]["need"])
     assert len(pieces.losses) == 2
     assert pieces.losses == pytest.approx(outside.losses, abs=1e-5)

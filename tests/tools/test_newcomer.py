@@ -70,7 +70,7 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     """Every command works with a wheel built from the source distribution.
 
     They are a shortened demo and then, in an empty directory: recipe, text, conversations, kill and resume, report,
-    exports.
+    exports. `run/test_runs.py` compares the bits of a killed run with those of one left alone.
     """
     folder = tmp_path / "work"
     folder.mkdir()
@@ -85,7 +85,7 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
     assert DEMO == "make demo"
     venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, cloned(tmp_path / "clone")
     (venv / ".ready").touch()  # `make setup` was run
-    quick = "--steps 160 --seq-len 64 --lr 3e-3 model.overrides.n_layer=2"
+    quick = "--steps 160 --seq-len 64 --lr 3e-3 model.overrides.n_layer=2 model.overrides.n_embd=128"
     shown = run(f"{DEMO} VENV={venv} WORDS='{quick}'", clone, fresh)
     assert "logits of the fp16 and the fp32 export differ by" in shown
     assert "--- a sample of the exported model ---\nMACBETH." in shown
@@ -99,11 +99,7 @@ def test_each_command_of_the_quickstart_works(fresh: dict[str, str], wheel: Path
         else:
             told[command] = run(command, folder, fresh)
     assert "resumed from" in told[TWICE]
-    run(TWICE.replace("runs/mine", "runs/whole"), folder, fresh)
-    for key in ("step", "loss", "grad_norm"):
-        assert [one[key] for one in steps(folder / "runs/mine")] == [one[key] for one in steps(folder / "runs/whole")]
-    last = "checkpoints/step-00000020/master.safetensors"
-    assert (folder / "runs/mine" / last).read_bytes() == (folder / "runs/whole" / last).read_bytes()
+    assert [step["step"] for step in steps(folder / "runs/mine")] == list(range(1, 21))
 
     for name in ("tiny", "mine", "chat"):
         assert "</html>" in (folder / "runs" / name / "report.html").read_text()

@@ -281,12 +281,8 @@ def _message(message: Any, number: int, *, where: str) -> Message:
         return _checked(rest | {"role": _ROLES[role.lower()], "content": text}, number, where=where)
     calls, content = its.get("tool_calls"), its.get("content")
     its = its | {"content": "" if content is None and calls else _text(content, number, where=where)}
-    if calls:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
-        its["tool_calls"] = [
-            call | {"function": _parsed_arguments(call["function"])} if "function" in call else call for call in calls
-        ]
+    if calls and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
+        raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
     return _checked(its | {"role": _ROLES.get(role.lower(), role)}, number, where=where)
 
 
@@ -303,27 +299,13 @@ def _checked(message: Message, number: int, *, where: str) -> Message:
     return message
 
 
-def _parsed_arguments(function: Any) -> Any:
-    """Return a call of a function with its arguments as an object, which templates expect.
-
-    Published files have the arguments as JSON text.
-    """
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return function
-    try:
-        found = json_in(function["arguments"])
-    except ValueError:
-        return function  # the template may print the string unchanged
-    return function | {"arguments": found} if isinstance(found, dict) else function
-
-
 def _called(value: Any, number: int, *, where: str) -> list[Any]:
     """Parse LLaMA-Factory's calls in JSON: {"name": ..., "arguments": ...}, or a list of those."""
     found = _parsed_json(value, f"message {number}, a {_CALL},", where=where)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise UserError(f"{where}: message {number} is a {_CALL} without the 'name' of a function")
-    return [{"type": "function", "function": _parsed_arguments(call)} for call in calls]
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:

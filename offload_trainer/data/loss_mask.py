@@ -1,12 +1,16 @@
-"""Tokenisation of conversations with a loss mask: render the tokenizer's chat template and find the answers' tokens.
+"""Tokenisation of conversations with a loss mask: render a chat template and find the answers' tokens.
 
-    template with {% generation %}     transformers reports which tokens its generation blocks produced
-    any other template                 render prefixes of the conversation and cut its text around each answer:
+    template with {% generation %}   transformers reports the text that its generation blocks wrote
+    template that trl knows          the same with the training variant of the template, which trl ships
+    any other template               the conversation is rendered again with another text in place of an answer, and
+                                     what differs is the answer
 
-        <user>Why?<end><assistant> │ Because.<end> │ <user>...        the text of the messages before an answer, with
-        ──── not an answer ─────── │ ── answer ─── │                  the generation prompt, is a prefix of the text
+        <user>Why?<end><assistant> │ Because.<end> │ <user>...
+        ──── not an answer ─────── │ ── answer ─── │
 
-An answer includes the text that ends its turn, since a model has to generate that. White space after it is excluded.
+The generation prompt is not learned, since a model never writes it. An answer includes the token that ends its turn,
+at which generation stops. Without marks both are proven, or the template is refused; white space after the end of a
+turn is then excluded. With marks the template decides, and answers without an end are counted.
 
 A template may drop text of a line. Fields whose text is missing from the result are counted. A message of which nothing
 is printed, tool calls or tool descriptions that are not printed are errors: the rest would teach another answer, or the
@@ -17,22 +21,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from offload_trainer.data.conversations import Example, Message, texts_in
 from offload_trainer.data.documents import json_in
 from offload_trainer.data.tokenizer import document_marks
 from offload_trainer.errors import UserError
+from offload_trainer.packages import is_installed, to_install
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PIECES = re.compile(r"\n|</?\w+>")  # templates may change the text between these: reasoning moves, lines are stripped
 _NAMED, _WHERE = 12, 120  # number of fields named in a summary; characters shown of a file and line
 _OWN_TEMPLATE = "give data.chat_template=FILE with a template that prints"
+_TEXT = "\ufdd0"  # stands for the text of an answer; Unicode reserves it, so no template and no data contain it
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
 Span = tuple[int, int]  # characters [from, to)
 
@@ -44,13 +57,22 @@ class Encoded(NamedTuple):
     counted: list[bool]
 
 
+class _Turn(NamedTuple):
+    """The text that a template writes around the text of a single answer."""
+
+    prompt: str  # the generation prompt, or as much of it as is inside the marks
+    around: str  # all that depends on the answer's being there, with `_TEXT` as the answer
+    ends: tuple[str, ...]  # tokens at which generation stops
+
+
 @dataclass
 class OmittedText:
-    """Text of the lines that is in no row, and the number of learned answers that are empty."""
+    """Text of the lines that is in no row, and the numbers of learned answers that are empty or without an end."""
 
     fields: dict[str, int] = field(default_factory=dict)  # number of conversations, by field
     first: dict[str, str] = field(default_factory=dict)  # file and line of the first of them, by field
     empty: int = 0  # number of empty learned answers
+    endless: int = 0  # number of learned answers whose marks exclude the token that ends generation
 
     def add(self, fields: set[str], *, where: str) -> None:
         for name in sorted(fields):
@@ -63,7 +85,27 @@ class OmittedText:
         found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]
         more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
         sentences = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
-        return sentences + ([f"{self.empty} of the answers to train on are empty"] if self.empty else [])
+        sentences += [f"{self.empty} of the answers to train on are empty"] if self.empty else []
+        if self.endless:
+            sentences.append(
+                f"{self.endless} of the answers to train on have no token that ends them, so the model does not learn "
+                "to stop: {% endgeneration %} belongs behind that token"
+            )
+        return sentences
+
+
+def training_variant(template: str) -> str:
+    """Return the variant with generation marks that the installed trl ships for a published template, or `template`.
+
+    It is the one that trl's `get_training_chat_template` returns, without the seconds that an import of trl takes.
+    """
+    package = None if _MARKED.search(template) else find_spec("trl")
+    for folder in (package and package.submodule_search_locations) or ():
+        for variant in Path(folder, "chat_templates").glob("*_training.jinja"):
+            known = variant.with_name(variant.name.replace("_training", ""))
+            if known.is_file() and known.read_text(encoding="utf-8") == template:
+                return variant.read_text(encoding="utf-8")
+    return template
 
 
 class AnswerEncoder:
@@ -72,7 +114,7 @@ class AnswerEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool) -> None:
         """Set up the encoder. `everything` marks all tokens as learned.
 
-        Raises UserError if the tokenizer is not a fast one.
+        Raises UserError if the tokenizer is not a fast one or has no default template.
         """
         if not tokenizer.is_fast:
             raise UserError(
@@ -81,7 +123,19 @@ class AnswerEncoder:
             )
         self.unsaid = OmittedText()
         self._tokenizer, self._everything, self._document_marks = tokenizer, everything, document_marks(tokenizer)
-        self._marks = bool(_MARKED.search(str(tokenizer.chat_template or "")))
+        try:
+            given = [tokenizer.get_chat_template(tools=tools) for tools in (None, [_TOOL])]
+        except ValueError as error:
+            raise UserError(f"{tokenizer.name_or_path}: {error}: choose one with data.chat_template=FILE") from error
+        # the templates of conversations without and with tools
+        self.templates = given if everything else [training_variant(template) for template in given]
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = tuple(token.content for token in added if token.special)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The ids of the tokens that end answers, at which generation has to stop."""
+        return [int(self._tokenizer.convert_tokens_to_ids(token)) for token in self._turn.ends]
 
     def encode(self, examples: Sequence[Example]) -> Iterator[Encoded]:
         """Yield the ids and the loss mask of each example. A pair of plain strings begins and ends as a document does.
@@ -116,7 +170,9 @@ class AnswerEncoder:
             self.unsaid.add(omitted, where=example.where)
             self.unsaid.empty += not completion.strip()
             return prompt + completion, [(start, len(prompt + completion))]
-        text = self._render(example, example.messages)
+        messages = tuple(_with_functions(message, self._printable) for message in example.messages)
+        example = replace(example, messages=messages)
+        text, marked = self._render(example, example.messages)
         everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         # A line may exclude an answer from learning.
         answers = [
@@ -131,9 +187,150 @@ class AnswerEncoder:
         self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in learned)
         if self._everything:
             return text, [(0, len(text))]
-        if self._marks and answers == everyone:
-            return text, self._marked(example)
-        return text, [self._answer(example, text, number) for number in answers]
+        if not _MARKED.search(self.templates[example.tools is not None]):
+            return text, [self._searched(example, text, number) for number in answers]
+        others = set().union(*(self._marks_of(example, marked, n) for n in everyone if n not in answers))
+        one_each = len(marked) == len(everyone)
+        spans = [self._trimmed(text, span, one_each=one_each) for n, span in enumerate(marked) if n not in others]
+        return text, spans
+
+    def _marks_of(self, example: Example, marked: Sequence[Span], number: int) -> set[int]:
+        """Return which marked spans belong to message `number`: with `_TEXT` in the message, these contain it."""
+        messages = list(example.messages)
+        messages[number] = _with_functions(messages[number] | {"content": _TEXT}, lambda its: its | {"name": _TEXT})
+        text, spans = self._render(example, messages)
+        found = {n for n, span in enumerate(spans) if _TEXT in text[slice(*span)]}
+        if found and len(spans) == len(marked):
+            return found
+        raise UserError(
+            f"{example.where}: message {number + 1} is not to be learned, and it cannot be told which of the text that "
+            "the chat template marks is that message's: leave the message or its 'weight' out"
+        )
+
+    def _trimmed(self, text: str, span: Span, *, one_each: bool) -> Span:
+        """Exclude a generation prompt from a marked span, and if the span is an answer, an end that ends no generation.
+
+        gpt-oss marks its prompt, and writes <|end|> behind earlier answers: a model that learned this there would go on
+        to the next question. Answers that end without a special token are counted.
+        """
+        turn, (start, end) = self._turn, span
+        start += len(turn.prompt) * text.startswith(turn.prompt, start)
+        written = text[start:end].rstrip()
+        if one_each and not written.endswith(turn.ends):
+            other = next(filter(written.endswith, self._special), None)
+            self.unsaid.endless += other is None
+            end = end if other is None else start + len(written) - len(other)
+        return start, end
+
+    def _searched(self, example: Example, text: str, number: int) -> Span:
+        """Return the span in `text` of the answer in message `number`, found without marks.
+
+        The conversation is rendered with `_TEXT` in place of the answer. If nothing else differs than what the template
+        writes around any answer, the span belongs to this message.
+        """
+        turn, message, messages = self._turn, example.messages[number], list(example.messages)
+        messages[number] = {"role": message["role"], "content": _TEXT}
+        other, _ = self._render(example, messages)
+        start = _common(text, other)
+        end = len(text) - _common(text[start:][::-1], other[start:][::-1])
+        replaced = other[start : len(other) - len(text) + end]
+        # Between the generation prompt and the text there may be more to learn, such as an empty thinking block.
+        between = text[:start].rpartition(turn.prompt)[2] if turn.prompt else ""
+        begin = start - len(between) * (turn.prompt + between in turn.around)
+        spaces = len(text) - end - len(text[end:].lstrip())
+        most = end + spaces + len(turn.around.partition(_TEXT)[2])
+        places = {token: text.rfind(token, end - len(token), max(most, end + len(token))) for token in turn.ends}
+        last = max((place + len(token) for token, place in places.items() if place >= 0), default=0)
+        ends = sum(text.count(token, begin, last) - str(message).count(token) for token in turn.ends)
+        if last and ends == 1 and _TEXT in replaced and replaced in turn.around:
+            return begin, last
+        reason = "does not show where it begins and ends" if last else "ends it with no token at which generation stops"
+        install = "" if is_installed("trl") else f"{to_install('trl')}, which knows published templates, or "
+        raise UserError(
+            f"{example.where}: message {number + 1} is an answer to learn, and the chat template {reason}: {install}"
+            "give data.chat_template=FILE with {% generation %} around what an assistant writes and the token that "
+            "ends it, or data.train_on=all"
+        )
+
+    @cached_property
+    def _turn(self) -> _Turn:
+        """What the template writes around an answer, found with a question and an answer."""
+        probe, eos = Example(""), self._tokenizer.eos_token
+        asked, prompted = (self._tried(probe, prompt=prompt)[0] for prompt in (False, True))
+        text, marked = self._tried(probe, {"role": "assistant", "content": _TEXT})
+        prompt, place = prompted[_common(asked, prompted) :], text.find(_TEXT)
+        if place < 0:
+            return _Turn("", "", (eos,) if eos else ())
+        token = "|".join(map(re.escape, sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True))) or "(?!)"
+        if marked:
+            start, end = next((span for span in marked if span[0] <= place < span[1]), (place, place))
+            shared = _common(prompt, text[start:end])
+            prompt = prompt[:shared] if shared == len(prompt) or start + shared == place else ""
+        else:
+            following = re.compile(rf"(?:{token})+").search(text, place)
+            end = following.end() if following else len(text)
+        found = re.findall(token, text[place:end])
+        ends = [eos, *([eos] if eos in found else found[-1:])]
+        # With marks it is known that an answer that calls tools ends in another token.
+        called, marked = self._tried(probe, _calling({"a": "b"}))
+        written = called[slice(*marked[-1])].rstrip() if marked else ""
+        ends += [last for last in self._special if written.endswith(last)]
+        return _Turn(prompt, text[_common(asked, text) : end], tuple(dict.fromkeys(filter(None, ends))))
+
+    def _tried(self, example: Example, *answers: Message, prompt: bool = False) -> tuple[str, list[Span]]:
+        """Render a question and answers as `_render` does, or return nothing if the template refuses that."""
+        try:
+            return self._render(example, [{"role": "user", "content": "?"}, *answers], prompt=prompt)
+        except UserError:
+            return "", []
+
+    def _render(
+        self, example: Example, messages: Sequence[Message], *, prompt: bool = False, tools: bool = True
+    ) -> tuple[str, list[Span]]:
+        """Render messages to text, with the generation prompt at the end if `prompt`, and with the tools if `tools`.
+
+        Also return the spans that the template's generation blocks wrote.
+        """
+        has_tools = tools and example.tools is not None
+        template = self.templates[has_tools]
+        try:
+            texts, spans = render_jinja_template(
+                [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+                tools=list(example.tools or ()) if has_tools else None,
+                chat_template=template,
+                return_assistant_tokens_mask=bool(_MARKED.search(template)),
+                add_generation_prompt=prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise UserError(f"{example.where}: the chat template refuses this conversation: {reason}") from error
+        return texts[0], spans[0] if spans else []
+
+    def _printable(self, function: dict[str, Any]) -> dict[str, Any]:
+        """Return a called function with its arguments as given, as JSON text or an object, or else in the other form.
+
+        The other form is used if the template does not print the given one.
+        """
+        given = function.get("arguments")
+        prints_text, prints_objects = self._argument_forms
+        if isinstance(given, dict) and prints_text and not prints_objects:
+            return function | {"arguments": json.dumps(given, ensure_ascii=False)}
+        if isinstance(given, str) and not prints_text:
+            with suppress(ValueError):
+                return function | {"arguments": json_in(given)}
+        return function
+
+    @cached_property
+    def _argument_forms(self) -> tuple[bool, bool]:
+        """Whether the template prints arguments as text, and as objects.
+
+        A template that expects objects fails or prints text as a quoted string. One that expects text fails or prints
+        objects as Python does.
+        """
+        text, probe = '{"a": "b"}', Example("", tools=(_TOOL,))
+        as_text, as_object = (self._tried(probe, _calling(given))[0] for given in (text, {"a": "b"}))
+        return text in as_text, "a" in as_object and "'a'" not in as_object
 
     def _count_omitted_text(self, example: Example, text: str) -> None:
         """Count the fields whose text is not all in `text`.
@@ -144,13 +341,14 @@ class AnswerEncoder:
         self.unsaid.add(omitted, where=example.where)
         for number, message in enumerate(example.messages, 1) if omitted else ():
             content = _content(message)
-            if content.strip() and not _contains(text, content, any_piece=True):
+            printed = message.get("tool_calls") or _contains(text, content, any_piece=True)
+            if content.strip() and not printed:
                 raise UserError(
                     f"{example.where}: the chat template leaves out message {number} "
                     f"({message['role'][:60]!r}): {_OWN_TEMPLATE} it, or leave that message out"
                 )
         self._refuse_unprinted_calls(example)
-        if example.tools is not None and text == self._render(example, example.messages, tools=False):
+        if example.tools is not None and text == self._render(example, example.messages, tools=False)[0]:
             raise UserError(
                 f"{example.where}: the chat template prints no 'tools', which this conversation has: {_OWN_TEMPLATE} "
                 "them, or leave them out"
@@ -161,81 +359,41 @@ class AnswerEncoder:
 
         The calls are rendered with unique function names, which can only be in the text if the template prints them.
         """
-        messages = list(example.messages)
-        calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
-        for number in calling:
-            name = {"name": f"offload_trainer_{number}"}
-            calls = [
-                call | {"function": call["function"] | name} if isinstance(call.get("function"), dict) else call | name
-                for call in messages[number]["tool_calls"]
-            ]
-            messages[number] = messages[number] | {"tool_calls": calls}
-        found = self._render(example, messages) if calling else ""
-        for number in calling:
-            if not re.search(rf"offload_trainer_{number}\b", found):
+        owners: list[int] = []  # the message of each call
+
+        def renamed(number: int, function: dict[str, Any]) -> dict[str, Any]:
+            owners.append(number)
+            return function | {"name": f"offload_trainer_{len(owners) - 1}_"}
+
+        messages = [_with_functions(message, partial(renamed, n)) for n, message in enumerate(example.messages)]
+        found = self._render(example, messages)[0] if owners else ""
+        for call, number in enumerate(owners):
+            if f"offload_trainer_{call}_" not in found:
                 raise UserError(
-                    f"{example.where}: the chat template does not print the 'tool_calls' of message {number + 1}, and "
-                    f"the rest would be trained on as an answer: {_OWN_TEMPLATE} them, or leave that conversation out"
+                    f"{example.where}: the chat template does not print the 'tool_calls' of message {number + 1}, or "
+                    f"not all of them, and the rest would be trained on as an answer: {_OWN_TEMPLATE} them, or leave "
+                    "that conversation out"
                 )
 
-    def _render(
-        self, example: Example, messages: Sequence[Message], *, prompt: bool = False, tools: bool = True
-    ) -> str:
-        """Render messages to text, with the generation prompt at the end if `prompt`, and with the tools if `tools`."""
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(example.tools) if tools and example.tools is not None else None,
-                tokenize=False,
-                add_generation_prompt=prompt,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise UserError(f"{example.where}: the chat template refuses this conversation: {reason}") from error
-        assert isinstance(text, str)
-        return text
 
-    def _marked(self, example: Example) -> list[Span]:
-        """Return the character spans that the template's generation blocks produced."""
-        found = self._tokenizer.apply_chat_template(
-            list(example.messages),
-            tools=None if example.tools is None else list(example.tools),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )
-        mask, offsets = found["assistant_masks"], found["offset_mapping"]
-        return [(start, end) for one, (start, end) in zip(mask, offsets, strict=True) if one and end > start]
+def _calling(arguments: Any) -> Message:
+    """Return an answer that calls a function."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
-    def _answer(self, example: Example, text: str, number: int) -> Span:
-        """Return the character span in `text` of the answer in message `number`."""
-        until = self._render(example, example.messages[: number + 1])
-        before = self._before(example, until, number)
-        content = _content(example.messages[number]).strip()
-        if text.startswith(before) and until.startswith(before):
-            end = len(until) if text.startswith(until) else _end_of_answer(text, until, content, start=len(before))
-            if end is not None:
-                # White space after the end of the turn is no part of the answer, unless it itself ends the turn.
-                stripped = text[len(before) : end].rstrip()
-                return len(before), end if content and stripped.endswith(content) else len(before) + len(stripped)
-        raise UserError(
-            f"{example.where}: the chat template renders message {number + 1} differently once others follow it, so "
-            "what of the text is that answer cannot be told: give data.chat_template=FILE with {% generation %} around "
-            "what an assistant writes, one answer a line, or data.train_on=all"
-        )
 
-    def _before(self, example: Example, until: str, number: int) -> str:
-        """Return the prefix of `until` that is not part of the answer.
+def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    """Return the message with `change` applied to the function of each of its calls."""
+    calls = [
+        call | {"function": change(call["function"])} if isinstance(call.get("function"), dict) else change(call)
+        for call in message.get("tool_calls") or ()
+    ]
+    return message | {"tool_calls": calls} if calls else message
 
-        `until` is the text up to and including message `number`.
-        """
-        if number:
-            before = self._render(example, example.messages[:number], prompt=True)
-            # A template may have an empty generation prompt.
-            return before if until.startswith(before) else self._render(example, example.messages[:number])
-        asking = self._render(example, example.messages[:1], prompt=True).removeprefix(until)
-        return until[: until.find(asking) + len(asking)] if asking in until else ""
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the longest common prefix."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[: n + 1] != other[: n + 1])
 
 
 def _content(message: Message) -> str:
@@ -263,22 +421,9 @@ def _contains(text: str, content: str, *, any_piece: bool = False) -> bool:
     return any(found) if any_piece else all(found)
 
 
-def _end_of_answer(text: str, until: str, answer: str, *, start: int) -> int | None:
-    """Return the end of an answer in `text`, or None.
-
-    `text` may lack what precedes the answer's words in `until`, since templates drop the reasoning of earlier turns.
-    """
-    place, last = text.find(answer, start), until.rfind(answer)
-    if not answer or place < 0 or last < 0:
-        return None
-    ending = until[last + len(answer) :].rstrip()
-    end = place + len(answer)
-    return end + len(ending) if text.startswith(ending, end) else None
-
-
 def _inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it overlaps one of `spans`, which are in order and disjoint."""
-    counted, remaining = [], list(spans)
+    """Return for each token whether it overlaps one of `spans`, which are in order and disjoint, and may be empty."""
+    counted, remaining = [], [span for span in spans if span[0] < span[1]]
     for start, end in offsets:
         while remaining and remaining[0][1] <= start:
             remaining.pop(0)

@@ -38,11 +38,6 @@ _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
-def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 16 hex digits that differ whenever two chat templates do."""
-    return hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
-
-
 class RowEncoder:
     """Encodes conversations as rows, for a token file and for a stream."""
 
@@ -68,9 +63,11 @@ class RowEncoder:
             say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
         everything = section.train_on == "all"
         self.row_length, self.packed, self._form = length, section.packing == "on", form
-        # All that the rows depend on except the records and the tokenizer's ids
-        self.key: list[Any] = [_VERSION, form, everything, length, self.packed, template_digest(tokenizer)]
         self._answers = AnswerEncoder(tokenizer, everything=everything)
+        # 16 hex digits that differ whenever the templates do that render conversations
+        self.template = hashlib.blake2b(repr(self._answers.templates).encode(), digest_size=8).hexdigest()
+        # All that the rows depend on except the records and the tokenizer's ids
+        self.key: list[Any] = [_VERSION, form, everything, length, self.packed, self.template]
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
         self._maker = RowMaker(length, pad=tokenizer.eos_token_id or 0, packed=self.packed)
 

@@ -31,6 +31,7 @@ class RunData:
     held_out: Any  # Tokens: `tokens` themselves, or those of the validation text
     split: Any
     end_of_text: int | None
+    ends_of_answers: tuple[int, ...]  # ids that end answers of conversations, at which generation has to stop
     vocabulary: int  # size of the model's vocabulary
     apart: int | None = None  # token that ends a document, if packed documents must not attend to each other
     mixture: tuple[float, ...] = ()  # weights of the texts, if they are mixed
@@ -109,6 +110,7 @@ def prepare_data(
 
     A stream is opened and its first documents tokenized. Of a validation stream, `eval_rows` rows are read.
     """
+    from offload_trainer.data.loss_mask import AnswerEncoder
     from offload_trainer.data.prepare import prepare_tokens
     from offload_trainer.data.tokenizer import document_marks, tokenizer_fingerprint
     from offload_trainer.ranks import rank_zero_first
@@ -137,12 +139,15 @@ def prepare_data(
     unmarked = end is None or end in document_marks(tokenizer)[0]
     if section.packing == "on" and unmarked and (tokens.row_length is None or held_out.row_length is None):
         raise UserError("data.packing=on needs a tokenizer with a token that ends documents and does not begin them")
+    talks = tokens.row_length is not None and bool(tokenizer.chat_template)
+    ends = AnswerEncoder(tokenizer, everything=False).end_ids if talks else []
     return RunData(
         tokenizer,
         tokens,
         held_out,
         split,
         end,
+        tuple(ends),
         vocabulary,
         apart=end if section.packing == "on" else None,
         mixture=section.mixture,

@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.conversations import TEXT, Example, form_of_record
 from offload_trainer.data.documents import TABLES, kind_of, without_nulls
-from offload_trainer.data.packing import encoder_of, template_digest
+from offload_trainer.data.packing import RowEncoder, encoder_of
 from offload_trainer.data.sources import hub_name
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import known_ids
@@ -101,9 +101,9 @@ class StreamedTokens:
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
         content = [_FORMAT, wish, section.text_field, fingerprint, tokenizer.eos_token_id, *self._encoder.key]
         self.identity = wish if section.text_field == "text" else f"{wish}, field {section.text_field}"
-        if form != TEXT:
+        if isinstance(self._encoder, RowEncoder):
             settings = f"train_on={section.train_on}, packing={section.packing}"
-            self.identity = f"{wish}, as {form}, {settings}, template {template_digest(tokenizer)}"
+            self.identity = f"{wish}, as {form}, {settings}, template {self._encoder.template}"
         self._key = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
         self._points = [Point(self._key, 0, None, 0, 0)]  # Points are sorted by their position.
         self._file: Path | None = None  # New points are appended to this file.

@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +29,7 @@ from offload_trainer.data.run_data import RunData
 from offload_trainer.errors import UserError, explain
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.run.planning import Planned
-from offload_trainer.safe_files import is_there
+from offload_trainer.safe_files import file_bytes, is_there, parsed
 from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
@@ -211,6 +211,16 @@ def write_known(planned: Planned, data: RunData) -> None:
     write_text(output / "environment.json", json.dumps(environment(), indent=1))
     dtype = DTYPES[config.model.dtype]
     keep_model(output / "model", source, dtype=dtype, tokenizer=data.tokenizer, end_of_text=data.end_of_text)
+    stop_at(output / "model" / "generation_config.json", data.ends_of_answers)
+
+
+def stop_at(file: Path, ends: Iterable[int]) -> None:
+    """Add ids to those at which generation stops: a chat template may end answers with others than the model's."""
+    settings = parsed(file_bytes(file), dict[str, Any])
+    known = settings.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if missing := [id_ for id_ in ends if id_ not in known]:
+        write_text(file, json.dumps(settings | {"eos_token_id": known + missing}, indent=2))
 
 
 def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: Any, end_of_text: int | None) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from published_templates import CONVERSATIONS, DEEPSEEK_ASSISTANT, FOLDER, NAMES, template, tokenizer_of
 from sample_chats import TEMPLATE, chat_tokenizer, prepared
 
+from offload_trainer.config import DataSection, ModelSection
+from offload_trainer.data import loss_mask
 from offload_trainer.data.conversations import example_of, form_of_files
-from offload_trainer.data.loss_mask import AnswerEncoder, Encoded
+from offload_trainer.data.loss_mask import AnswerEncoder, Encoded, training_variant
 from offload_trainer.data.mixture import split_rows
 from offload_trainer.data.packing import Counts, RowMaker
 from offload_trainer.data.rows import IGNORED, RowReader, padding_of
+from offload_trainer.data.run_data import first_row, prepare_data
 from offload_trainer.data.tokenfile import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
@@ -32,8 +39,13 @@ THOUGHTS = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' and loop.last %}(so)\n"
     "{% endif %}{{ message.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# The beginning of the text depends on what follows.
-COUNTED = "{{ messages | length }}" + TEMPLATE
+# An answer is rendered in another place than its message, too.
+TWICE = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}" + TEMPLATE
+# Turns end with a line, which ends no generation.
+LINES_ALONE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -49,30 +61,24 @@ TALK = [
 ]
 
 
-def encoded(record: dict[str, Any], *, form: str, template: str | None = TEMPLATE, **settings: Any) -> Encoded:
-    tokenizer = chat_tokenizer()
-    if template is not None:
-        tokenizer.chat_template = template
+def encoded(
+    record: dict[str, Any], *, form: str = "chat", template: str = TEMPLATE, tokenizer: Any = None, **settings: Any
+) -> Encoded:
+    tokenizer = tokenizer or chat_tokenizer(template)
     encoder = AnswerEncoder(tokenizer, everything=settings.pop("everything", False))
     return next(encoder.encode([example_of(record, form=form, where="here, line 1")]))
 
 
-def learned(found: Encoded) -> list[str]:
+def learned(found: Encoded, *, tokenizer: Any = None) -> list[str]:
     """Return the spans of text that are trained on."""
-    tokenizer, stretches, before = chat_tokenizer(), [], False
-    for id_, counted in zip(*found, strict=True):
-        if counted and not before:
-            stretches.append([])
-        if counted:
-            stretches[-1].append(id_)
-        before = counted
-    return [tokenizer.decode(ids) for ids in stretches]
+    tokenizer = tokenizer or chat_tokenizer()
+    runs = groupby(zip(*found, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([id_ for id_, _ in run]) for counted, run in runs if counted]
 
 
 def by_transformers(messages: list[dict[str, Any]]) -> Encoded:
     """Return ids and the mask of answer tokens as transformers computes them from the template's generation marks."""
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = MARKED
+    tokenizer = chat_tokenizer(MARKED)
     found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     return Encoded(found["input_ids"], [bool(mask) for mask in found["assistant_masks"]])
 
@@ -95,20 +101,64 @@ def test_earlier_answers_without_their_thoughts() -> None:
     assert learned(found) == ["Uno é.\n\nSì.<end>", "(so)\n due <end>"]
 
 
-def test_a_template_that_hides_the_answers_is_refused() -> None:
-    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 differently .*data.train_on=all"):
-        encoded({"messages": TALK}, form="chat", template=COUNTED)
-    found = encoded({"messages": TALK}, form="chat", template=COUNTED, everything=True)
-    assert all(found.counted)
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (TWICE, "does not show where it begins and ends"),
+        (LINES_ALONE, "ends it with no token at which generation stops"),
+        (TEMPLATE.replace("<end>", ""), "ends it with no token at which generation stops"),
+        (TEMPLATE.replace("{{ message.content }}", "{{ message.content[:3] }}"), "leaves out message"),
+    ],
+)
+def test_answers_that_cannot_be_proven_are_refused(template: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"here, line 1: .* {reason}.*give data.chat_template=FILE"):
+        encoded({"messages": TALK}, template=template)
+    if "leaves out" not in reason:
+        assert all(encoded({"messages": TALK}, template=template, everything=True).counted)
 
 
-def test_a_line_end_that_ends_the_turn_is_learned() -> None:
-    plain = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    found = encoded({"messages": TALK[:3]}, form="chat", template=plain)
-    assert learned(found) == [" Uno é.\n\nSì.\n"]
+# Each template without generation marks: what is learned of `TALK`.
+ANSWERS = ["Uno é.\n\nSì.<end>", " due <end>"]
+HEADED = "{% for m in messages %}<{{ m.role }}>"
+UNMARKED = {
+    "the number of messages first": ("{{ messages | length }}" + TEMPLATE, ANSWERS),
+    "no generation prompt": (TEMPLATE.partition("{% if add")[0], ANSWERS),
+    "end-of-text behind the conversation": (TEMPLATE.replace("{% endif %}", "{% else %}<pad>{% endif %}"), ANSWERS),
+    "a generation prompt that opens a thinking block": (
+        TEMPLATE.replace("<assistant>{% endif", "<assistant>(so)\n{% endif"),
+        ANSWERS,
+    ),
+    "an empty thinking block before each answer": (
+        HEADED + "{% if m.role == 'assistant' %}(so)\n{% endif %}{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        ["(so)\n" + answer for answer in ANSWERS],
+    ),
+    "the prompt opens the thinking block, which the last answer closes": (
+        HEADED + "{% if m.role == 'assistant' and loop.last %}(so)(on){% endif %}{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>(so){% endif %}",
+        [ANSWERS[0], "(on)" + ANSWERS[1]],
+    ),
+    "white space stripped": (TEMPLATE.replace("message.content", "message.content.strip()"), [ANSWERS[0], "due<end>"]),
+    "answers quoted": (
+        TEMPLATE.replace("message.content", "message.content | tojson"),
+        ['"Uno é.\\n\\nSì."<end>', '" due "<end>'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_answers_without_marks(name: str) -> None:
+    template, expected = UNMARKED[name]
+    found = encoded({"messages": TALK}, template=template)
+    assert learned(found) == expected
+    whole = encoded({"messages": TALK}, template=template, everything=True)
+    assert found.ids == whole.ids
+
+
+def test_an_answer_that_contains_the_end_of_a_turn() -> None:
+    talk = [message("user", "a<end>"), message("assistant", "b<end>"), message("assistant", "<end>c")]
+    assert learned(encoded({"messages": talk})) == ["b<end><end>", "<end>c<end>"]
+    assert learned(encoded({"messages": talk}, template=MARKED)) == ["b<end><end>", "<end>c<end>"]
 
 
 def test_answers_that_are_not_to_be_learned() -> None:
@@ -130,6 +180,191 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path: Path) -> None
     kept = tokenizer.decode([id_ & IDS for id_ in row.tolist() if not id_ & NOT_LEARNED])
     assert kept == " Uno é.\n\nSì.<|endoftext|>  due <|endoftext|>"
     assert any("no chat template" in line for line in said)
+
+
+# -- generation marks, and the templates that trl knows ----------------------------------------------------------------
+
+
+def test_marks_without_the_end_are_followed_and_counted(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n")
+    tokenizer = chat_tokenizer(MARKED.replace("<end>{% endgeneration %}", "{% endgeneration %}<end>"))
+    assert learned(encoded({"messages": TALK}, tokenizer=tokenizer)) == ["Uno é.\n\nSì.", " due "]
+    assert "; 2 of the answers to train on have no token that ends them" in prepared(file, tokenizer=tokenizer).summary
+
+
+def test_several_marks_of_one_answer() -> None:
+    """Reasoning and text are marked separately; which marks are of an answer not to learn is found by rendering."""
+    marked = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+        "{% if m.get('why') %}{% generation %}({{ m.why }}){% endgeneration %}|{% endif %}"
+        "{% generation %}{{ m.content }}<end>{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
+    )
+    talk = [message("user", "a"), message("assistant", "b", why="B"), message("user", "c"), message("assistant", "d")]
+    assert learned(encoded({"messages": talk}, template=marked)) == ["(B)", "b<end>", "d<end>"]
+    talk[3]["weight"] = 0
+    assert learned(encoded({"messages": talk}, template=marked)) == ["(B)", "b<end>"]
+    once = "{{ messages[1].content }}{% generation %}{{ messages[-1].content }}{% endgeneration %}" + TEMPLATE
+    with pytest.raises(UserError, match="here, line 1: message 2 is not to be learned, and it cannot be told which"):
+        encoded({"messages": [talk[0], talk[1] | {"weight": 0}, talk[2]]}, template=once)
+
+
+# Templates of trl that leave out calls of tools, their results, or the tools: such conversations are refused.
+_LEAVE_OUT = {
+    *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "gptoss", "lfm2", "llama3"),
+    *("phi3", "phi3_5"),
+}
+_LEFT_OUT = r"prints no 'tools'|does not print the 'tool_calls'|leaves out message \d+ \('(tool|system)'\)"
+# Templates whose marks include the generation prompt, which is not learned here: the prompt.
+_PROMPTS = {
+    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), DEEPSEEK_ASSISTANT),
+    **dict.fromkeys(("gptoss", "muse_glimmer"), "<|start|>assistant"),
+}
+# Tokens that end some turns within the marks, though generation goes on behind them: they are not learned here.
+_OTHER_ENDS = {"gptoss": "<|end|>", "glm4moe": "<|system|>"}
+_QUICK = ("deepseek_r1_distill", "deepseekv3", "glm4moe", "gptoss", "qwen3_5_think")
+
+
+def compare_with_the_variant(name: str, conversation: dict[str, Any]) -> str:
+    """Compare ids and mask with those that transformers computes from trl's variant; return the reason of a refusal."""
+    tokenizer, reference = tokenizer_of(name), tokenizer_of(name, variant=True)
+    messages = json.loads(json.dumps(conversation["messages"]).replace(r'"{\"room\": \"7\"}"', '{"room": "7"}'))
+    try:
+        expected = reference.apply_chat_template(
+            messages, tools=conversation.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:
+        first = re.escape(str(error).splitlines()[0])[:60]
+        with pytest.raises(UserError, match=f"here, line 1: .*{first}|{_LEFT_OUT}"):
+            encoded(conversation, tokenizer=tokenizer)
+        return "refused by the template"
+    encoder = AnswerEncoder(tokenizer, everything=False)
+    try:
+        found = next(encoder.encode([example_of(conversation, form="chat", where="here, line 1")]))
+    except UserError as error:
+        reason = re.search(_LEFT_OUT, str(error))
+        if reason is None or name not in _LEAVE_OUT:
+            raise
+        return reason[0]
+    assert tokenizer.chat_template == template(name)
+    assert found.ids == expected["input_ids"]
+    answers = [one for one in messages if one["role"] == "assistant"]
+    kept = [one for one in answers if one.get("weight") != 0 and one.get("train") is not False]
+    reference_mask = [bool(one) for one in expected["assistant_masks"]]
+    assert not any(one and not other for one, other in zip(found.counted, reference_mask, strict=True))
+    omitted = [one and not other for one, other in zip(reference_mask, found.counted, strict=True)]
+    rest = "".join(learned(Encoded(found.ids, omitted), tokenizer=tokenizer))
+    prompt, end = _PROMPTS.get(name, ""), _OTHER_ENDS.get(name, "")
+    if len(kept) == len(answers):
+        assert rest.replace(prompt, "").replace(end, "") == ""
+        # DeepSeek-V3 has no prompt behind the result of a tool.
+        prompts = len(answers) - sum(one["role"] == "tool" for one in messages) * (name == "deepseekv3")
+        assert not prompt or rest.count(prompt) == prompts
+    texts = learned(found, tokenizer=tokenizer)
+    # Phi-3 marks the token behind the whole conversation too.
+    assert len(texts) == len(kept)
+    for text, answer in zip(texts, kept, strict=True):
+        assert not re.match(rf"<\|im_start\|>|<\|?start|{DEEPSEEK_ASSISTANT}|assistant|model", text)
+        assert answer["content"].rpartition("</think>")[2].strip() in text or answer.get("tool_calls")
+        ended = tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"][-1] in encoder.end_ids
+        assert ended or (end and answer is not answers[-1])
+    return "equal" if found.counted == reference_mask else "equal but for the prompt, an end, or answers not to learn"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_masks_are_those_of_trls_variants(name: str) -> None:
+    found = {case: compare_with_the_variant(name, conversation) for case, conversation in CONVERSATIONS.items()}
+    plain = "equal" if name not in _PROMPTS else "equal but for the prompt, an end, or answers not to learn"
+    assert list(found.values()).count(plain) >= 12, found
+    assert [case for case in ("single", "multi", "reasoning", "an empty answer") if found[case] != plain] == []
+
+
+def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: Path) -> None:
+    """A run knows the tokens that end GLM's answers, which its end-of-text does not, and keeps its template."""
+    tokenizer_of("glm4moe").save_pretrained(tmp_path / "model")
+    file = tmp_path / "chat.jsonl"
+    file.write_text((json.dumps(CONVERSATIONS["single"]) + "\n") * 3)
+    section = DataSection(path=(str(file),), cache=str(tmp_path / "cache"), validation=0.0)
+    shape = SimpleNamespace(vocabulary=400)
+    source: Any = SimpleNamespace(directory=tmp_path / "model", shape=shape, section=ModelSection())
+    data = prepare_data(section, source, seq_len=96, say=lambda line: None)
+    ends = data.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
+    assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
+    assert data.tokenizer.chat_template == template("glm4moe")
+    shown = [line.strip() for line in first_row(data, seq_len=96)]
+    assert r"learned  '\n<think></think>\nNineteen degrees.<|user|>'" in shown
+
+
+@pytest.mark.slow
+def test_the_variant_is_the_one_that_trl_finds() -> None:
+    from trl import get_training_chat_template
+
+    for path in sorted(FOLDER.glob("*.jinja")):
+        tokenizer = chat_tokenizer(text := path.read_text(encoding="utf-8"))
+        try:
+            expected = get_training_chat_template(tokenizer) or text
+        except ValueError:
+            expected = text
+        assert training_variant(text) == expected, path.name
+    assert training_variant(TEMPLATE) == TEMPLATE
+
+
+def test_without_trl_the_answers_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without trl a template that hides the end of a turn is refused; in others no header is learned."""
+    for name in ("find_spec", "is_installed"):
+        monkeypatch.setattr(loss_mask, name, lambda package: None)
+    single, multi, calls = (CONVERSATIONS[name] for name in ("single", "multi", "a call, then a question"))
+    with pytest.raises(UserError, match=r"at which generation stops: pip install 'trl>=.*or give data.chat_template"):
+        encoded(single, tokenizer=tokenizer_of("glm4moe"))
+    with pytest.raises(UserError, match=r"message 2 .* at which generation stops: pip install 'trl"):
+        encoded(multi, tokenizer=tokenizer_of("gptoss"))
+    ends = {
+        "qwen3_5_think": "<|im_end|>",
+        "nemotron_3_nano": "<|im_end|>",
+        "llama3_2": "<|eot_id|>",
+        "qwen3": "<|im_end|>",
+    }
+    for name, end in ends.items():
+        tokenizer = tokenizer_of(name)
+        texts = learned(encoded(multi, tokenizer=tokenizer), tokenizer=tokenizer)
+        expected = [f"Nineteen degrees.{end}", f"Four degrees.{end}"]
+        assert [text.rpartition("</think>")[2].strip() for text in texts] == expected
+        assert not any("assistant" in text for text in texts)
+        texts = learned(encoded(calls, tokenizer=tokenizer), tokenizer=tokenizer)
+        assert [("room_temperature" in text, "Nineteen" in text, "Welcome." in text) for text in texts] == [
+            (n == 0, n == 1, n == 2) for n in range(3)
+        ]
+
+
+AS_TEXT, AS_OBJECT = '{"city":"Ōsaka"}', {"city": "Ōsaka"}
+# What a template writes for arguments: what becomes of text and of an object.
+ARGUMENTS = {
+    "'(' + call.function.arguments + ')'": ('({"city":"Ōsaka"})', '({"city": "Ōsaka"})'),
+    "call.function.arguments": ('{"city":"Ōsaka"}', '{"city": "Ōsaka"}'),
+    "call.function.arguments | tojson": ('{"city": "Ōsaka"}',) * 2,
+    "call.function | tojson": ('{"name": "f", "arguments": {"city": "Ōsaka"}}',) * 2,
+    "call.function.arguments.city": ("Ōsaka",) * 2,
+    "call.function.arguments if call.function.arguments is string else call.function.arguments | tojson": (
+        '{"city":"Ōsaka"}',
+        '{"city": "Ōsaka"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("written", ARGUMENTS)
+def test_arguments_have_the_form_that_the_template_prints(written: str) -> None:
+    template = TEMPLATE.replace(
+        "{{ message.content }}",
+        "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ "
+        + written
+        + " }}{% endfor %}",
+    )
+    for given, expected in zip((AS_TEXT, AS_OBJECT), ARGUMENTS[written], strict=True):
+        call = {"type": "function", "function": {"name": "f", "arguments": given}}
+        talk = [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+        assert learned(encoded({"messages": talk}, template=template)) == [f"f{expected}<end>"]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

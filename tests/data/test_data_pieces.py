@@ -229,6 +229,7 @@ def test_pairs_and_chats_begin_and_end_as_the_tokenizer_marks_them(name: str, tm
     marked = Marked.of(name)
     tokenizer, before, behind, eos = marked
     begin, end = tokenizer.decode(before), tokenizer.decode(behind or eos)
+    tokenizer.chat_template = TEMPLATE
     encoder = AnswerEncoder(tokenizer, everything=False)
     for prompt, completion in product(("The hour is", f"{begin}The hour is"), (" late", f" late{end}")):
         record = {"prompt": prompt, "completion": completion}
@@ -239,9 +240,11 @@ def test_pairs_and_chats_begin_and_end_as_the_tokenizer_marks_them(name: str, tm
     talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": talk}) + "\n")
-    for template in (None, "{{ bos_token }}" + TEMPLATE):
+    for template in (None, "{{ bos_token }}" + TEMPLATE.replace("<end>", "{{ eos_token }}")):
         tokenizer.chat_template = template
-        tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000)
+        # Without an end-of-text these templates have nothing that ends an answer.
+        train_on = "answers" if tokenizer.eos_token else "all"
+        tokens = prepared(path, tokenizer=tokenizer, vocabulary=4000, train_on=train_on)
         expected = tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
         batch = RowReader(tokens, seq_len=64, rows=range(1), vocabulary=4000).rows_at([0])
         assert batch.inputs[0, : 64 - batch.padding].tolist() == expected

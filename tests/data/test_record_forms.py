@@ -205,9 +205,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def prepared(folder: Path, *records: dict[str, Any], template: str = TOOLS, table: bool = False, **section: Any) -> Any:
-    tokenizer = chat_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<system>", "<tool>"]})
-    tokenizer.chat_template = template
+    tokenizer = chat_tokenizer(template, special=["<system>", "<tool>"])
     file = folder / ("a.parquet" if table else "a.jsonl")
     if table:
         Dataset.from_list(list(records)).to_parquet(file)
@@ -267,6 +265,11 @@ def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> No
             TEMPLATE,
             "does not print the 'tool_calls' of message 2",
         ),
+        (
+            {"messages": [*turns("Rain?"), {"role": A, "content": "", "tool_calls": [CALL, AS_JSON]}]},
+            TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            "does not print the 'tool_calls' of message 2, or not all of them",
+        ),
         ({"messages": turns("weather Tells it.", "A"), "tools": [TOOL]}, TEMPLATE, "prints no 'tools'"),
         (
             {"messages": [{"role": S, "content": "Shout."}, *turns("a", "A")]},
@@ -315,6 +318,17 @@ def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
     talk = turns('"Why"?\nÄ', "<think>\nHm. \n</think>\n\n Because. ")
     _, tokens = prepared(tmp_path, {"messages": talk}, template=moves)
     assert "missing from the rows" not in tokens.summary
+
+
+def test_text_beside_a_printed_call_may_be_left_out(tmp_path: Path) -> None:
+    """gpt-oss's template leaves it out where an answer follows, which is counted."""
+    talk = [*turns("Rain?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]
+    _, tokens = prepared(
+        tmp_path,
+        {"messages": talk},
+        template=TOOLS.replace("{{ m.content }}{% for", "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for"),
+    )
+    assert "text that is missing from the rows: 'messages.content' in 1" in tokens.summary
 
 
 def test_empty_answers_are_counted(tmp_path: Path) -> None:

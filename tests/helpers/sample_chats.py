@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,19 @@ CHATS = [
 ]
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with a chat template."""
+def chat_tokenizer(template: str = TEMPLATE, *, eos: str = "<end>", special: Sequence[str] = ()) -> Any:
+    """Return a byte-level tokenizer with a chat template. `special` are more special tokens."""
+    tokens = list(dict.fromkeys([*SPECIAL, eos, *special]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    vocabulary = {token: number for number, token in enumerate([*tokens, *alphabet])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(SPECIAL)
+    made.add_special_tokens(tokens)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="<end>", model_max_length=128
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token=eos, model_max_length=128
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 

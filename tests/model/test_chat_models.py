@@ -17,7 +17,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.sources import Source
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.run.directory import keep_model
+from offload_trainer.run.directory import keep_model, stop_at
 
 END, TURN = 0, 2048
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -126,6 +126,24 @@ def test_random_weights_end_where_their_tokenizer_does(given: Path, tmp_path: Pa
     generation = json.loads((kept / "generation_config.json").read_text())
     assert generation["eos_token_id"] == TURN
     assert "temperature" not in generation
+
+
+def test_generation_stops_at_the_ends_of_answers(given: Path, tmp_path: Path) -> None:
+    """Ends of a chat template that the model's own settings do not name are added to them, and nothing else changes."""
+    for settings, expected in (
+        (GENERATION, [TURN, END, 7]),
+        ({"eos_token_id": END}, [END, TURN, 7]),
+        ({"eos_token_id": None}, [TURN, 7]),
+        ({}, [TURN, 7]),
+    ):
+        file = tmp_path / "generation_config.json"
+        file.write_text(json.dumps(settings))
+        stop_at(file, (TURN, 7))
+        assert json.loads(file.read_text()) == settings | {"eos_token_id": expected}
+        before = file.read_bytes()
+        stop_at(file, (7,))
+        stop_at(file, ())
+        assert file.read_bytes() == before
 
 
 def test_a_damaged_generation_config_is_refused_before_the_run(given: Path, tmp_path: Path) -> None:

@@ -158,12 +158,18 @@ def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path)
 @pytest.mark.slow
 def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
-    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    lines = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    template.write_text(lines + "{% if add_generation_prompt %}[assistant]{% endif %}")
     words = [*WORDS, "--data", chat, f"data.cache={tmp_path}", f"data.chat_template={template}"]
     printed = ask("prepare", *words).stderr
-    assert "given    '[user] What follows one?\\n'\n  learned  '[assistant] one and eno.\\n'" in printed
+    asked, told = r"'[user] What follows one?<|endoftext|>\n[assistant]'", "' one and eno.<|endoftext|>'"
+    assert f"given    {asked}\n  learned  {told}\n" in printed
     printed = ask("prepare", *words, "data.format=text").stderr
     assert "no field 'text'; there are: messages" in printed
+    template.write_text(lines.replace("{{ eos_token }}", ""))
+    endless = ask("prepare", *words)
+    assert endless.returncode == 2
+    assert "line 1: message 2 is an answer to learn, and the chat template ends it with no token" in endless.stderr
     missing = ask("prepare", *WORDS, "--data", chat, f"data.chat_template={tmp_path}/none.jinja")
     assert missing.returncode == 2
     assert "none.jinja cannot be read: No such file or directory" in missing.stderr

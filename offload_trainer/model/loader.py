@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,15 +231,17 @@ def resolve_model(
         from offload_trainer.model.compiled_blocks import refuse_uncompiled
 
         refuse_uncompiled(model)
+    notes: list[str] = []
     if not random:
         assert directory is not None
         for name in _BESIDE:
             if (directory / name).exists():
                 read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")
-        match_weights(directory, model)
+        notes = match_weights(directory, model).notes
+    shape = model_shape(model, section, packed=packed, image_patches=image_patches if images else 0)
     return ModelSource(
         config=config,
-        shape=model_shape(model, section, packed=packed, image_patches=image_patches if images else 0),
+        shape=replace(shape, notes=(*shape.notes, *notes)),
         section=section,
         seed=seed,
         directory=directory,

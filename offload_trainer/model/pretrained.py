@@ -2,16 +2,18 @@
 
 Keys in the files may lack or have the body's prefix (`h.0...` for `transformer.h.0...`), use older names, or separate
 what the model fuses; `checkpoint_mapping` converts them. Tied weights may be present twice, or under either name. All
-keys that do not fit are reported together before any data is read.
+weights that do not fit are reported together before any data is read. As in transformers, keys that the model has no
+use for are left out, with a note in the plan.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from pydantic import with_config
@@ -21,8 +23,11 @@ from transformers import PreTrainedModel
 from offload_trainer.errors import UserError
 from offload_trainer.model.checkpoint_mapping import Group, loading_groups
 from offload_trainer.model.init_weights import NamedTensor, first_names, tied_names
-from offload_trainer.safe_files import LENIENT, FileName, is_there, read_back
-from offload_trainer.storage.tensorfile import TensorFileReader, describe_invalid_values
+from offload_trainer.safe_files import LENIENT, FileName, is_there, read_back, shown
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, describe_invalid_values
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAMED = 5  # number of keys named in a note
 
 
 @with_config(LENIENT)
@@ -33,21 +38,26 @@ class ShardIndex:
     weight_map: dict[str, FileName]
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
-    """Return the safetensors shards of a model directory. Raises UserError if there are none or one is missing."""
-    index = directory / "model.safetensors.index.json"
-    if is_there(index):
+def checkpoint_files(directory: Path, named: str | None = None) -> list[Path]:
+    """Return the safetensors files that transformers would read: the single file, else the shards that an index names.
+
+    `named`: a file or index that config.json names instead (`transformers_weights`). Raises UserError if there is none
+    of these, or a shard is missing.
+    """
+    for name in (named,) if named else (SINGLE, INDEX):
+        path = directory / name
+        if not is_there(path):
+            continue
+        if not name.endswith(".index.json"):
+            return [path]
         fix = "It is no index of shards; save the weights again, or download them again"
-        names = sorted(set(read_back(index, ShardIndex, links=True, fix=fix).weight_map.values()))
-        missing = [name for name in names if not (directory / name).exists()]
+        shards = sorted(set(read_back(path, ShardIndex, links=True, fix=fix).weight_map.values()))
+        missing = [shard for shard in shards if not (directory / shard).exists()]
         if missing:
-            raise UserError(f"{directory}: {index.name} names shards that are not there: {', '.join(missing)}")
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    if single.exists():
-        return [single]
+            raise UserError(f"{directory}: {name} names shards that are not there: {', '.join(missing)}")
+        return [directory / shard for shard in shards]
     raise UserError(
-        f"{directory}: no model.safetensors; add --scratch for random weights, "
+        f"{directory}: no {named or SINGLE}; add --scratch for random weights, "
         "or convert the weights with transformers' save_pretrained"
     )
 
@@ -59,6 +69,7 @@ class _Match:
     places: dict[str, Path]  # the file of each key
     groups: list[tuple[Group, list[str]]]  # each with the names of the parameters that it sets
     names: dict[str, str]  # name that a group produces -> parameter that it sets; other results are not used
+    notes: list[str]  # sentences for the plan on what is not read
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -131,12 +142,14 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
 
 def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
     """Read the files' headers and match keys to parameters. Raises UserError naming all that does not fit."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    entries: dict[str, TensorEntry] = {}
     places: dict[str, Path] = {}
-    for path in checkpoint_files(directory):
+    files = checkpoint_files(directory, getattr(model.config, "transformers_weights", None))
+    for path in files:
         with TensorFileReader(path) as file:
-            shapes |= {key: entry.shape for key, entry in file.entries.items()}
+            entries |= file.entries
             places |= dict.fromkeys(file.entries, path)
+    shapes = {key: entry.shape for key, entry in entries.items()}
     groups, unexpected = loading_groups(list(shapes), model)
     kept = dict(model.named_parameters()) | persistent_buffers(model)
     expected = {name: tuple(tensor.shape) for name, tensor in kept.items()}
@@ -153,17 +166,29 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
         for other, name in names.items()
         if given[other] != expected[name]
     ]
-    problems = {
-        "missing": [name for name in expected if name not in names.values()],
-        "unexpected": [key for key in unexpected if not _passed_over(key, model)],
-        "misshapen": misshapen,
-    }
-    lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
-    if lines:
+    missing = [name for name in expected if name not in names.values()]
+    unused = _reported(unexpected, model)
+    weights = {name for name, _ in model.named_parameters()}
+    integers = [name for name in names if names[name] in weights and name in entries]
+    integers = [f"{name} is {entries[name].dtype}" for name in integers if not entries[name].dtype.is_floating_point]
+    quantised = integers or (unused if getattr(model.config, "quantization_config", None) else [])
+    if missing or misshapen or quantised:
+        problems = {"missing": missing, "unexpected": unused, "misshapen": misshapen, "quantised": quantised}
+        lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
         raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(lines))
     _refuse_other_heads(directory, model, given=set(given), places=places)
     sets = [[names[name] for name in each if name in names] for each in made]
-    return _Match(places, [(group, each) for group, each in zip(groups, sets, strict=True) if each], names)
+    notes = []
+    if files == [directory / SINGLE] and is_there(directory / INDEX):
+        notes.append(f"weights: from {SINGLE}, as in transformers; the shards of {INDEX} are not read")
+    if unused:
+        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+        listing = ", ".join(shown(key) for key in unused[:_NAMED])
+        notes.append(
+            f"weights: {len(unused)} tensors have no place in {type(model).__name__} and are not read, as in "
+            f"transformers, nor exported: {listing}{more}"
+        )
+    return _Match(places, [(group, each) for group, each in zip(groups, sets, strict=True) if each], names, notes)
 
 
 def _refuse_other_heads(directory: Path, model: PreTrainedModel, *, given: set[str], places: dict[str, Path]) -> None:
@@ -182,15 +207,16 @@ def _refuse_other_heads(directory: Path, model: PreTrainedModel, *, given: set[s
                 )
 
 
-def _passed_over(key: str, model: PreTrainedModel) -> bool:
-    """Return whether transformers ignores this key too.
+def _reported(keys: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """Return the keys that transformers' loader would report as unexpected.
 
-    Such keys are non-persistent buffers, other names of tied weights, and leftovers of older versions.
+    It says nothing of recomputed buffers, other names of tied weights, and leftovers of older versions.
     """
     silent = tied_names(model) | {name for name, _ in model.named_buffers()} - persistent_buffers(model).keys()
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    spellings = (key, f"{model.base_model_prefix}.{key}")
-    return any(s in silent or any(pattern.search(s) for pattern in ignored) for s in spellings)
+    spellings = {key: {key, f"{model.base_model_prefix}.{key}"} for key in keys}
+    left: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set().union(*spellings.values()) - silent)
+    model._adjust_missing_and_unexpected_keys(left)
+    return [key for key in keys if spellings[key] <= left.unexpected_keys]
 
 
 def as_parameter(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.safe_files import open_file
+from offload_trainer.safe_files import open_given
 
 # Torch dtypes by their names in configurations, plans and this package's files
 DTYPES = {
@@ -235,8 +235,8 @@ class TensorFileReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = open_given(path)
         try:
-            self._file = open(open_file(path, links=True), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
             with safe_open(path, framework="pt"):
                 pass  # safe_open checks that sizes, offsets and names fit each other and the file
         except (OSError, ValueError, SafetensorError) as error:

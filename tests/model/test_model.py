@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_architectures import ARCHITECTURES, reference
-from transformers import GPT2PreTrainedModel
+from safetensors.torch import load_file, save_file
+from small_architectures import _COMMON, ARCHITECTURES, reference
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2PreTrainedModel
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
@@ -155,9 +156,120 @@ def test_a_configuration_that_cannot_be_read(content: str, tmp_path: Path) -> No
         resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
 
 
-def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+# Architectures with keys of their published checkpoints that today's models have no place for
+_ROTARY = "self_attn.rotary_emb.inv_freq"
+_LLAMA = {**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 2}
+_GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+_LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
+LEFTOVERS = {
+    "llama": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
+    "llama, without the prefix": (_LLAMA, [f"layers.{{}}.{_ROTARY}"]),
+    "llama, with scales of a cache": (_LLAMA, ["model.layers.{}.self_attn.k_scale"]),
+    "llama, of more layers": (_LLAMA, ["model.layers.{}7.mlp.up_proj.weight"]),
+    "mistral": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
+    "qwen2": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
+    "phi": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
+    "stablelm": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
+    "persimmon": (_LLAMA, [f"model.layers.{{}}.{_ROTARY}"]),
+    "falcon": (_LLAMA, ["transformer.h.{}.self_attention.rotary_emb.inv_freq"]),
+    "gpt_neox": (
+        _LLAMA, [f"gpt_neox.layers.{{}}.attention.{key}" for key in ("bias", "masked_bias", "rotary_emb.inv_freq")]
+    ),
+    "gpt2": (_GPT, ["transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"]),
+    "gptj": ({**_GPT, "rotary_dim": 8}, ["transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"]),
+    "gpt_neo": (
+        {**_COMMON, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]},
+        ["transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"],
+    ),
+    "codegen": ({**_GPT, "rotary_dim": 8}, ["transformer.h.{}.attn.causal_mask"]),
+    "deepseek_v3": ({**_LLAMA, **_LATENT}, ["model.layers.2{}.eh_proj.weight"]),
+    "qwen3_next": (
+        {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16,
+         "shared_expert_intermediate_size": 16},
+        ["mtp.{}.fc.weight"],
+    ),
+}  # fmt: skip
 
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_keys_that_transformers_does_not_read(name: str, tmp_path: Path) -> None:
+    """They are left out, and the plan names those that transformers warns about. Every weight has its bits.
+
+    Of buffers that the model computes, by their own names, it says nothing.
+    """
+    words, keys = LEFTOVERS[name]
+    reference(AutoConfig.for_model(name.split(",")[0], **words)).save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    held |= {key.format(layer): torch.ones(4) for key in keys for layer in range(2)}
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    source = resolve_model(ModelSection(name=str(tmp_path)), seed=0)
+    given = dict(source.weights())
+    assert given.keys() == dict(expected.named_parameters()).keys()
+    assert all(torch.equal(given[key], value) for key, value in expected.named_parameters())
+    warned = sorted(info["unexpected_keys"] - dict(expected.named_buffers()).keys())
+    notes = [note for note in source.shape.notes if note.startswith("weights: ")]
+    assert len(notes) == bool(warned)
+    if warned:
+        assert notes[0].startswith(f"weights: {len(warned)} tensors have no place in {type(expected).__name__}")
+        assert notes[0].endswith(": " + ", ".join(warned))
+
+
+@pytest.mark.parametrize(("shards", "single"), [(True, False), (False, True), (True, True), ("gone", True)])
+def test_a_single_file_comes_before_an_index(shards: Any, single: bool, tmp_path: Path) -> None:
+    """As transformers chooses; the plan says that the index is not read."""
+    model = reference(ARCHITECTURES["llama, untied"])
+    if shards:
+        model.save_pretrained(tmp_path, max_shard_size="20kB")
+    if single:
+        weights = {key: value * 2 for key, value in model.state_dict().items()}
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        model.config.save_pretrained(tmp_path)
+    for path in tmp_path.glob("model-*") if shards == "gone" else ():
+        path.unlink()
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert torch.equal(expected["lm_head.weight"], model.lm_head.weight * (2 if single else 1))
+    source = resolve_model(ModelSection(name=str(tmp_path)), seed=0)
+    assert all(torch.equal(value, expected[key]) for key, value in source.weights())
+    said = [note for note in source.shape.notes if "model.safetensors.index.json are not read" in note]
+    assert len(said) == bool(shards and single)
+
+
+def test_weights_in_the_file_that_the_configuration_names(tmp_path: Path) -> None:
+    model = reference(ARCHITECTURES["llama, untied"])
+    model.save_pretrained(tmp_path)
+    doubled = {key: value * 2 for key, value in model.state_dict().items()}
+    save_file(doubled, tmp_path / "second.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "second.safetensors"}))
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert torch.equal(expected["lm_head.weight"], model.lm_head.weight * 2)
+    given = dict(resolve_model(ModelSection(name=str(tmp_path)), seed=0).weights())
+    assert all(torch.equal(value, expected[key]) for key, value in given.items())
+
+
+@pytest.mark.parametrize("kind", ["integers", "scales of a quantization_config"])
+def test_quantised_weights_are_refused(kind: str, tmp_path: Path) -> None:
+    """transformers would dequantise them by its configuration; read as they are, they would be other weights."""
+    model, name = reference(ARCHITECTURES["llama, untied"]), "model.layers.1.mlp.up_proj.weight"
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors") | {f"{name}_scale": torch.ones(1)}
+    if kind == "integers":
+        held[name] = held[name].to(torch.uint8)
+    else:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "own"}}))
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = f"quantised: {name} is torch.uint8" if kind == "integers" else f"quantised: {name}_scale"
+    with pytest.raises(UserError, match=re.escape(expected)):
+        resolve_model(ModelSection(name=str(tmp_path)), seed=0)
+
+
+def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     reference(ARCHITECTURES["llama, untied"]).save_pretrained(tmp_path)
     held = load_file(tmp_path / "model.safetensors")
     held["model.norm.weight"] = torch.zeros(7)

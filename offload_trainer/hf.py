@@ -27,6 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
+from offload_trainer.model.loader import write_config
 from offload_trainer.offloading.weights.parameter import OffloadedParameter
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.session.api import load as load_session
@@ -463,7 +464,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
                 path.unlink()  # shard of an earlier save that was divided differently
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], _dtype(session)
-    config.save_pretrained(folder)
+    write_config(config, folder, source=session.configuration)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
 

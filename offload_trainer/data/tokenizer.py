@@ -9,20 +9,24 @@ import shutil
 import string
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_trainer.data.tokenfile import IDS
 from offload_trainer.errors import UserError
-from offload_trainer.safe_files import file_bytes, refuse_pipes
+from offload_trainer.safe_files import file_bytes, read_back, refuse_pipes
+from offload_trainer.storage.atomic_io import write_text
 
-_OTHERS_READ = (
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),
-    *("special_tokens_map.json", "added_tokens.json"),
 )
+_PROBE = "It's  the\n\n\tBEST of 12345 times, a.b--c: naïve 東京 🙂\u00a0(x) "
 _ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for single bytes that no other token covers
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
@@ -82,17 +86,64 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write the files that load this tokenizer again, and copy the source directory's other tokenizer files.
+    """Write the files that load this tokenizer again, in transformers 4 too, beside the config.json in `directory`.
 
-    tokenizer.json is written by transformers: with some config.json files it loads another tokenizer than the
-    directory's tokenizer.json describes, and the loaded one is what the model is trained with. The copied files are for
-    other programs.
+    Files of the tokenizer's own directory are copied if they describe this tokenizer. With some config.json files
+    transformers loads another tokenizer than a directory's tokenizer.json describes. The loaded one is what the model
+    is trained with, so it is then written instead. The remaining files are for other programs.
     """
-    tokenizer.save_pretrained(directory)
-    for name in _OTHERS_READ if tokenizer.name_or_path else ():
-        given = Path(tokenizer.name_or_path) / name
-        if given.is_file() and not (directory / name).exists():
-            shutil.copyfile(given, directory / name)
+    source = Path(tokenizer.name_or_path) if tokenizer.name_or_path else directory
+    given = _json(source / "tokenizer_config.json")
+    kept = tokenizer.is_fast and _encodes_alike(tokenizer, source / "tokenizer.json")
+    unchanged = (
+        kept
+        and "tokenizer_class" in given
+        and "backend" not in given  # transformers 5 wrote it, with names that transformers 4 refuses
+        and tokenizer.chat_template == tokenizer.init_kwargs.get("chat_template")
+        and _json(source / "config.json").get("model_type") == _json(directory / "config.json").get("model_type")
+    )
+    if not unchanged:
+        tokenizer.save_pretrained(directory)
+    for name in _FILES:
+        wanted = unchanged or (kept and name == "tokenizer.json") or not (directory / name).exists()
+        if wanted and (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    if tokenizer.is_fast and not unchanged:
+        _write_settings(tokenizer, given, directory / "tokenizer_config.json")
+
+
+def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+    """Return whether a tokenizer.json gives this tokenizer's ids, also next to special tokens."""
+    if not file.is_file():
+        return False
+    read = Tokenizer.from_file(str(file))
+    read.no_truncation()
+    read.no_padding()
+    texts = [_PROBE, *(f"{token}the {token} The\n{token}" for token in tokenizer.all_special_tokens)]
+    return all(read.encode(text).ids == tokenizer(text)["input_ids"] for text in texts)
+
+
+def _write_settings(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any], file: Path) -> None:
+    """Complete the tokenizer_config.json that transformers 5 has written with what other programs read.
+
+    These are the source's own keys (`given`), whether the tokenizer adds BOS and EOS, and the class and the list of
+    special tokens under the names of transformers 4.
+    """
+    settings = given | _json(file) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    ids = tokenizer("a")["input_ids"]
+    settings.setdefault("add_bos_token", ids[:1] == [tokenizer.bos_token_id])
+    settings.setdefault("add_eos_token", ids[-1:] == [tokenizer.eos_token_id])
+    settings.pop("backend", None)
+    settings.pop("chat_template", None)  # it has a file of its own
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write_text(file, json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return the object in a file of a model directory, or {} if there is no file."""
+    fix = "Download it again"
+    return read_back(file, dict[str, Any], links=True, finite=False, fix=fix) if file.exists() else {}
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

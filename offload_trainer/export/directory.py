@@ -136,10 +136,7 @@ def write_model(
 def _describe(directory: Path, source: Source, *, dtype: str) -> None:
     """Write the card, and the dtype into the model's configuration."""
     config = read_model_config(directory)
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-    if config["model_type"] == "gpt2":
-        config["n_ctx"] = config["n_positions"]  # the name that llama.cpp's converter reads
+    config["dtype"] = config["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(directory / "README.md", source.card(dtype))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ from offload_trainer.model.tiled_mlp import tile
 from offload_trainer.plan.defaults import checkpointed_blocks
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.safe_files import one_line, read_back
+from offload_trainer.storage.atomic_io import write_text
 
 BUFFERS = "buffers.safetensors"  # next to a run's config.json
 # Files of a pretrained model that exports carry along unchanged. A chat model's end-of-turn tokens and sampling
@@ -62,6 +64,20 @@ _BESIDE = (
 )
 # Templates of an image-text model's processor. A run of another model writes its tokenizer's template.
 _OF_PROCESSOR = ("chat_template.jinja", "chat_template.json")
+_OF_WEIGHTS = {"quantization_config", "transformers_weights"}  # keys that describe a source's files, not an export's
+# Names in transformers 4 for values of a rotary embedding, where they differ from other models' names ("": none), and
+# all the models there whose layers have different embeddings
+_OLD_NAMES: dict[str, dict[str, str]] = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "modernbert-decoder": {
+        "rope_theta": "global_rope_theta",
+        "rope_local_base_freq": "local_rope_theta",
+        "rope_scaling": "",
+    },
+    **{kind: {} for kind in ("gemma3_text", "gemma3n_text", "olmo3")},
+    **{kind: {"rope_type": "type"} for kind in ("chameleon", "olmo", "olmo2", "phi3", "phi4_multimodal")},
+}
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 
@@ -300,6 +316,54 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
         setattr(config, key, value)
 
 
+def write_config(config: Any, directory: Path, *, source: Path | None = None) -> None:
+    """Write a config.json that transformers 4 and 5 and other readers understand alike.
+
+    `source`: the model directory that `config` was read from. Keys of its config.json whose values have not changed
+    stay as they are there.
+    """
+    config.save_pretrained(directory)  # copies a model's own code, too
+    values = _with_old_keys(config.to_json_string())
+    given = read_model_config(source) if source else {}
+    if source and given.get("model_type") == values.get("model_type"):
+        before = _with_old_keys(type(config).from_pretrained(source).to_json_string())
+        unchanged = {key for key in given if before.get(key) == values.get(key)} - _OF_WEIGHTS
+        values |= {key: given[key] for key in unchanged}
+    write_text(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _with_old_keys(text: str) -> dict[str, Any]:
+    """Return the values of a config.json of transformers 5, with keys that transformers 4 and llama.cpp read."""
+    values: dict[str, Any] = json.loads(text, object_hook=_with_old_rope)
+    values["torch_dtype"] = values.get("dtype")
+    if values.get("model_type") == "gpt2":
+        values["n_ctx"] = values["n_positions"]
+    return {key: value for key, value in values.items() if key not in _OF_WEIGHTS}
+
+
+def _with_old_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """Return one object of a config.json with the keys of a rotary embedding before `rope_parameters`.
+
+    Of layers with different embeddings, they are those of full attention, and another base for a sliding window.
+    """
+    if values.keys() == {"__float__"}:  # how transformers 5 writes infinity
+        return float(values["__float__"])  # type: ignore[return-value]
+    rope = values.get("rope_parameters") or {}
+    kind = values.get("model_type", "")
+    full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope
+    if "rope_theta" not in full:
+        return values
+    old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+    names = _OLD_NAMES.get(kind, {})
+    # Phi-3 accepts no further key in `rope_scaling`.
+    elsewhere = {*old, *({"original_max_position_embeddings"} & values.keys())}
+    scaling = {names.get(key, key): value for key, value in full.items() if key not in elsewhere}
+    old["rope_scaling"] = scaling if list(scaling.values()) != ["default"] else None
+    if "sliding_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    return values | {names.get(key, key): value for key, value in old.items() if names.get(key, key)}
+
+
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
     """Write the config.json and generation_config.json that `from_pretrained` reads together with exported weights.
 
@@ -311,7 +375,7 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     config.dtype = dtype
     if source.random and end_of_text is not None:
         config.bos_token_id = config.eos_token_id = end_of_text
-    config.save_pretrained(directory)
+    write_config(config, directory, source=None if source.random else source.directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
     if not source.random and source.directory is not None:
         reads_images = auto_class(config) is AutoModelForImageTextToText

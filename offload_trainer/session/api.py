@@ -28,7 +28,7 @@ from offload_trainer.engine.build_tiered import open_parts
 from offload_trainer.errors import UserError
 from offload_trainer.model.auto_class import named_after
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer
-from offload_trainer.model.loader import resolve_model, save_model_config
+from offload_trainer.model.loader import resolve_model, save_model_config, write_config
 from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.machine import MachineProfile
@@ -438,7 +438,7 @@ def _keep_configuration(module: nn.Module, folder: Path) -> bool:
     if not hasattr(config, "save_pretrained"):
         return False
     config = named_after(config, module)
-    config.save_pretrained(folder)
+    write_config(config, folder)
     try:
         built = meta_model(config, trust_remote_code=False)
     except Exception:  # transformers' constructors fail in many ways for another kind of model

@@ -94,22 +94,24 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """
     source = Path(tokenizer.name_or_path) if tokenizer.name_or_path else directory
     given = _json(source / "tokenizer_config.json")
-    kept = tokenizer.is_fast and _encodes_alike(tokenizer, source / "tokenizer.json")
-    unchanged = (
-        kept
+    kept = (
+        tokenizer.is_fast
         and "tokenizer_class" in given
-        and "backend" not in given  # transformers 5 wrote it, with names that transformers 4 refuses
-        and tokenizer.chat_template == tokenizer.init_kwargs.get("chat_template")
+        and "backend" not in given  # else transformers 5 wrote it, with names that transformers 4 refuses
+        and not isinstance(tokenizer.chat_template, dict)  # several templates have a directory of their own
         and _json(source / "config.json").get("model_type") == _json(directory / "config.json").get("model_type")
+        and _encodes_alike(tokenizer, source / "tokenizer.json")
     )
-    if not unchanged:
+    if not kept:
         tokenizer.save_pretrained(directory)
     for name in _FILES:
-        wanted = unchanged or (kept and name == "tokenizer.json") or not (directory / name).exists()
-        if wanted and (source / name).is_file():
+        if (source / name).is_file() and (kept or not (directory / name).exists()):
             shutil.copyfile(source / name, directory / name)
-    if tokenizer.is_fast and not unchanged:
+    if tokenizer.is_fast and not kept:
         _write_settings(tokenizer, given, directory / "tokenizer_config.json")
+    elif kept and tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):
+        write_text(directory / "chat_template.jinja", tokenizer.chat_template)
+        _write_json(directory / "tokenizer_config.json", given)
 
 
 def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
@@ -134,10 +136,15 @@ def _write_settings(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any], f
     settings.setdefault("add_bos_token", ids[:1] == [tokenizer.bos_token_id])
     settings.setdefault("add_eos_token", ids[-1:] == [tokenizer.eos_token_id])
     settings.pop("backend", None)
-    settings.pop("chat_template", None)  # it has a file of its own
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    write_text(file, json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    _write_json(file, settings)
+
+
+def _write_json(file: Path, settings: dict[str, Any]) -> None:
+    """Write a tokenizer_config.json without a chat template, which has a file of its own."""
+    held = {key: value for key, value in settings.items() if key != "chat_template"}
+    write_text(file, json.dumps(held, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Write small models with tokenizers as this release of transformers saves them, and read exports.
+
+published_models.py write DIR
+published_models.py read DIR ...
+
+The first writes one model directory for each of MODELS. The second prints a JSON list of what `read` returns for each
+directory. Both run in transformers 4.57 and 5.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaTokenizerFast,
+    PreTrainedTokenizerFast,
+)
+
+TEXT = "It was the best of times, it was the worst of times."
+TEXTS = [TEXT, "  two\n\nlines 123 é", "</s>after <s> and <|end|>between<|end|> special tokens"]
+CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Yes."}]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "rope_theta": 300.0,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+_LONG = {
+    "type": "longrope",
+    "short_factor": [1.0 + i / 4 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+}
+
+
+def pieces() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of SentencePiece's kind: letters and bytes, no merges."""
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *sorted(set(TEXT) - {" "})]
+    ids = {piece: number for number, piece in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(ids, [], byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def llama_pieces() -> PreTrainedTokenizerFast:
+    """Return `pieces` as Llama's class, which transformers 5 builds anew: it adds no space after special tokens."""
+    if transformers.__version__ < "5":
+        return LlamaTokenizerFast(tokenizer_object=pieces().backend_tokenizer, add_bos_token=True, legacy=False)
+    return LlamaTokenizerFast(vocab=pieces().get_vocab(), merges=[])
+
+
+def byte_letters() -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer without merges, with a further special token."""
+    alphabet = ["<s>", "</s>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["<|end|>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+# Model type, its configuration under the names of transformers 4, and its tokenizer
+MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFast]]] = {
+    "llama": ("llama", _SIZES, llama_pieces),
+    "llama-tied": ("llama", {**_SIZES, "tie_word_embeddings": True}, pieces),
+    "llama3.1": ("llama", {**_SIZES, "rope_scaling": _LLAMA3}, byte_letters),
+    "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}, byte_letters),
+    "mistral": ("mistral", {**_SIZES, "head_dim": 16, "sliding_window": None}, pieces),
+    "mixtral": ("mixtral", {**_SIZES, "head_dim": 16, "num_local_experts": 4, "sliding_window": None}, pieces),
+    "gemma3": (
+        "gemma3_text",
+        {**_SIZES, "head_dim": 16, "rope_local_base_freq": 50.0, "sliding_window": 8, "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+        byte_letters,
+    ),
+    "phi3": (
+        "phi3", {**_SIZES, "rope_scaling": _LONG, "original_max_position_embeddings": 32, "sliding_window": None},
+        pieces,
+    ),
+    "gpt2": (
+        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}, byte_letters
+    ),
+}  # fmt: skip
+
+
+def write(directory: Path, name: str) -> None:
+    """Write a model of MODELS with random weights and its tokenizer."""
+    kind, config, made = MODELS[name]
+    tokenizer = made()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(3)
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, vocab_size=len(tokenizer), **special, **config)
+    ).save_pretrained(directory)
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Return the ids of TEXTS and of a chat, and the logits of TEXT, which is longer than a sliding window."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", attn_implementation="eager")
+    dtype = str(model.dtype)
+    model.float()  # the releases add a mixture's experts in other orders
+    ids = tokenizer(TEXT)["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    chat = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    return {
+        "ids": [tokenizer(text)["input_ids"] for text in TEXTS],
+        "chat": tokenizer(chat, add_special_tokens=False)["input_ids"],
+        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)],
+        "dtype": dtype,
+        "logits": logits.tolist(),
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        for name in MODELS:
+            write(Path(sys.argv[2]) / name, name)
+    else:
+        print(json.dumps([read(Path(directory)) for directory in sys.argv[2:]]))

@@ -92,26 +92,36 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     transformers loads another tokenizer than a directory's tokenizer.json describes. The loaded one is what the model
     is trained with, so it is then written instead. The remaining files are for other programs.
     """
-    source = Path(tokenizer.name_or_path) if tokenizer.name_or_path else directory
-    given = _json(source / "tokenizer_config.json")
+    source, template = Path(tokenizer.name_or_path or directory), tokenizer.chat_template
+    settings = _json(source / "tokenizer_config.json")
     kept = (
         tokenizer.is_fast
-        and "tokenizer_class" in given
-        and "backend" not in given  # else transformers 5 wrote it, with names that transformers 4 refuses
-        and not isinstance(tokenizer.chat_template, dict)  # several templates have a directory of their own
+        and "tokenizer_class" in settings
+        and "backend" not in settings  # else transformers 5 wrote it, with names that transformers 4 refuses
+        and not isinstance(template, dict)  # several templates have a directory of their own
         and _json(source / "config.json").get("model_type") == _json(directory / "config.json").get("model_type")
         and _encodes_alike(tokenizer, source / "tokenizer.json")
     )
     if not kept:
         tokenizer.save_pretrained(directory)
+        settings |= _json(directory / "tokenizer_config.json")
+        settings.pop("backend", None)
+        ids = tokenizer("a")["input_ids"]
+        settings.setdefault("add_bos_token", ids[:1] == [tokenizer.bos_token_id])
+        settings.setdefault("add_eos_token", ids[-1:] == [tokenizer.eos_token_id])
+        if tokenizer.is_fast:
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # it is as tokenizer.json says, in both releases
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     for name in _FILES:
         if (source / name).is_file() and (kept or not (directory / name).exists()):
             shutil.copyfile(source / name, directory / name)
-    if tokenizer.is_fast and not kept:
-        _write_settings(tokenizer, given, directory / "tokenizer_config.json")
-    elif kept and tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):
-        write_text(directory / "chat_template.jinja", tokenizer.chat_template)
-        _write_json(directory / "tokenizer_config.json", given)
+    if not kept or template != tokenizer.init_kwargs.get("chat_template"):
+        if isinstance(template, str):
+            write_text(directory / "chat_template.jinja", template)
+            settings.pop("chat_template", None)
+        text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
+        write_text(directory / "tokenizer_config.json", text + "\n")
 
 
 def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
@@ -123,28 +133,6 @@ def _encodes_alike(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
     read.no_padding()
     texts = [_PROBE, *(f"{token}the {token} The\n{token}" for token in tokenizer.all_special_tokens)]
     return all(read.encode(text).ids == tokenizer(text)["input_ids"] for text in texts)
-
-
-def _write_settings(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any], file: Path) -> None:
-    """Complete the tokenizer_config.json that transformers 5 has written with what other programs read.
-
-    These are the source's own keys (`given`), whether the tokenizer adds BOS and EOS, and the class and the list of
-    special tokens under the names of transformers 4.
-    """
-    settings = given | _json(file) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    ids = tokenizer("a")["input_ids"]
-    settings.setdefault("add_bos_token", ids[:1] == [tokenizer.bos_token_id])
-    settings.setdefault("add_eos_token", ids[-1:] == [tokenizer.eos_token_id])
-    settings.pop("backend", None)
-    if isinstance(settings.get("extra_special_tokens"), list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    _write_json(file, settings)
-
-
-def _write_json(file: Path, settings: dict[str, Any]) -> None:
-    """Write a tokenizer_config.json without a chat template, which has a file of its own."""
-    held = {key: value for key, value in settings.items() if key != "chat_template"}
-    write_text(file, json.dumps(held, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -68,16 +68,16 @@ _OF_WEIGHTS = {"quantization_config", "transformers_weights"}  # keys that descr
 # Names in transformers 4 for values of a rotary embedding, where they differ from other models' names ("": none), and
 # all the models there whose layers have different embeddings
 _OLD_NAMES: dict[str, dict[str, str]] = {
-    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     "modernbert-decoder": {
-        "rope_theta": "global_rope_theta",
-        "rope_local_base_freq": "local_rope_theta",
-        "rope_scaling": "",
+        "rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta", "rope_scaling": ""
     },
     **{kind: {} for kind in ("gemma3_text", "gemma3n_text", "olmo3")},
     **{kind: {"rope_type": "type"} for kind in ("chameleon", "olmo", "olmo2", "phi3", "phi4_multimodal")},
-}
+    **{
+        kind: {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+        for kind in ("gpt_neox", "gpt_neox_japanese")
+    },
+}  # fmt: skip
 _MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 
@@ -323,45 +323,44 @@ def write_config(config: Any, directory: Path, *, source: Path | None = None) ->
     stay as they are there.
     """
     config.save_pretrained(directory)  # copies a model's own code, too
-    values = _with_old_keys(config.to_json_string())
-    given = read_model_config(source) if source else {}
-    if source and given.get("model_type") == values.get("model_type"):
-        before = _with_old_keys(type(config).from_pretrained(source).to_json_string())
-        unchanged = {key for key in given if before.get(key) == values.get(key)} - _OF_WEIGHTS
-        values |= {key: given[key] for key in unchanged}
+    values = _with_old_keys(config)
+    if source:
+        before = _with_old_keys(type(config).from_pretrained(source))
+        given = read_model_config(source).items()
+        values |= {k: value for k, value in given if before.get(k) == values.get(k) and k not in _OF_WEIGHTS}
     write_text(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _with_old_keys(text: str) -> dict[str, Any]:
-    """Return the values of a config.json of transformers 5, with keys that transformers 4 and llama.cpp read."""
-    values: dict[str, Any] = json.loads(text, object_hook=_with_old_rope)
-    values["torch_dtype"] = values.get("dtype")
-    if values.get("model_type") == "gpt2":
-        values["n_ctx"] = values["n_positions"]
-    return {key: value for key, value in values.items() if key not in _OF_WEIGHTS}
+def _with_old_keys(config: Any) -> dict[str, Any]:
+    """Return the content of config.json with keys that transformers 4 and llama.cpp read, also in its objects.
 
-
-def _with_old_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Return one object of a config.json with the keys of a rotary embedding before `rope_parameters`.
-
-    Of layers with different embeddings, they are those of full attention, and another base for a sliding window.
+    Of layers with different rotary embeddings, these are the values of full attention, and the base of the others.
     """
-    if values.keys() == {"__float__"}:  # how transformers 5 writes infinity
-        return float(values["__float__"])  # type: ignore[return-value]
-    rope = values.get("rope_parameters") or {}
-    kind = values.get("model_type", "")
-    full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope
-    if "rope_theta" not in full:
-        return values
-    old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
-    names = _OLD_NAMES.get(kind, {})
-    # Phi-3 accepts no further key in `rope_scaling`.
-    elsewhere = {*old, *({"original_max_position_embeddings"} & values.keys())}
-    scaling = {names.get(key, key): value for key, value in full.items() if key not in elsewhere}
-    old["rope_scaling"] = scaling if list(scaling.values()) != ["default"] else None
-    if "sliding_attention" in rope:
-        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    return values | {names.get(key, key): value for key, value in old.items() if names.get(key, key)}
+
+    def with_old(values: dict[str, Any]) -> Any:
+        if values.keys() == {"__float__"}:  # how transformers 5 writes infinity
+            return float(values["__float__"])
+        values = {key: value for key, value in values.items() if key not in _OF_WEIGHTS}
+        kind, rope = values.get("model_type", ""), values.get("rope_parameters") or {}
+        if "dtype" in values:
+            values["torch_dtype"] = values["dtype"]
+        if kind == "gpt2":
+            values["n_ctx"] = values["n_positions"]
+        full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope
+        if "rope_theta" not in full:
+            return values
+        old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+        names = _OLD_NAMES.get(kind, {})
+        # Phi-3 accepts no further key in `rope_scaling`.
+        elsewhere = {*old, *({"original_max_position_embeddings"} & values.keys())}
+        scaling = {names.get(key, key): value for key, value in full.items() if key not in elsewhere}
+        old["rope_scaling"] = scaling if list(scaling.values()) != ["default"] else None
+        if "sliding_attention" in rope:
+            old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        return values | {names.get(key, key): value for key, value in old.items() if names.get(key, key)}
+
+    content: dict[str, Any] = json.loads(config.to_json_string(), object_hook=with_old)
+    return content
 
 
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:

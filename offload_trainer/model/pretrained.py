@@ -151,7 +151,8 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
             places |= dict.fromkeys(file.entries, path)
     shapes = {key: entry.shape for key, entry in entries.items()}
     groups, unexpected = loading_groups(list(shapes), model)
-    kept = dict(model.named_parameters()) | persistent_buffers(model)
+    buffers = persistent_buffers(model)
+    kept = dict(model.named_parameters()) | buffers
     expected = {name: tuple(tensor.shape) for name, tensor in kept.items()}
     made = [group.shapes(shapes) for group in groups]
     given = {name: shape for each in made for name, shape in each.items()}
@@ -166,14 +167,18 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
         for other, name in names.items()
         if given[other] != expected[name]
     ]
-    missing = [name for name in expected if name not in names.values()]
     unused = _reported(unexpected, model)
-    weights = {name for name, _ in model.named_parameters()}
-    integers = [name for name in names if names[name] in weights and name in entries]
-    integers = [f"{name} is {entries[name].dtype}" for name in integers if not entries[name].dtype.is_floating_point]
-    quantised = integers or (unused if getattr(model.config, "quantization_config", None) else [])
-    if missing or misshapen or quantised:
-        problems = {"missing": missing, "unexpected": unused, "misshapen": misshapen, "quantised": quantised}
+    read = [key for group, each in zip(groups, made, strict=True) for key in group.sources if each.keys() - buffers]
+    quantised = [key for key in read if not entries[key].dtype.is_floating_point]
+    if getattr(model.config, "quantization_config", None):
+        quantised += unused
+    problems = {
+        "missing": [name for name in expected if name not in names.values()],
+        "misshapen": misshapen,
+        "quantised, which is not read here": quantised,
+    }
+    if any(problems.values()):
+        problems["unexpected"] = unused
         lines = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
         raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(lines))
     _refuse_other_heads(directory, model, given=set(given), places=places)

@@ -42,6 +42,10 @@ _SIZES = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+_GEMMA = {
+    "head_dim": 16, "sliding_window": 8, "tie_word_embeddings": True, "query_pre_attn_scalar": 16,
+    "initializer_range": 0.15,
+}  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -73,9 +77,9 @@ def llama_pieces() -> PreTrainedTokenizerFast:
 
 
 def byte_letters() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer without merges, with a further special token."""
-    alphabet = ["<s>", "</s>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    """Return a byte-level tokenizer with one merge and a further special token."""
+    alphabet = ["<s>", "</s>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, [("t", "h")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -91,10 +95,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFas
     "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}, byte_letters),
     "mistral": ("mistral", {**_SIZES, "head_dim": 16, "sliding_window": None}, pieces),
     "mixtral": ("mixtral", {**_SIZES, "head_dim": 16, "num_local_experts": 4, "sliding_window": None}, pieces),
-    "gemma3": (
+    # llama.cpp knows the base of Gemma's local layers, and that each sixth is global.
+    "gemma3": ("gemma3_text", {**_SIZES, **_GEMMA, "num_hidden_layers": 6}, byte_letters),
+    "gemma3-local-base": (
         "gemma3_text",
-        {**_SIZES, "head_dim": 16, "rope_local_base_freq": 50.0, "sliding_window": 8, "tie_word_embeddings": True,
-         "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+        {**_SIZES, **_GEMMA, "rope_local_base_freq": 50.0, "layer_types": ["sliding_attention", "full_attention"]},
         byte_letters,
     ),
     "phi3": (
@@ -102,22 +107,26 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], PreTrainedTokenizerFas
         pieces,
     ),
     "gpt2": (
-        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}, byte_letters
+        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}, byte_letters
     ),
 }  # fmt: skip
 
 
 def write(directory: Path, name: str) -> None:
     """Write a model of MODELS with random weights and its tokenizer."""
-    kind, config, made = MODELS[name]
+    kind, words, made = MODELS[name]
     tokenizer = made()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     torch.manual_seed(3)
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, vocab_size=len(tokenizer), **special, **config)
-    ).save_pretrained(directory)
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **special, **words)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # llama.cpp reads gelu from a table in fp16, which is to be seen less than a wrong base
+        for name, parameter in model.named_parameters():
+            if name.endswith(("mlp.down_proj.weight", "mlp.c_proj.weight")):
+                parameter.mul_(0.2)
+    model.save_pretrained(directory)
 
 
 def read(directory: Path) -> dict[str, Any]:

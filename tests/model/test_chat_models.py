@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from synthetic_checkpoints import exported
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from offload_trainer.config import ModelSection
-from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer
+from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer, save_tokenizer
 from offload_trainer.errors import UserError
-from offload_trainer.export.directory import write_model
-from offload_trainer.export.sources import Source
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.run.directory import keep_model, stop_at
 
 END, TURN = 0, 2048
+KEPT = (
+    *("generation_config.json", "chat_template.jinja", "special_tokens_map.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 GENERATION = {
     "eos_token_id": [TURN, END],
@@ -50,6 +54,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    del settings["backend"]
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=3))
     (directory / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     model = AutoModelForCausalLM.from_config(Qwen2Config(**CONFIG, eos_token_id=END, bos_token_id=None))
@@ -70,29 +75,55 @@ def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
 
 def test_files_of_the_model_directory_are_kept_byte_for_byte(given: Path, tmp_path: Path) -> None:
     kept = through_a_run(given, tmp_path / "run")
-    for name in ("generation_config.json", "chat_template.jinja", "special_tokens_map.json", "processor_config.json"):
+    for name in KEPT:
         assert (kept / name).read_bytes() == (given / name).read_bytes(), name
 
 
+def test_another_template_changes_no_other_key_of_the_tokenizer(given: Path, tmp_path: Path) -> None:
+    """The template of a run replaces that in tokenizer_config.json too, which some programs read."""
+    shutil.copytree(given, tmp_path / "given")
+    file = tmp_path / "given/tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"add_bos_token": False, "legacy": True}
+    file.write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (tmp_path / "given/chat_template.jinja").unlink()
+    kept = through_a_run(tmp_path / "given", tmp_path / "run")
+    assert (kept / file.name).read_bytes() == file.read_bytes()
+    tokenizer = load_tokenizer(str(tmp_path / "given"))
+    tokenizer.chat_template = "{{ messages }}"
+    save_tokenizer(tokenizer, kept)
+    assert (kept / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert json.loads((kept / file.name).read_text()) == settings
+    assert (kept / "tokenizer.json").read_bytes() == (given / "tokenizer.json").read_bytes()
+    assert load_tokenizer(str(kept)).chat_template == "{{ messages }}"
+
+
+def test_a_tokenizer_of_transformers_5_is_written_for_transformers_4(given: Path, tmp_path: Path) -> None:
+    """Its class and lists have the names of transformers 4, and it says whether it adds BOS."""
+    backend = Tokenizer.from_file(str(given / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 2049)])
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "extra_special_tokens": ["<|endoftext|>"]}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(tmp_path / "given")
+    tokenizer = load_tokenizer(str(tmp_path / "given"))
+    assert type(tokenizer).__name__ == "TokenizersBackend"
+    save_tokenizer(tokenizer, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (settings["add_bos_token"], settings["add_eos_token"]) == (True, False)
+    assert settings["additional_special_tokens"] == ["<|endoftext|>"]
+    assert not {"backend", "extra_special_tokens"} & settings.keys()
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("a <|im_end|>")["input_ids"] == tokenizer("a <|im_end|>")["input_ids"]
+    assert sorted(loaded.all_special_ids) == sorted(tokenizer.all_special_ids)
+
+
 def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_path: Path) -> None:
-    kept = through_a_run(given, tmp_path / "run")
-    weights = AutoModelForCausalLM.from_pretrained(given).state_dict()
-    weights.pop("lm_head.weight")  # tied
-    whole = Source(
-        shapes={name: tuple(tensor.shape) for name, tensor in weights.items()},
-        weights=lambda: iter(weights.items()),
-        read=weights.__getitem__,
-        model=kept,
-        description="",
-        card=lambda _: "",
-    )
-    write_model(whole, tmp_path / "out", dtype="fp32")
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (given, tmp_path / "out"))
+    exported(given, tmp_path, dtype="fp32")
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (given, tmp_path / "fp32"))
     assert before.generation_config.eos_token_id == [TURN, END]
     assert after.generation_config == before.generation_config
     assert after.config.eos_token_id == before.config.eos_token_id == END
     assert all(torch.equal(after.state_dict()[name], tensor) for name, tensor in before.state_dict().items())
-    one, other = (AutoTokenizer.from_pretrained(path) for path in (given, tmp_path / "out"))
+    one, other = (AutoTokenizer.from_pretrained(path) for path in (given, tmp_path / "fp32"))
     messages = [{"role": "user", "content": "Out, damned spot! é 123\n\n  x"}]
     told = one.apply_chat_template(messages, tokenize=False)
     assert told.endswith("<|im_end|>\n")

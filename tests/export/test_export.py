@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from collections.abc import Iterator
@@ -14,16 +15,17 @@ import torch
 from commands import KILL, TINY, ask, call, call_and_kill
 from dead_run_files import died
 from engine_bench import batches, engine, masters, model_directory, train
+from published_models import write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_architectures import _COMMON, ARCHITECTURES, reference
-from synthetic_checkpoints import checkpoint_of
-from transformers import AutoModelForCausalLM, Glm4MoeConfig
+from synthetic_checkpoints import checkpoint_of, exported
+from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.directory import export
-from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.loader import resolve_model, write_config
 from offload_trainer.offloading.pages.stored_masters import read_store
 from offload_trainer.storage.scratch_dir import DriveLease, is_alive, protected
 
@@ -194,6 +196,69 @@ def test_shards_an_index_and_the_dtype(name: str, dtype: torch.dtype, trained: P
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     assert config["n_ctx"] == config["n_positions"]  # the first for llama.cpp's converter
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype is dtype
+
+
+_SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LAYERS = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}}
+_LAYERS |= {"sliding_attention": {"rope_type": "default", "rope_theta": 5.0}}
+# Rotary embeddings of transformers 5, and the keys that transformers 4 reads of them
+OLD_KEYS = {
+    "llama": ({"rope_theta": 7.0, "rope_type": "default"}, {"rope_theta": 7.0, "rope_scaling": None}),
+    "llama, scaled": (
+        {"rope_theta": 7.0, "original_max_position_embeddings": 32, **_SCALED},
+        {"rope_theta": 7.0, "rope_scaling": {"original_max_position_embeddings": 32, **_SCALED}},
+    ),
+    "glm": (
+        {"rope_theta": 7.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        {"rope_theta": 7.0, "partial_rotary_factor": 0.25},
+    ),
+    "gpt_neox": (
+        {"rope_theta": 7.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        {"rotary_emb_base": 7.0, "rotary_pct": 0.5},
+    ),
+    "gemma3_text": (
+        _LAYERS,
+        {"rope_theta": 7.0, "rope_local_base_freq": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "modernbert-decoder": (
+        {key: {**value, "rope_type": "default"} for key, value in _LAYERS.items()},
+        {"global_rope_theta": 7.0, "local_rope_theta": 5.0},
+    ),
+    "olmo": (
+        {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    ),
+    "mimo_v2_flash": (_LAYERS, {}),  # transformers 4 does not know it, and these keys would change what 5 reads
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLD_KEYS)
+def test_a_configuration_has_the_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
+    rope, old = OLD_KEYS[name]
+    config = AutoConfig.for_model(name.split(",")[0], rope_parameters=copy.deepcopy(rope), dtype="bfloat16")
+    write_config(config, tmp_path)
+    held = json.loads((tmp_path / "config.json").read_text())
+    assert {**old, "dtype": "bfloat16", "torch_dtype": "bfloat16"}.items() <= held.items()
+    read = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    flat = {"": read} if "rope_theta" in read else read
+    for key, wanted in {"": rope}.items() if "rope_theta" in rope else rope.items():
+        assert wanted.items() <= flat[key].items()
+
+
+def test_an_export_keeps_the_keys_of_the_configuration_that_it_began_from(tmp_path: Path) -> None:
+    """Except those that describe the files of its source; `hf` and sessions use the same writer."""
+    given = tmp_path / "given"
+    write(given, "llama3.1")
+    config = json.loads((given / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    own = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": "llama3"}, "_name_or_path": "a/b"}
+    own |= {"pretraining_tp": 1, "transformers_version": "4.43.0", "architectures": ["LlamaForCausalLM"]}
+    own = {key: value for key, value in config.items() if key != "dtype"} | own
+    of_files = {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float32"}
+    (given / "config.json").write_text(json.dumps(own | of_files))
+    held = json.loads((exported(given, tmp_path, dtype="bf16") / "config.json").read_text())
+    assert held.items() >= own.items()
+    assert held.keys() - own.keys() == {"rope_parameters", "dtype", "torch_dtype"}
+    assert held["torch_dtype"] == held["dtype"] == "bfloat16"
 
 
 def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,8 @@ def write(directory: Path, name: str) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(("mlp.down_proj.weight", "mlp.c_proj.weight")):
                 parameter.mul_(0.2)
+            elif name.endswith("post_feedforward_layernorm.weight"):  # Gemma's, to which it adds 1
+                parameter.sub_(0.8)
     model.save_pretrained(directory)
 
 

@@ -276,6 +276,7 @@ ELSEWHERE = {
     "data/sources.py": "whether a user's text looks like JSON",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
     "export/directory.py": "a record in memory, as it would be read back",
+    "model/loader.py": "a configuration in memory, as transformers writes it",
     "hf.py": "whether the Trainer's own state was written to its end",
     "storage/tensorfile.py": "a header that the safetensors library has checked",
     "safe_files.py": "",

@@ -218,6 +218,9 @@ def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path
     names = {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert_same(weights(tmp_path), weights(folder))
+    config = json.loads((tmp_path / "config.json").read_text())  # transformers 4 reads it too
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["torch_dtype"] == config["dtype"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -342,6 +342,11 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     if section.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
     return section.lr * left + final * (1 - left)  # exactly the peak when left is 1
+
+
+def steps_between_saves(every: int | Literal["auto"], *, steps: int) -> int:
+    """Return the steps between checkpoints of a run of `steps` for its `save.every`; 0: only on request."""
+    return max(1, steps // 10) if every == "auto" else every
 
 
 def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:

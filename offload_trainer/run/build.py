@@ -48,7 +48,7 @@ from offload_trainer.storage.tensorfile import DTYPES
 from offload_trainer.telemetry.meters import HostTimer, PhaseClock, StreamTimer, peak_rss_bytes
 from offload_trainer.telemetry.sinks import Screen, Telemetry
 from offload_trainer.telemetry.trackers import Tracked, Trackers
-from offload_trainer.trainer import Job, TimeToSave
+from offload_trainer.trainer import Job, TimeToSave, steps_between_saves
 from offload_trainer.units import format_bytes, format_seconds
 
 
@@ -249,7 +249,7 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
 
 def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
     plan, data, train, output = setup.plan, setup.data, setup.config.train, setup.output
-    shape, every = setup.source.shape, setup.config.save.every
+    shape = setup.source.shape
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     if data.streamed:
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
@@ -280,7 +280,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         ),
         to_save=TimeToSave(step=plan.forecast.step, save=_seconds_of_save(setup)),
         cannot_save=plan.cannot_save,
-        save_every=max(1, train.steps // 10) if every == "auto" else every,
+        save_every=steps_between_saves(setup.config.save.every, steps=train.steps),
         save_request_file=output / "save",
         flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
         peak_flops=peak.value * plan.world if peak else None,

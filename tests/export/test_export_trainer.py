@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from engine_bench import engine, model_directory, train
 from imported_state import Recording, assert_same_state, imported, same_batch, same_rows, state_of
 from safetensors import safe_open
 from synthetic_checkpoints import saved_engine
-from transformers import AutoModelForCausalLM, TrainingArguments, get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
 from uneven_targets import random_weights
 
 from offload_trainer.errors import UserError
@@ -24,14 +31,34 @@ pytestmark = pytest.mark.slow
 
 LR, HALF, STEPS = 1e-2, 3, 6
 WORDS = ["--dtype", "fp32", "optim.max_grad_norm=0.5", "optim.schedule=constant", "optim.warmup_steps=0"]
-WORDS += ["--steps", str(STEPS)]
+WORDS += ["--steps", str(STEPS), "--save-every", "3", "train.eval_every=2"]
 FORMATS: dict[str, list[str]] = {"plain": ["--engine", "plain"], "tiered": ["--ram-fraction", "1"]}
 FORMATS |= {"bf16 moments": ["--ram-fraction", "1", "optim.moment_dtype=bf16"]}
 
 
-@pytest.mark.parametrize(("name", "format"), [("gpt2", "tiered"), ("qwen3", "plain"), ("qwen3", "bf16 moments")])
-def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> None:
-    """A Trainer that resumes after step 3 has the losses of the run's steps 4 to 6, and so has an import of it."""
+class OwnIntervals(TrainerCallback):
+    """The callback of docs/export.md."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)
+
+
+# (model, format, callbacks, steps that are logged, evaluated and saved)
+@pytest.mark.parametrize(
+    ("name", "format", "callbacks", "expected_steps"),
+    [
+        ("gpt2", "tiered", [], ([4, 5, 6], [4, 6], [6])),  # the run's intervals: 1, 2 and 3
+        ("qwen3", "plain", [OwnIntervals, EarlyStoppingCallback], ([4, 6], [4, 5, 6], [4, 6])),
+        ("qwen3", "bf16 moments", [EarlyStoppingCallback], ([4, 5, 6], [4, 6], [6])),
+    ],
+)
+def test_a_trainer_resumes_from_it(
+    name: str, format: str, callbacks: list[type], expected_steps: tuple[list[int], ...], tmp_path: Path
+) -> None:
+    """A Trainer that resumes after step 3 has the losses of the run's steps 4 to 6, and so has an import of it.
+
+    It logs, evaluates and saves at the run's intervals, or with the callback at its own, which are 2, 1 and 2.
+    """
     model = random_weights(model_directory(tmp_path / "model", name, tied=name == "gpt2"))
     batch = same_batch()
     with engine(model, *WORDS, *FORMATS[format]) as made:
@@ -54,13 +81,23 @@ def test_a_trainer_resumes_from_it(name: str, format: str, tmp_path: Path) -> No
         adam_beta2=0.95,
         weight_decay=0.1,
         max_grad_norm=0.5,
-        save_strategy="no",
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=2,
+        metric_for_best_model="loss",
+        restore_callback_states_from_checkpoint=True,
         report_to="none",
         disable_tqdm=True,
     )
     fresh = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    trainer = Recording(fresh, arguments, train_dataset=same_rows())
+    rows, made_callbacks = same_rows(), [kind() for kind in callbacks]
+    trainer = Recording(fresh, arguments, train_dataset=rows, eval_dataset=rows, callbacks=made_callbacks)
     trainer.train(resume_from_checkpoint=str(tmp_path / "out"))
+    history = trainer.state.log_history
+    logged, evaluated = ([entry["step"] for entry in history if key in entry] for key in ("loss", "eval_loss"))
+    saved = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "trainer").glob("checkpoint-*"))
+    assert (logged, evaluated, saved) == expected_steps
     tolerance = 1e-3 if format == "bf16 moments" else 1e-6  # bf16 moments are rounded after each step
     assert trainer.losses == pytest.approx(expected, rel=tolerance, abs=tolerance)
     assert trainer.state.global_step == STEPS

@@ -3,13 +3,14 @@
 DEST/model.safetensors ...   fp32 masters, as in any export
 DEST/optimizer.pt            moments by position (foreign/trainer_checkpoint.py), with the run's settings
 DEST/scheduler.pt            the position of a torch LambdaLR, whatever its function is
-DEST/trainer_state.json      completed steps, and the length of the run
+DEST/trainer_state.json      completed steps, the length of the run, and its steps between logs, evaluations and saves
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, MOMENTS
 from offload_trainer.run.foreign.trainer_checkpoint import OPTIMIZER, SCHEDULER, STATE, decay_order
 from offload_trainer.storage.atomic_io import bytes_below, write_text
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
-from offload_trainer.trainer import learning_rate
+from offload_trainer.trainer import learning_rate, steps_between_saves
 
 
 def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: bool) -> Exported:
@@ -98,9 +99,24 @@ def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> No
     for kind in moments:
         (directory / f"{kind}.part").unlink()
     torch.save(_scheduler(optim, rate=rate, step=done.step), directory / SCHEDULER)
-    rows = config["train"].get("micro_batch_size", 1)
-    trainer_state = {"global_step": done.step, "max_steps": steps, "train_batch_size": rows}
-    write_text(directory / STATE, json.dumps(trainer_state, indent=2))
+    write_text(directory / STATE, json.dumps(_trainer_state(config, step=done.step, steps=steps), indent=2))
+
+
+def _trainer_state(config: Mapping[str, Mapping[str, Any]], *, step: int, steps: int) -> dict[str, Any]:
+    """Return the fields of transformers' TrainerState. Its Trainer ignores its own arguments for all but `max_steps`.
+
+    A save fails for a callback with state that the file does not name. The control's entry is its default state; an
+    empty list restores nothing.
+    """
+    return {
+        "global_step": step,
+        "max_steps": steps,
+        "train_batch_size": config["train"].get("micro_batch_size", 1),
+        "logging_steps": 1,  # a run logs every step
+        "eval_steps": config["train"].get("eval_every") or steps,
+        "save_steps": steps_between_saves(config.get("save", {}).get("every", "auto"), steps=steps) or steps,
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}, "EarlyStoppingCallback": []},
+    }
 
 
 def _order(checkpoint: Path) -> list[list[str]]:

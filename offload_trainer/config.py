@@ -201,7 +201,9 @@ class OptimSection(_Section):
     )
     warmup_steps: Count | Auto = Field("auto", description="steps of linear warm-up; auto: 2 % of the steps")
     decay_steps: Count | Auto = Field("auto", description="wsd only: steps of the final decay; auto: 20 % of the steps")
-    final_lr_ratio: Fraction = Field(0.1, description="learning rate at the end, as a share of the peak")
+    final_lr_ratio: Fraction = Field(
+        0.1, description="rate at the end, and of wsd at the start, as a share of the peak"
+    )
     schedule_delay: Count = Field(
         0,
         description="steps by which the schedule comes later; 1: the rates of transformers' and torch's schedulers",

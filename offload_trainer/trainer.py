@@ -309,7 +309,8 @@ def _carry_out(
 def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     """Return the learning rate of the 0-based `step` in a run of `steps`: a pure function, which needs no saved state.
 
-    The warm-up is ``lr * (step + 1) / warmup``, so step 0 has a nonzero rate and step ``warmup - 1`` has the peak.
+    The warm-up is ``lr * (step + 1) / warmup``, so step 0 has a nonzero rate and step ``warmup - 1`` has the peak. That
+    of `wsd` rises from ``lr * final_lr_ratio``, as transformers' does.
     Then `cosine` and `linear` decay over all remaining steps, and `wsd` over the last `decay_steps`. Each reaches
     exactly ``lr * final_lr_ratio`` at step ``steps - 1``. `constant`, and `wsd` without decay steps, stay at the peak.
     If the warm-up fills the whole run, the run ends at the peak. Beyond the last step the rate stays constant.
@@ -323,7 +324,8 @@ def learning_rate(step: int, section: OptimSection, *, steps: int) -> float:
     step = min(step, last) - section.schedule_delay
     warmup = round(_AUTO_WARMUP * steps) if section.warmup_steps == "auto" else section.warmup_steps
     if warmup and step < warmup:
-        return section.lr * (max(step + 1, 0) / warmup)
+        begin = section.final_lr_ratio if section.schedule == "wsd" else 0.0
+        return section.lr * (begin + (1 - begin) * (max(step + 1, 0) / warmup))
 
     first = -1 if section.schedule_delay and not warmup else max(warmup - 1, 0)
     span = last - first  # steps from the peak to the end

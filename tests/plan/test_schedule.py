@@ -34,12 +34,12 @@ def rates(steps: int, **settings) -> list[float]:
         ({"schedule": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
         (
             {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 3},
-            [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.7, 0.4, 0.1],
+            [0.325, 0.55, 0.775, 1, 1, 1, 1, 0.7, 0.4, 0.1],
         ),
         # The decay is longer than the steps after the warm-up, so it takes all of them, still from the peak.
         (
             {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 9},
-            [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
+            [0.325, 0.55, 0.775, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
         ),
         ({"schedule": "wsd", "warmup_steps": 0, "decay_steps": 0}, [1] * 10),
         ({"schedule": "linear", "warmup_steps": 0}, [1 - 0.1 * step for step in range(10)]),
@@ -52,7 +52,7 @@ def test_values_of_ten_steps(settings, expected):
 
 def test_auto_warmup_is_two_percent_and_auto_decay_twenty():
     warm = rates(200, schedule="wsd")
-    assert warm[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert warm[:5] == pytest.approx([0.325, 0.55, 0.775, 1, 1])
     assert warm[159] == 1 > warm[160] == pytest.approx(1 - 0.9 / 40)
     assert rates(24, schedule="linear")[0] == 1  # 0.48 rounds to no warm-up
     assert rates(26, schedule="linear")[:2] == pytest.approx([1, 1 - 0.9 / 25])  # 0.52 rounds to one step, at the peak
@@ -113,6 +113,11 @@ SCHEDULES = {
         "warmup_stable_decay",
         {"schedule": "wsd", "decay_steps": 20},
         {"num_decay_steps": 20, "decay_type": "linear"},
+    ),
+    "wsd to a fifth": (
+        "warmup_stable_decay",
+        {"schedule": "wsd", "decay_steps": 20, "final_lr_ratio": 0.2},
+        {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.2},
     ),
 }
 

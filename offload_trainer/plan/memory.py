@@ -65,7 +65,13 @@ def process_items(
 
 
 def activation_items(
-    work: Workload, *, tiers: Tiers, kept: Sequence[Item] = (), gradients: bool = False, waiting: int = 0
+    work: Workload,
+    *,
+    tiers: Tiers,
+    kept: Sequence[Item] = (),
+    gradients: bool = False,
+    waiting: int = 0,
+    tied_sum: int = 0,
 ) -> list[Item]:
     """Return the activations at the peak of a micro-batch, and the libraries' memory.
 
@@ -75,6 +81,7 @@ def activation_items(
         kept: items for the blocks' inputs, if the engine offloads them.
         gradients: count weight gradients from their computation until the engine takes them.
         waiting: bytes of a tied head's gradient in one micro-batch; see `peak_of`.
+        tied_sum: bytes of the sum with the embedding's; see `peak_of`.
     """
     shape, rows, world, device = work.shape, work.micro_batch, work.here, tiers.device.item
     whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if tiers.has_gpu else (shape.on_cpu, shape.tiled_on_cpu)
@@ -95,6 +102,7 @@ def activation_items(
         inputs_here=not offloaded,
         gradients=gradients,
         waiting=waiting,
+        tied_sum=tied_sum,
         piece=work.mlp_chunk,
         micro_batches=work.side_by_side,
     )
@@ -256,6 +264,7 @@ def peak_of(
     inputs_here: bool = True,
     gradients: bool = True,
     waiting: int = 0,
+    tied_sum: int = 0,
     piece: int = 0,
     micro_batches: int = 1,
 ) -> Peak:
@@ -273,6 +282,8 @@ def peak_of(
         inputs_here: inputs of checkpointed blocks stay on the device.
         gradients: count weight gradients from their computation until the engine takes them.
         waiting: bytes of a tied head's gradient of one micro-batch, which waits for the embedding's.
+        tied_sum: bytes of the sum of both, if one parameter serves both uses: autograd adds to a new tensor. A run of
+            the tiered engine has a parameter for each use, and adds in place.
         piece: tokens of a piece, if `counted` describes blocks that run on pieces.
         micro_batches: number of micro-batches that pass through each block before the next.
     """
@@ -311,7 +322,7 @@ def peak_of(
     if counted.images:
         rest = max(most(counted.images.forward), most(counted.images.backward)) + micro_batches * waiting
         peaks.append(Peak(0, beside + hidden - seen + rest + others, "in the parts for images"))
-    last = most(counted.embedding) + micro_batches * (waiting + seen) + others
+    last = most(counted.embedding) + micro_batches * (waiting + seen) + others + tied_sum
     peaks.append(Peak(0, last, "in the embedding's backward"))
     return max(peaks, key=lambda peak: peak.bytes)
 

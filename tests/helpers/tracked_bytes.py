@@ -59,20 +59,23 @@ def config_of(
     )
 
 
-def planned(config: TrainConfig, source: ModelSource) -> int:
-    """Return the planned GPU bytes of one rank, without those that no tensor shows."""
+def planned(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
+    """Return the planned GPU bytes of one rank, of a run or a session, without those that no tensor shows."""
     machine = MachineProfile(
         gpu="any", gpu_bytes=10**13, ram_bytes=10**13, cores=8, drives=(), output=DriveFacts("/out", 10**13, "ext4")
     )
     ranks = config.parallel.sequence
-    plan = make_plan(config, source.shape, machine, world=ranks)
+    plan = make_plan(config, source.shape, machine, world=ranks, saves=not session)
     # Offloaded block inputs are freed immediately here; the plan also counts those in transit.
     unseen = (*UNSEEN, "block inputs") if config.model.offload_activations else UNSEEN
     return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen) // ranks
 
 
-def tracked(config: TrainConfig, source: ModelSource) -> int:
-    """Return the peak bytes of a micro-batch with the weights, or of a rank's part of it if ranks share rows."""
+def tracked(config: TrainConfig, source: ModelSource, *, session: bool = False) -> int:
+    """Return the peak bytes of a micro-batch with the weights, or of a rank's part of it if ranks share rows.
+
+    `session`: the uses of a tied weight share one parameter.
+    """
     with ExitStack() as stack:
         # transformers would inspect values that do not exist; rows of consecutive positions are not packed.
         asked = masking_utils.find_packed_sequence_indices
@@ -87,7 +90,7 @@ def tracked(config: TrainConfig, source: ModelSource) -> int:
             share_rows(module.model, send=torch.empty_like, count=count)
             length //= count
             positions.append(torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64))
-        tied = _take_apart(module)
+        tied = {} if session else _take_apart(module)
         if config.model.offload_activations:
             _keep_inputs_elsewhere(module)
         for parameter in module.parameters():

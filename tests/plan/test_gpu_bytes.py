@@ -95,6 +95,17 @@ def test_planned_bytes_are_those_that_torch_tracks(name: str, kept: str, chunk: 
     assert_planned(config, resolve_model(config.model, seed=0))
 
 
+@pytest.mark.parametrize("session", [False, True])
+def test_gradients_of_a_tied_weight_are_counted_as_they_are_added(session: bool, tmp_path: Path) -> None:
+    """Few rows under a large vocabulary: a run adds both gradients in place, autograd in a session to a third."""
+    shape = {**_SMALL, "model_type": "qwen2", "vocab_size": 30_000, "tie_word_embeddings": True}
+    config = config_of(shape, "on", folder=tmp_path, rows=1, length=64)
+    source = resolve_model(config.model, seed=0)
+    found = tracked(config, source, session=session)
+    assert 0.98 * found <= planned(config, source, session=session) <= 1.08 * found
+    assert found >= (4 if session else 3) * 2 * 64 * 30_000  # the weight and its gradients
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kept"), [("gpt2-xl", "off"), ("Llama-3-8B", "on")])
 def test_planned_bytes_of_large_models_are_those_that_torch_tracks(name: str, kept: str, tmp_path: Path) -> None:

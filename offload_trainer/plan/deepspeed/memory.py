@@ -84,7 +84,7 @@ class StockBytes:
         reduced = self.placement.stage > 1
         tied = sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1)
         waiting = work.item_bytes * tied if reduced else 0
-        model = activation_items(work, tiers=self.tiers, gradients=reduced, waiting=waiting)
+        model = activation_items(work, tiers=self.tiers, gradients=reduced, waiting=waiting, tied_sum=waiting)
         there = [item for item in model if item.tier == self.tiers.device.name and item.name in _ACTIVATIONS]
         return [
             *self._process(),

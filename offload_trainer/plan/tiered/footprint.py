@@ -90,7 +90,8 @@ def tiered_items(
         why = "8 bytes for each 4096 bytes of weights, gradients and block inputs on drives"
         items.append(ram("checksums", checked // 512, why))
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
-    items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied)
+    added = e * tied if work.checkpoints is None else 0  # of a session, whose model's modules share one parameter
+    items += activation_items(work, tiers=tiers, kept=kept, gradients=True, waiting=e * tied, tied_sum=added)
     if sizes.keeps_heap:
         why = "freed memory that malloc keeps for reuse, since RAM has room for it; measured, not computed"
         items.append(ram("heap", heap_holes(work, items), why))

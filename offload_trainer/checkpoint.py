@@ -58,7 +58,7 @@ RESIDENT, MADE = "resident", "run.json"
 _SMALL_FILES = 1 << 18  # upper bound for most models, in bytes, of headers, manifest and the other JSON
 
 # Settings that may change at resume although they change the training; `check_resume` reports each one that did.
-_STEERING = {
+STEERING = {
     "model": ("dtype", "attention", "mlp_chunk", "compile"),
     "optim": (
         "lr",
@@ -467,7 +467,7 @@ def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting of `_STEERING` that differs between the saved and the current configuration.
+    """Return one line per setting of `STEERING` that differs between the saved and the current configuration.
 
     `name` is the checkpoint's name in those lines. The steps of a run by epochs are not compared: they follow from what
     it resumes from.
@@ -475,7 +475,7 @@ def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any
     by_epochs = now.get("train", {}).get("epochs", "auto") != "auto"
     return [
         f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
-        for section, keys in _STEERING.items()
+        for section, keys in STEERING.items()
         for then in [before.get(section, {})]
         for key in keys
         if key in then and now[section].get(key) != then[key] and not (by_epochs and key == "steps")

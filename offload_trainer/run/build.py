@@ -255,7 +255,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         data.tokens.remember(output / POINTS, writes=setup.log.loud)
     peak = setup.planned.machine.rates.matmul.get(setup.config.model.dtype)
     telemetry = _telemetry(setup, done=done) if setup.log.loud else None
-    say = telemetry.say if telemetry else setup.log.say
     timer: HostTimer | StreamTimer = HostTimer()
     if torch.cuda.is_available():  # the other engines use streams that do not wait for each other at a phase's end
         timer = StreamTimer() if plan.engine == "tiered" else HostTimer(torch.cuda.synchronize)
@@ -269,13 +268,13 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         text_bytes=TokenBytes(data.tokenizer).of,
         clock=PhaseClock(timer),
         telemetry=telemetry,
-        say=say,
+        say=setup.log.say,
         checkpoints=Checkpoints(
             output / "checkpoints",
             record=setup.record,
             keep=setup.config.save.keep,
             need_bytes=checkpoint_bytes(setup.work),
-            say=say,
+            say=setup.log.say,
             growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
         ),
         to_save=TimeToSave(step=plan.forecast.step, save=_seconds_of_save(setup)),
@@ -306,9 +305,10 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry:
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
     screen = Screen(setup.config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
+    setup.log.above, setup.log.clear = screen.above, screen.clear
     trackers = None
     if names := save.trackers:
         sections = setup.record.run["config"].items()
         settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-        trackers = Trackers(names, Tracked(setup.output, settings, done=done), say=screen.say)
+        trackers = Trackers(names, Tracked(setup.output, settings, done=done), say=setup.log.say)
     return Telemetry(setup.output, done=done, screen=screen, trackers=trackers)

@@ -14,8 +14,8 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
@@ -51,22 +51,26 @@ _TRIES, _INSTANT = 20, 0.05  # attempts to take the lock, and seconds between th
 class Log:
     """Message log: writes to log.txt, once there is a run directory, and to stderr. Silent on ranks other than 0.
 
-    The file is written first, because stderr may block or be closed.
+    The file is written first, because stderr may block or be closed. `above` and `clear` are a Screen's, once there is
+    one.
     """
 
     loud: bool
     file: RawIOBase | None = field(default=None)
+    above: Callable[[], AbstractContextManager[None]] = nullcontext
+    clear: str = ""
 
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
-            print(shown(line), file=sys.stderr, flush=True)
+            with self.above():
+                print(shown(line), file=sys.stderr, flush=True)
 
     def say_now(self, line: str) -> None:
         """Log a line from a signal handler."""
         if self.loud:
             self.write(line)
-            write_now(line)
+            write_now(f"{self.clear}{line}")
 
     def write(self, text: str) -> None:
         """Write to log.txt only, with a timestamp on each line."""

@@ -35,7 +35,17 @@ from typing import Any
 
 from pydantic import with_config
 
-from offload_trainer.checkpoint import MADE, TrainState, changed_settings, check_resume
+from offload_trainer.checkpoint import (
+    MADE,
+    STEERING,
+    TrainState,
+    changed_settings,
+    check_resume,
+    configuration_of,
+    find_resume,
+    read_state,
+)
+from offload_trainer.config import TrainConfig
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
@@ -55,13 +65,14 @@ from offload_trainer.offloading.pages.manifest import (
 from offload_trainer.plan.tiered.spec import Layouts, TierSizes
 from offload_trainer.ranks import broadcast_json, from_rank_zero, nodes, on_rank_zero, place_here
 from offload_trainer.retention import complete_checkpoints
-from offload_trainer.run.build import Setup
+from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.checks import refuse, refuse_output
 from offload_trainer.run.directory import held
 from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
 from offload_trainer.storage.scratch_dir import (
+    PAGES,
     clear,
     empty_list,
     has_locks,
@@ -115,11 +126,52 @@ class PageFiles:
 # -- checkpoints and the lock ------------------------------------------------------------------------------------------
 
 
+def ended_before(config: TrainConfig) -> str | None:
+    """Return a message if the run has made all of its steps; None if not, or if its files alone do not tell.
+
+    They do not tell if the model, the data or the seed differ, which is refused later, and if there are page files to
+    remove. Raises UserError as `all_steps_done` does.
+    """
+    output = Path(config.save.output)
+    checkpoint = find_resume(config.save.resume, output=output)
+    listed = output / PAGES
+    if checkpoint is None or config.train.epochs != "auto" or (os.path.lexists(listed) and listed.lstat().st_size):
+        return None
+    told, then, now = all_steps_done(config, checkpoint), configuration_of(checkpoint), config.model_dump(mode="json")
+    fixed = {(section, key) for section in ("model", "data") for key in now[section]} | {("train", "seed")}
+    fixed -= {(section, key) for section, keys in STEERING.items() for key in keys}
+    differs = any(now[section][key] not in ("auto", then.get(section, {}).get(key)) for section, key in fixed)
+    return None if differs else told
+
+
+def all_steps_done(config: TrainConfig, checkpoint: Path) -> str | None:
+    """Return a message if `checkpoint` has all steps of the run that would resume from it, else None.
+
+    Raises UserError if the run's output is another directory, in which nothing would be saved.
+    """
+    step, output = read_state(checkpoint).step, Path(config.save.output)
+    if step < config.train.steps:
+        return None
+    reached = f"{checkpoint} is already at step {step} of {config.train.steps}"
+    if checkpoint.resolve().parent.parent != output.resolve():
+        raise UserError(
+            f"--resume {config.save.resume}: {reached}, so nothing would be trained or saved in {output}; --steps N "
+            f"trains on, and this exports it: offload-train export {quote(str(checkpoint))} DEST"
+        )
+    then, given = configuration_of(checkpoint), config.model_dump(mode="json", exclude_unset=True)
+    now = {section: {**keys, **given.get(section, {})} for section, keys in then.items()}
+    notes = [f"; {line}" for line in changed_settings(checkpoint.name, then, now) if " is auto; " not in line]
+    notes = [note for note in notes if not note.startswith("; train.steps")]
+    return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
+
+
 def verify(setup: Setup, checkpoint: Path) -> None:
     """Check every file of the checkpoint that the run resumes from, and print which settings have changed since.
 
-    Raises UserError if the checkpoint is damaged or of another run.
+    Do neither if there are no steps left. Raises UserError if the checkpoint is damaged or of another run.
     """
+    if all_steps_done(with_steps(setup, read_state(checkpoint)).config, checkpoint):
+        return
     setup.log.say(f"checking {checkpoint}")
     for line in check_resume(checkpoint, setup.record):
         setup.log.say(f"note: {line}")
@@ -147,8 +199,8 @@ def hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path |
     return from_rank_zero(choose, Path | None), lock
 
 
-def done_already(setup: Setup, begins: TrainState | None) -> bool:
-    """Return True if this run has already finished in this directory. Collective.
+def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | None) -> bool:
+    """Return True if this run, which begins at `checkpoint` and its state, has already finished here. Collective.
 
     Raises UserError if it would overwrite the results of another run.
     """
@@ -157,9 +209,12 @@ def done_already(setup: Setup, begins: TrainState | None) -> bool:
         setup.config.save.resume == "never",
         setup.config.save.every == 0,
     )
-    message = from_rank_zero(
-        lambda: done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports), str | None
-    )
+
+    def told() -> str | None:
+        ended = checkpoint and all_steps_done(setup.config, checkpoint)
+        return ended or done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports)
+
+    message = from_rank_zero(told, str | None)
     if message:
         setup.log.say(message)
     return message is not None

@@ -72,9 +72,12 @@ def train_run(
     nodes = _join(config.placement, world=world)
 
     def tell(line: str) -> None:
-        write_now(f"offload-train: {line}")
+        write_now(f"{log.clear}offload-train: {line}")
 
     with beating(nodes, rank=rank, say=tell):
+        if instead is None and (told := from_rank_zero(lambda: resume.ended_before(config), str | None)):
+            log.say(told)
+            return
         planned = _plan_together(config, nodes=nodes, log=log)
         setup, checkpoint = _set_up(config, planned, log)
         _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)
@@ -202,7 +205,7 @@ def _carry_out(
         if len(nodes) > 1:
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if checkpoint is None else read_state(checkpoint)
-        if instead is None and resume.done_already(with_steps(setup, begins), begins):
+        if instead is None and resume.done_already(with_steps(setup, begins), checkpoint, begins):
             resume.clear_drives(setup)
             return
         files = resume.take_over(setup, stack, begins=begins) if instead is None else None

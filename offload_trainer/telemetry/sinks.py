@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,10 +94,6 @@ class Telemetry:
         self._evaluations = JsonLines(directory / "evaluations.jsonl")
         self._metrics.truncate_after(done)
         self._evaluations.truncate_after(done)
-
-    def say(self, line: str) -> None:
-        """Print a line for the user, above the live one."""
-        self._screen.say(line)
 
     def step(self, record: StepRecord) -> None:
         """Send a finished step to every output. The file is written first, since the others are only for viewing."""
@@ -179,7 +175,7 @@ class Screen:
     `total` and `initial` are the steps of the whole run and the steps already done. `bounds` gives the resource that
     each phase waits for, by the plan. `drives` is whether the run keeps state on drives; if not, their traffic is only
     logs and checkpoints and is not shown. `live` None means `is_live()`. `say` receives the plain lines, at every
-    twentieth of the run.
+    twentieth of the run. What it prints belongs into `above`, or behind `clear` if it comes from a signal handler.
     """
 
     def __init__(
@@ -192,13 +188,14 @@ class Screen:
         drives: bool = True,
         live: bool | None = None,
     ) -> None:
-        self._total, self._initial, self._say, self._bounds = total, initial, say, bounds or {}
+        self._total, self._initial, self.say, self._bounds = total, initial, say, bounds or {}
         self._drives = drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
         self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
         self._bar: tqdm | None = None
         if is_live() if live is None else live:
-            self._bar = tqdm(total=total, initial=initial, file=sys.stderr, dynamic_ncols=True, bar_format=_LINE)
+            self._bar = tqdm(total=total, initial=initial, file=sys.stderr, ncols=_columns(), bar_format=_LINE)
+        self.clear = "" if self._bar is None else "\r\033[K"  # removes the live line, which returns at the next step
 
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
@@ -210,28 +207,31 @@ class Screen:
             return
         numbers = self._numbers(record, left=format_seconds(self.seconds_left(record.step)))
         if self._bar is None:
-            self._say(f"step {record.step}/{self._total}  {numbers}")
+            self.say(f"step {record.step}/{self._total}  {numbers}")
             return
+        self._bar.ncols = _columns()
         self._bar.set_description_str(numbers, refresh=False)
         self._bar.update(record.step - self._bar.n)
+        if record.step == self._total:
+            self.close()
 
     def seconds_left(self, step: int) -> float:
         """Return the seconds from `step`, which `step()` has shown, to the end of the run at the pace so far."""
         elapsed = time.monotonic() - (self._started or 0.0)  # includes validations and saves
         return elapsed / (step - self._initial) * (self._total - step)
 
-    def say(self, line: str) -> None:
-        """Print a separate line, above the live one if there is one."""
-        if self._bar is None:
-            self._say(line)
-        else:
-            with tqdm.external_write_mode(file=sys.stderr):
-                self._say(line)
+    def above(self) -> AbstractContextManager[None]:
+        """Return a context for printing lines above the live one, if there is one."""
+        found: AbstractContextManager[None] = (
+            nullcontext() if self._bar is None else tqdm.external_write_mode(file=sys.stderr)
+        )
+        return found
 
     def close(self) -> None:
         """Close the live line and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
 
     def _numbers(self, record: StepRecord, *, left: str) -> str:
         """Format a step's numbers, the most important first, since a narrow terminal cuts the end."""
@@ -245,6 +245,14 @@ class Screen:
             fields.append(f"drive {format_bytes(moved)}/s")
         fields += [f"{left} left", f"norm {norm}", f"rate {record.lr:.3g}", "skipped" if record.skipped else ""]
         return "  ".join(filter(None, fields))
+
+
+def _columns() -> int | None:
+    """Return the width of the live line: four columns less than stderr's terminal, which shows ^C behind it."""
+    try:
+        return max(os.get_terminal_size(sys.stderr.fileno()).columns - 4, 1)
+    except (OSError, ValueError):  # no terminal
+        return None
 
 
 def is_live() -> bool:

@@ -95,6 +95,32 @@ def test_a_run_without_checkpoints_is_done_once(tmp_path: Path) -> None:
     assert state(output) == before
 
 
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
+    """Repeating it with another setting, or resuming from it elsewhere, writes nothing, and says how to go on."""
+    output, other = tmp_path / "out", tmp_path / "other"
+    words = [*SAVING, "--lr", "0.01"]
+    call(*words, output=output)
+    before = everything(tmp_path)
+    for again, told, plans in (
+        (words, "is already at step 6 of 6, so nothing is changed; --steps N extends it", False),
+        ([*SAVING, "--lr", "0.02"], "optim.lr is 0.02; step-00000006 was saved with 0.01", False),
+        ([*SMALL, "train.epochs=0.0001", "save.every=0"], "is already at step 6 of 6", True),
+    ):
+        repeated = call(*again, output=output)
+        assert told in repeated.text
+        assert ("plan: " in repeated.text) == plans
+    refused = call(*words, "--resume", output, output=other, check=False)
+    assert refused.code == 2
+    assert "so nothing would be trained or saved in" in refused.text
+    refused = call(*words, "--seed", 5, output=output, check=False)
+    assert (refused.code, "seed: it has 0, this run 5" in refused.text) == (2, True)
+    assert everything(tmp_path) == before
+
+
 def test_exports_of_a_run_without_checkpoints(tmp_path: Path) -> None:
     """`export RUN` uses the final weights, not an older checkpoint that a user had requested."""
     output = tmp_path / "out"

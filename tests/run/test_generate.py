@@ -268,6 +268,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
     directory(tmp_path, "b", steps=9, saved=(2,))
     directory(tmp_path, "c", steps=9, saved=())
     (directory(tmp_path, "d", steps=3, saved=()) / "export").mkdir()
+    (directory(tmp_path, "i", steps=3, saved=(2,)) / "export").mkdir()
     alive = directory(tmp_path, "e", steps=9, saved=(2,))
     (directory(tmp_path, "f", steps=9, saved=(2,)) / "config.yaml").write_text("[")
     (tmp_path / "nothing").mkdir()
@@ -289,6 +290,7 @@ def test_runs_say_whether_they_can_resume(tmp_path: Path) -> None:
         "f": "resumes from step 2",
         "g": "resumes from its page files",
         "h": "no checkpoint: starts from step 0",
+        "i": "exported; its newest checkpoint is of step 2",
     }
     assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
     lines = aligned(run_table(found)).splitlines()

@@ -1,17 +1,21 @@
 """Tests of telemetry: meters match kernel and clock, records keep their format, and files survive kills."""
 
+import fcntl
 import json
 import math
 import os
 import re
+import struct
 import subprocess
 import sys
+import termios
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.run import directory
 from offload_trainer.safe_files import parsed
 from offload_trainer.telemetry import meters, sinks
 from offload_trainer.telemetry.meters import HostTimer, IoCount, PhaseClock, StreamTimer, read_io
@@ -312,7 +316,8 @@ def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
     shown = Screen(10, initial=5, say=messages.append, live=True)
     shown.step(a_step(6))
     shown.step(a_step(7))
-    shown.say("between")
+    with shown.above():
+        shown.say("between")
     shown.close()
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -320,6 +325,31 @@ def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
     assert "7/10" in captured.err
     assert "loss 3.9300  1.02 k tokens/s  backward 40%" in captured.err
     assert messages == ["between"]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_lines_are_apart_from_the_live_one(columns, monkeypatch):
+    """The live line leaves four columns, for ^C; a line of the log or of a signal handler begins a line of its own."""
+    ours, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(terminal, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setattr(directory, "write_now", lambda line: print(line, file=stderr))
+        log = directory.Log(loud=True)
+        shown = Screen(2, initial=0, say=log.say, live=True)
+        log.above, log.clear = shown.above, shown.clear
+        shown.step(a_step(1, phases={"a phase with a long name": 0.4}))
+        log.say("saved")
+        log.say_now("SIGINT")
+        shown.step(a_step(2))
+        log.say("done")
+        text = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    lines = [line for line in re.split(r"[\r\n]|\x1b\[K", text) if line.strip()]
+    assert {"saved", "SIGINT", "done"} <= set(lines)
+    assert lines[-1] == "done"
+    assert {len(line) for line in lines if line.startswith("1/2")} == {columns - 4}
+    assert max(map(len, lines)) <= columns - 4
 
 
 def test_what_a_step_waits_for_is_its_longest_phase():

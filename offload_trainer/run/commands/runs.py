@@ -103,9 +103,11 @@ def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
         has_page_files = False
     if (saved is None or saved != steps) and has_page_files:
         return "resumes from its page files"  # a newer checkpoint takes precedence
+    exported = (directory / "export").is_dir()
     if saved is None:
-        exported = (directory / "export").is_dir()
         return "exported, cannot resume" if exported else "no checkpoint: starts from step 0"
+    if exported and saved < (steps or 0):  # a run with save.every=0 that began at an older checkpoint
+        return f"exported; its newest checkpoint is of step {saved}"
     return "done" if steps is not None and saved >= steps else f"resumes from step {saved}"
 
 

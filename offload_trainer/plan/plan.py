@@ -67,6 +67,7 @@ class Plan:
     longest_row: int | None = None  # the longest row in tokens that would still fit; None: not computed
     shared: tuple[Shared, ...] = ()
     too_large: str = ""  # a sentence about a unit of the model that exceeds the device's memory, or ""
+    fits_with: tuple[str, ...] | None = None  # words of the command with which it would fit; None: not looked for
 
     @property
     def fits(self) -> bool:
@@ -99,7 +100,14 @@ class Plan:
         """Raise UserError if the plan does not fit, unless `force`."""
         if not self.fits and not force:
             missing = [*self.shortfalls(), *([self.too_large] if self.too_large else [])]
-            raise UserError("this does not fit: " + "; ".join(missing) + " (--force runs it anyway)")
+            more = ""
+            if self.fits_with:
+                more = f". It fits with {', or '.join(f'`{words}`' for words in self.fits_with)} added to the command"
+            elif self.fits_with is not None:
+                more = (
+                    ". No three of these make it fit: fewer checkpoints, drives, 8-bit moments, fewer or shorter rows"
+                )
+            raise UserError("this does not fit: " + "; ".join(missing) + f" (--force runs it anyway){more}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the output of `plan --json`, a stable format. Seconds are null if a rate was not measured."""
@@ -146,7 +154,7 @@ class Plan:
         lines += self._describe_tiers()
         lines += [f"  {self.too_large}"] if self.too_large else []
         if self.longest_row == 0:
-            lines.append("  rows of any length: not even the shortest fit, in any placement")
+            lines.append("  rows of any length: not even the shortest fit with these settings")
         elif self.longest_row is not None:
             longer = "; rows longer than this plan's may need another placement"
             lines.append(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.defaults import micro_batches, row_length
+from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import (
@@ -33,6 +36,8 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.run.process_setup import ranks_of_environment
+
+_MOST_MOVES, _MOST_FITTING = 3, 2  # changes of a plan that does not fit: at a time, and sets of them that are named
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     found = planned(kept, models, machine, world=world, nodes=nodes)
     if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
+    if not found.plan.fits:
+        found = with_what_fits(found, config, models, here=True)
     return with_longest_row(found, config, models) if longest else found
 
 
@@ -209,6 +216,68 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
     if tokens < found.source.shape.context and may_tile(config):
         tokens = longest(models.as_wished(candidate, pieces=True))
     return replace(found, plan=replace(plan, longest_row=tokens))
+
+
+def with_what_fits(found: Planned, config: TrainConfig, models: MemoryFallbacks, *, here: bool) -> Planned:
+    """Return a plan that does not fit with one or two sets of words for the command that make it fit, if there are any.
+
+    Each set has the fewest changes that are enough. `here`: the plan is for this machine, which may have a drive.
+    """
+    world, nodes, fitting = found.plan.world, found.plan.nodes, list[str]()
+    moves = list(_moves(found, config, here=here))
+    for count in range(1, _MOST_MOVES + 1):
+        for several in combinations(moves, count):
+            candidate, machine = config, found.machine
+            for _, section, keys in several:
+                changed = getattr(candidate, section).model_copy(update=keys)
+                candidate = candidate.model_copy(update={section: changed})
+            if combination_mistakes(candidate):
+                continue
+            if candidate.placement.nvme != config.placement.nvme:
+                machine = machine_here(candidate.placement, output=config.save.output)
+            of = models.as_wished(candidate)
+            layouts = Layouts(workload(candidate, of.shape, world=world, nodes=nodes))
+            with suppress(UserError):  # a length that does not divide the tokens of a step
+                if any_placement_fits(candidate, layouts, machine, world=world, nodes=nodes):
+                    fits = planned(candidate, models, machine, world=world, nodes=nodes).plan.fits
+                    fitting += [" ".join(words for words, _, _ in several)] * fits
+            if len(fitting) == _MOST_FITTING:
+                break
+        if fitting:
+            break
+    return replace(found, plan=replace(found.plan, fits_with=tuple(fitting)))
+
+
+def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (words, section, new values of its keys) for each change that can help, the least costly first."""
+    plan, place, train, save = found.plan, config.placement, config.train, config.save
+    output = found.machine.output.directory
+    lacking = {tier for tier, room in plan.tiers.items() if room["need"] > room["have"]}
+    if output in lacking:  # its checkpoints are the cause
+        if save.keep > 1:
+            yield "save.keep=1", "save", {"keep": 1}
+        yield "--save-every 0", "save", {"every": 0}
+    if lacking == {output}:
+        return
+    homes = {"params": "--params", "optimizer": "--optimizer", "gradients": "placement.gradients"}
+    homes |= {"gpu_fraction": "--gpu-fraction", "ram_fraction": "--ram-fraction"}
+    if fixed := [name for name in homes if getattr(place, name) != "auto"]:
+        words = " ".join(homes[name] + ("=" if "." in homes[name] else " ") + "auto" for name in fixed)
+        yield words, "placement", dict.fromkeys(fixed, "auto")
+    if here and not place.nvme:
+        with suppress(UserError):  # this directory cannot hold pages
+            machine_here(place.model_copy(update={"nvme": (".",)}), output=save.output)
+            yield "--nvme .", "placement", {"nvme": (".",)}
+    if config.optim.moment_dtype != "8bit":
+        yield "optim.moment_dtype=8bit", "optim", {"moment_dtype": "8bit"}
+    rows, times = train.micro_batch_size, train.gradient_accumulation_steps
+    if rows > 1 and train.tokens_per_step == "auto":
+        keys = {"micro_batch_size": 1, "gradient_accumulation_steps": rows * times}
+        yield f"--micro-batch 1 --accumulate {rows * times}", "train", keys
+    for tokens in (plan.seq_len // 2, plan.seq_len // 8):
+        yield f"--seq-len {tokens}", "data", {"seq_len": tokens}
+    if config.model.dtype == "fp32":
+        yield "--dtype bf16", "model", {"dtype": "bf16"}
 
 
 # -- settings that need less device memory -----------------------------------------------------------------------------

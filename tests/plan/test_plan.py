@@ -22,7 +22,7 @@ from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.deepspeed.zero_buffers import zero_sizes
-from offload_trainer.plan.machine import MachineProfile, Rate, Rates
+from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -40,9 +40,41 @@ from offload_trainer.plan.tiered.layout import (
 from offload_trainer.plan.tiered.spec import TierSizes, shares_that_fit
 from offload_trainer.plan.tiered.weight_streaming import NCCL_BYTES
 from offload_trainer.plan.tiers import Placement
+from offload_trainer.run.commands.plan import plan_elsewhere
+from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+# Words, machine, and the first changes with which the plan fits: fewer checkpoints where these are the cause.
+REMEDIES: list[tuple[str, MachineProfile, tuple[str, ...]]] = [
+    ("--model gpt2", replace(machine(), output=DriveFacts("/out", 4 * GB, "ext4")), ("save.keep=1", "--save-every 0")),
+    ("--model gpt2", replace(machine(), output=DriveFacts("/out", 2 * GB, "ext4")), ("--save-every 0",)),
+    ("--model gpt2 --optimizer cpu", machine(ram=2 * GB), ("--optimizer auto", "optim.moment_dtype=8bit")),
+    ("--model gpt2", replace(machine(ram=9 * GB // 4), drives=()), ("optim.moment_dtype=8bit",)),
+    ("--model gpt2 --micro-batch 64", machine(gpu=4 * GB), ("--micro-batch 1 --accumulate 64",)),
+    ("--model gpt2", machine(ram=GB // 2, drive=GB // 8), ()),
+]
+
+
+@pytest.mark.parametrize(("words", "here", "expected"), REMEDIES)
+def test_a_refusal_names_changes_with_which_the_plan_fits(
+    words: str, here: MachineProfile, expected: tuple[str, ...]
+) -> None:
+    """Each fits when it is added to the command, and is in the message."""
+    given = [*words.split(), "--scratch", "model.mlp_chunk=off", "tiered.fetch_granularity=block"]
+    given += ["--nvme", "/ssd"] if here.drives else []
+    refused = plan_elsewhere(load_config(given), here)
+    assert not refused.fits
+    assert refused.fits_with is not None
+    assert refused.fits_with[: len(expected)] == expected
+    with pytest.raises(UserError) as error:
+        refused.refuse(force=False)
+    for more in refused.fits_with:
+        assert f"`{more}`" in str(error.value)
+        assert plan_elsewhere(load_config([*given, *more.split()]), here).fits
+    assert bool(refused.fits_with) != ("No three of these make it fit" in str(error.value))
 
 
 @pytest.mark.parametrize("homes", list(product(("gpu", "cpu", "nvme"), repeat=2)), ids="/".join)

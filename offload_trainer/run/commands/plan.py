@@ -35,6 +35,7 @@ from offload_trainer.run.planning import (
     model_of,
     planned,
     with_longest_row,
+    with_what_fits,
 )
 from offload_trainer.settings import values_given
 from offload_trainer.units import format_count
@@ -47,6 +48,8 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     """Plan a run on a described machine, with the longest row that fits."""
     models = _models(config)
     found = planned(config, models, machine, world=config.placement.gpus)
+    if not found.plan.fits:
+        found = with_what_fits(found, config, models, here=False)
     return with_longest_row(found, config, models).plan
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.settings import FLAGS, all_keys, refuse_unwritable
+from offload_trainer.settings import FLAGS, all_keys, file_hint, refuse_unwritable
 from offload_trainer.synonyms import command_of, nearest
 from offload_trainer.units import parse_bytes, shown
 
@@ -330,4 +330,4 @@ def _hint(word: str) -> str:
         here = f"use `offload-train {command}`" if command else ""
         return "; " + (f"{here} ({note})" if here and note else here or note)
     near = nearest(word, COMMANDS)
-    return f"; did you mean {near}?" if near in COMMANDS else ""
+    return f"; did you mean {near}?" if near in COMMANDS else file_hint(Path(word))

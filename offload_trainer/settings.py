@@ -28,7 +28,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
-from offload_trainer.synonyms import nearest, plain, term_of, value_of
+from offload_trainer.synonyms import nearest, plain, term_of, trainer_of, value_of
 from offload_trainer.units import is_utf8, shown
 
 
@@ -356,16 +356,28 @@ def _misplaced(word: str) -> str:
     return f"{what} is named by a flag: {flag} {quote(word)}"
 
 
+def file_hint(path: Path) -> str:
+    """Return a question that names the configuration whose name is closest to a missing one's; "" if none is."""
+    known = [] if path.exists() else [found.name for found in path.parent.glob("*.y*ml")]
+    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
 def _read_file(path: Path, draft: _Draft) -> None:
     try:
         content = read_yaml(path, _Loader)
     except (OSError, ValueError) as error:
-        draft.mistakes.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        draft.mistakes.append(f"{path}: {reason}{file_hint(path)}")
         return
     if content is None:
         return
     if not isinstance(content, dict):
         draft.mistakes.append(f"{path}: expected sections such as `optim:`, found {type(content).__name__}")
+        return
+    own = {f"{section}.{key}" for section, keys in content.items() if isinstance(keys, dict) for key in keys}
+    if (trainer := trainer_of(map(str, content))) and not own & all_keys().keys():
+        draft.mistakes.append(f"{path}: {_translated(trainer, content)}")
         return
     for section, values in content.items():
         if section not in TrainConfig.model_fields:
@@ -374,6 +386,29 @@ def _read_file(path: Path, draft: _Draft) -> None:
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
             draft.values[section] = dict(values or {})
+
+
+def _translated(trainer: str, content: dict[Any, Any]) -> str:
+    """Return what another trainer's configuration says in the words of the command, and which words have none."""
+    words, others = list[str](), list[str]()
+    for name, value in _flat(content):
+        text = None if isinstance(value, list) or value is None else str(value)
+        same = [key for key in all_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+        as_here = len(same) == 1 and text is not None and _is_allowed(same[0], text)
+        here = f"use {_written(same[0], text, as_flag=True)}" if as_here else _hint(plain(name), text, as_flag=True)[2:]
+        written = here.removeprefix("use ").partition(" (")[0]
+        if here.startswith("use ") and not re.search(r"TEXT|\bN\b|[A-Z]{3}|\|", written):
+            words.append(written)
+        elif value not in (None, False, "", "false"):
+            others.append(f"{name}: {here.removeprefix('use ') or 'not known'}")
+    return "\n    ".join([f"words of {trainer}; here they are: {' '.join(dict.fromkeys(words))}", *others])
+
+
+def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each key."""
+    for name, value in content.items():
+        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+        yield from inner
 
 
 def _no_section(path: Path, section: str, values: Any) -> list[str]:
@@ -461,6 +496,15 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
                 draft.put(flag.key, value, spelled=name)
 
 
+_COMPLAINTS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+_COMPLAINTS |= {
+    "tuple": "a list",
+    "list": "a list",
+    "dictionary": "keys with values",
+    "Field required": "a list of all its values",
+}
+
+
 def _validation_mistakes(error: ValidationError) -> Iterator[str]:
     """Yield one message per invalid key, merging pydantic's errors for the branches of a union."""
     seen: dict[str, list[str]] = {}
@@ -471,7 +515,7 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
             yield _no_key(key, key, str(item["input"]))
             continue
         complaint = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-        complaint = {"integer": "a whole number", "boolean": "true or false"}.get(complaint, complaint)
+        complaint = _COMPLAINTS.get(complaint, complaint)
         seen.setdefault(key, []).append(complaint)
         given.setdefault(key, item["input"])
     for key, complaints in seen.items():
@@ -488,7 +532,10 @@ def load_config(words: list[str]) -> TrainConfig:
     """
     refuse_unwritable(words)
     draft = _Draft()
-    rest = list(words)
+    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if "--config" in rest[:-1]:  # as other trainers have it; here the file is the first word
+        rest.pop(place := rest.index("--config"))
+        rest.insert(0, rest.pop(place))
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
         path = rest.pop(0)
         if what := _misplaced(path):

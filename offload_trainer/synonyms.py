@@ -179,7 +179,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo push_dataset_to_hub upload", _UPLOADS),
     ("", "fsdp fsdp_config strategy ddp ddp_backend ddp_timeout distributed_type num_nodes nnodes", _SHARDING),
     ("parallel.pipeline", "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size", ""),
-    ("", "device no_cuda use_cpu local_rank cuda gpu_id gpu_ids use_cuda", _DEVICE),
+    ("", "gpu device no_cuda use_cpu local_rank cuda gpu_id gpu_ids use_cuda", _DEVICE),
     ("", "do_train do_eval do_predict eval_only", _SWITCHES),
     ("", "group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last", _WHOLE_ROWS),
     ("", "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience", _LAST),
@@ -201,6 +201,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("optim.name", "use_muon muon", "the matrices of blocks follow Muon and all other weights AdamW: optim.name=muon"),
     ("", "use_galore use_badam use_apollo use_adam_mini adafactor", "optim.name is adamw or muon"),
     ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of these has its own key: docs/config.md"),
+    ("", "config config_file", "the configuration file is the first word: `offload-train CONFIG.yaml`"),
     ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
 )
 # Families of words that share a prefix.
@@ -216,6 +217,15 @@ _FAMILIES = {
     "dataloader_": Term("", _CACHED),
 }
 _BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
+
+# Words that are in most configuration files of one trainer and in few of the others.
+_OF_TRAINERS = {
+    "Axolotl": "base_model sequence_len val_set_size dataset_prepared_path sample_packing evals_per_epoch datasets",
+    "LLaMA-Factory": "cutoff_len finetuning_type stage template dataset_dir overwrite_cache preprocessing_num_workers",
+    "TRL": "dataset_name per_device_train_batch_size num_train_epochs eval_strategy attn_implementation",
+    "torchtune": "checkpointer metric_logger max_steps_per_epoch enable_activation_checkpointing",
+    "DeepSpeed": "zero_optimization train_micro_batch_size_per_gpu train_batch_size gradient_clipping",
+}
 
 # Values of other trainers, by key: the equivalent value, or a replacement for key and value.
 _EIGHT_BITS = dict.fromkeys(
@@ -297,6 +307,14 @@ def term_of(word: str) -> Term | None:
     word = plain(word)
     family = next((term for begin, term in _FAMILIES.items() if word.startswith(begin)), None)
     return _BY_WORD.get(word, family)
+
+
+def trainer_of(words: Iterable[str]) -> str | None:
+    """Return the name of the trainer whose configuration files have most of these words; None below three words."""
+    known = {*map(plain, words)}
+    found = {name: len(known & {*own.split()}) for name, own in _OF_TRAINERS.items()}
+    name = max(found, key=found.__getitem__)
+    return name if found[name] > 2 else None
 
 
 def value_of(key: str, value: object) -> str | None:

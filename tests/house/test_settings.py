@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from offload_trainer import settings
-from offload_trainer.arguments import COMMANDS
+from offload_trainer.arguments import COMMANDS, take_command
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS_OF_COMMANDS, dump_config, literals_of, load_config
@@ -153,6 +153,26 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
 )
 def test_impossible_combinations(words: list[str], expected: str) -> None:
     assert expected in "\n".join(mistakes(*words))
+
+
+def test_the_file_may_be_named_by_a_flag(tmp_path: Path) -> None:
+    """--config FILE is the first word, wherever it is; a wrong name leads to the file beside it."""
+    file = tmp_path / "tiny.yaml"
+    file.write_text("optim: {lr: 0.5}\ntrain: {steps: 7}\n")
+    expected = load_config([str(file), "--steps", "3"])
+    for words in (["--config", str(file), "--steps", "3"], ["--steps", "3", f"--config={file}"]):
+        assert load_config(words) == expected
+    assert f"No such file or directory; did you mean {file}?" in mistakes(str(tmp_path / "tiny.yml"))[0]
+    with pytest.raises(UserError, match=r"tiny: neither a command .*; did you mean tiny.yaml\?"), chdir(tmp_path):
+        take_command(["tiny"])
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [("optim.lr=abc", "a number"), ("train.epochs=abc", "a number or 'auto'"), ("optim.betas=[0.9]", "a list of all")],
+)
+def test_a_value_of_another_kind(word: str, wanted: str) -> None:
+    assert f"is not allowed; it should be {wanted}" in mistakes(word)[0]
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a\n- b\n", "optim: 3\n", "optim:\n  lr: 1\n  lr: 2\n"])

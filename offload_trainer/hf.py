@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -103,6 +104,9 @@ class Offloaded(_Trainer):
             raise UserError("Offloaded needs the model itself, of offload_trainer.hf.load(...); it takes no model_init")
         self._session = session_of(model)
         args = next((given for given in (*positional, *words.values()) if isinstance(given, TrainingArguments)), None)
+        if args is not None and args.mixed_precision == "bf16" and _dtype(self._session) is torch.bfloat16:
+            args.bf16, args.mixed_precision = False, "no"
+            warnings.warn(f"bf16=True changes nothing: {_AUTOCAST}; they are in bf16 already", stacklevel=2)
         mistakes = argument_mistakes(args, self._session) if args is not None else []
         if words.get("optimizer_cls_and_kwargs") or any(words.get("optimizers", ())):
             mistakes.append("optimizers=: leave it out; the arguments' rate, betas and decay go to the session's AdamW")

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MethodType, TracebackType
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import nn
 
@@ -46,6 +47,7 @@ from offload_trainer.session.extra_params import (
 )
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.saving import Saves, Stateful, merging, steps_done
+from offload_trainer.units import format_bytes
 
 
 class Session:
@@ -365,14 +367,23 @@ class Session:
     def _state_dict(self, *_: Any, destination: Any = None, **words: Any) -> dict[str, Any]:
         """Return lazily read weights to the state_dict() of an outer module, such as PEFT's, which filters them.
 
-        Raises UserError if called directly, since that would load all weights into memory.
+        Called directly, it returns copies on the CPU. Raises UserError if they take more than half of the free memory.
         """
+        found = listed(self.model, self.weight, destination=destination, **words)
         if destination is not None:
-            return listed(self.model, self.weight, destination=destination, **words)
-        raise UserError(
-            "state_dict() would hold all weights of an offloaded model at once: use session.export(directory) for a "
-            "model, session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
-        )
+            return found
+        named = self.model.named_parameters(remove_duplicate=False)
+        names = {name: p.weight for name, p in named if isinstance(p, OffloadedParameter)}
+        size, free = sum(p.nbytes for p in self._model_parameters), psutil.virtual_memory().available
+        if 2 * size > free:
+            raise UserError(
+                f"state_dict() would hold all weights of an offloaded model at once, {format_bytes(size)} of "
+                f"{format_bytes(free)} that are free: use session.export(directory) for a model, "
+                "session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
+            )
+        whole = {weight: self.weight(weight) for weight in names.values()}
+        prefix = words.get("prefix", "")
+        return found | {prefix + name: whole[weight] for name, weight in names.items()}
 
     def _leave_equal(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         """Before load_state_dict: remove weights whose given values equal the current ones.

@@ -94,6 +94,7 @@ def stock(folder: Path, output: Path, **changes: Any) -> Trainer:
 def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> Iterator[PreTrainedModel]:
     """Yield the model with its session open. No weight is small enough to be exempt from offloading."""
     sizes = {
+        "dtype": "fp32",
         "seq_len": 24,
         "micro_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -101,7 +102,7 @@ def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> It
         "kernel": "torch",
     }
     with mock.patch.object(layout, "SMALL", 0):
-        model = load(str(folder), nvme=[str(drive)], dtype="fp32", **(sizes | HOMES[home] | keys))
+        model = load(str(folder), nvme=[str(drive)], **(sizes | HOMES[home] | keys))
     try:
         yield model
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,20 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with loaded(folder, drive) as model, pytest.raises(UserError, match=message):
         ours(model, tmp_path, **words)
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_bf16_is_the_dtype_of_the_weights(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """With a model in bf16, bf16=True has the logs of bf16=False, and a warning says that it changes nothing."""
+    use_fp32_products(torch.bfloat16)
+    logs = []
+    for asked in (False, True):
+        with loaded(folder, drive, dtype="bf16") as model, warnings.catch_warnings(record=True) as caught:
+            trainer = ours(model, tmp_path, bf16=asked, use_cpu=True, max_steps=2, save_strategy="no")
+            assert any("bf16=True changes nothing" in str(one.message) for one in caught) == asked
+            trainer.train()
+            logs.append(told(trainer))
+    assert logs[0] == logs[1]
 
 
 @pytest.mark.slow

@@ -20,7 +20,9 @@ import offload_trainer as ot
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-LOOP, OWN, ADAPTERS, IMAGES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+SHORT, LOOP, OWN, ADAPTERS, IMAGES = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
+)
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -45,6 +47,17 @@ def micro_batches_from(start: int) -> Iterator[list[dict[str, torch.Tensor]]]:
     rows = [{"input_ids": batch.inputs, "labels": batch.inputs} for batch in batches(2 * 12, rows=1)]
     for step in range(start, 12):
         yield rows[2 * step : 2 * step + 2]
+
+
+def test_the_first_loop_is_short_and_trains(here: Path) -> None:
+    assert len(SHORT.strip().splitlines()) <= 8
+    rows = [one for step in micro_batches_from(0) for one in step][:4]
+    run(SHORT.replace("1024", "48"), batches=rows)
+    exported = AutoModelForCausalLM.from_pretrained(here / "trained", dtype=torch.bfloat16)
+    before = AutoModelForCausalLM.from_pretrained(here / "model", dtype=torch.bfloat16)
+    with torch.no_grad():
+        losses = [sum(float(one(**row).loss) for row in rows) for one in (before, exported)]
+    assert losses[1] < losses[0]
 
 
 def test_the_loop_trains_and_resumes_from_its_save(here: Path) -> None:

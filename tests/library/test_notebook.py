@@ -37,7 +37,7 @@ def test_the_notebook_runs_and_trains_as_plain_torch(tmp_path: Path, monkeypatch
     for (name, exported), trained in zip(names["trained"].named_parameters(), model.parameters(), strict=True):
         assert torch.equal(exported.float(), trained.bfloat16().float()), name
     assert names["written"].startswith(b"It was the ")
-    assert len(names["written"]) > len(b"It was the ")
+    assert b" of times" in names["written"]  # it has learned the text
 
 
 def test_the_notebook_has_no_outputs() -> None:

@@ -37,15 +37,13 @@ from pydantic import with_config
 
 from offload_trainer.checkpoint import (
     MADE,
-    STEERING,
     TrainState,
     changed_settings,
     check_resume,
     configuration_of,
-    find_resume,
     read_state,
 )
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import SaveSection
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
@@ -72,7 +70,6 @@ from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, pars
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
 from offload_trainer.storage.scratch_dir import (
-    PAGES,
     clear,
     empty_list,
     has_locks,
@@ -84,6 +81,8 @@ from offload_trainer.storage.scratch_dir import (
 )
 from offload_trainer.storage.scratch_dir import take_over as taken_over
 from offload_trainer.trainer import Job
+
+Settings = Mapping[str, Mapping[str, Any]]  # by section and key
 
 
 @with_config(LENIENT)
@@ -126,43 +125,32 @@ class PageFiles:
 # -- checkpoints and the lock ------------------------------------------------------------------------------------------
 
 
-def ended_before(config: TrainConfig) -> str | None:
-    """Return a message if the run has made all of its steps; None if not, or if its files alone do not tell.
+def all_steps_done(checkpoint: Path, save: SaveSection, *, steps: int, given: Settings) -> str | None:
+    """Return a message if a checkpoint has all `steps` of the run that would resume from it, else None.
 
-    They do not tell if the model, the data or the seed differ, which is refused later, and if there are page files to
-    remove. Raises UserError as `all_steps_done` does.
+    `given`: settings of the run; the message names those that differ from the checkpoint's. Raises UserError if the
+    run's output is another directory, in which nothing would be saved.
     """
-    output = Path(config.save.output)
-    checkpoint = find_resume(config.save.resume, output=output)
-    listed = output / PAGES
-    if checkpoint is None or config.train.epochs != "auto" or (os.path.lexists(listed) and listed.lstat().st_size):
+    step, output = read_state(checkpoint).step, Path(save.output)
+    if step < steps:
         return None
-    told, then, now = all_steps_done(config, checkpoint), configuration_of(checkpoint), config.model_dump(mode="json")
-    fixed = {(section, key) for section in ("model", "data") for key in now[section]} | {("train", "seed")}
-    fixed -= {(section, key) for section, keys in STEERING.items() for key in keys}
-    differs = any(now[section][key] not in ("auto", then.get(section, {}).get(key)) for section, key in fixed)
-    return None if differs else told
-
-
-def all_steps_done(config: TrainConfig, checkpoint: Path) -> str | None:
-    """Return a message if `checkpoint` has all steps of the run that would resume from it, else None.
-
-    Raises UserError if the run's output is another directory, in which nothing would be saved.
-    """
-    step, output = read_state(checkpoint).step, Path(config.save.output)
-    if step < config.train.steps:
-        return None
-    reached = f"{checkpoint} is already at step {step} of {config.train.steps}"
+    reached = f"{checkpoint} is already at step {step} of {steps}"
     if checkpoint.resolve().parent.parent != output.resolve():
         raise UserError(
-            f"--resume {config.save.resume}: {reached}, so nothing would be trained or saved in {output}; --steps N "
-            f"trains on, and this exports it: offload-train export {quote(str(checkpoint))} DEST"
+            f"--resume {save.resume}: {reached}, so nothing would be trained or saved in {output}; --steps N trains "
+            f"on, and this exports it: offload-train export {quote(str(checkpoint))} DEST"
         )
-    then, given = configuration_of(checkpoint), config.model_dump(mode="json", exclude_unset=True)
+    then = configuration_of(checkpoint)
     now = {section: {**keys, **given.get(section, {})} for section, keys in then.items()}
     notes = [f"; {line}" for line in changed_settings(checkpoint.name, then, now) if " is auto; " not in line]
     notes = [note for note in notes if not note.startswith("; train.steps")]
     return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
+
+
+def _is_done(setup: Setup, checkpoint: Path) -> str | None:
+    config = setup.config
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return all_steps_done(checkpoint, config.save, steps=config.train.steps, given=given)
 
 
 def verify(setup: Setup, checkpoint: Path) -> None:
@@ -170,7 +158,7 @@ def verify(setup: Setup, checkpoint: Path) -> None:
 
     Do neither if there are no steps left. Raises UserError if the checkpoint is damaged or of another run.
     """
-    if all_steps_done(with_steps(setup, read_state(checkpoint)).config, checkpoint):
+    if _is_done(with_steps(setup, read_state(checkpoint)), checkpoint):
         return
     setup.log.say(f"checking {checkpoint}")
     for line in check_resume(checkpoint, setup.record):
@@ -211,7 +199,7 @@ def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | Non
     )
 
     def told() -> str | None:
-        ended = checkpoint and all_steps_done(setup.config, checkpoint)
+        ended = checkpoint and _is_done(setup, checkpoint)
         return ended or done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports)
 
     message = from_rank_zero(told, str | None)

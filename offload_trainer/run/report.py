@@ -96,7 +96,7 @@ def _predicted(setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]) -
         table += predicted_row(phase, forecast.get(phase), taken.get(phase), format_seconds)
     known = [seconds for seconds in forecast.values() if seconds is not None]
     if taken.keys() == forecast.keys() and len(known) == len(forecast):  # otherwise the ratio would mislead
-        table += predicted_row("all phases", sum(known), sum(taken.values()), format_seconds)
+        table += predicted_row("all phases, added", sum(known), sum(taken.values()), format_seconds)
     return table
 
 

@@ -237,7 +237,7 @@ def telemetry(folder: Path, *, total: int, done: int = 0) -> tuple[Telemetry, li
     def page(left: float | None, _: bool) -> str:
         return page_of(read_metrics(folder / "metrics.jsonl", most=800), place="/mnt", left=left)
 
-    outputs.report = LiveReport(folder / "report.html", page, say=outputs.say)
+    outputs.report = LiveReport(folder / "report.html", page, say=said.append)
     return outputs, said
 
 

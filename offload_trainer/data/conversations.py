@@ -259,7 +259,8 @@ def _messages(record: dict[str, Any], field: str, *, where: str) -> tuple[Messag
     value = record[field]
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else json_kind(value)
-        raise UserError(f"{where}: {field!r} holds {what}, where a list of messages is needed")
+        fix = "; CSV has strings only: write lines of JSON" * isinstance(value, str)
+        raise UserError(f"{where}: {field!r} holds {what}, where a list of messages is needed{fix}")
     return tuple(_message(message, number, where=where) for number, message in enumerate(value, 1))
 
 

@@ -1,7 +1,9 @@
 """Readers of text, lines of JSON and tables, plain or compressed, with bounded memory. The suffix gives the format.
 
     any text (.txt, .md)     one document                                read_documents -> documents in blocks of text
-    .jsonl                   one document or conversation a line         read_records   -> objects with file and line
+    .jsonl, .ndjson          one document or conversation a line         read_records   -> objects with file and line
+    .json                    the same, or an array of them
+    .csv, .tsv               one a row; the first row has the names
     .parquet, .arrow         one a row, a few rows in memory (pyarrow)
     .gz, .bz2, .xz, .zst     the same, decompressed as a stream          opened         -> the bytes
 
@@ -12,14 +14,17 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import csv
 import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -28,9 +33,11 @@ from offload_trainer.safe_files import open_given
 from offload_trainer.units import format_bytes
 
 TABLES = (".parquet", ".arrow")  # Arrow files as `datasets` saves them
-LINE_BYTES = 1 << 26  # limit for a jsonl line, which is in memory whole, several times over
+RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # also when compressed
+LINE_BYTES = 1 << 26  # limit for a line or a record of text, which is in memory whole, several times over
 _BLOCK = 1 << 18
 _ROWS = 256  # rows of a table converted to records at a time
+_BETWEEN = re.compile(r"[\s,]*")  # what separates the items of a JSON array
 
 Seen = Callable[[bytes], object]
 
@@ -73,8 +80,8 @@ def kind_of(path: Path) -> str:
 
 
 def holds_records(source: Path) -> bool:
-    """Return whether a file holds lines of JSON or rows of a table instead of one text."""
-    return kind_of(source) == ".jsonl" or source.suffix.lower() in TABLES
+    """Return whether a file holds JSON or rows of a table instead of one text."""
+    return kind_of(source) in RECORDS or source.suffix.lower() in TABLES
 
 
 def printable(path: Path | str) -> str:
@@ -83,8 +90,8 @@ def printable(path: Path | str) -> str:
 
 
 @contextmanager
-def opened(path: Path, *, seen: Seen) -> Iterator[BinaryIO]:
-    """Open `path` for reading its decompressed bytes. On exit, `seen` has been called with every byte of the file.
+def opened(path: Path, *, seen: Seen) -> Iterator[Any]:
+    """Open `path` for reading and peeking its decompressed bytes. On exit, `seen` has got every byte of the file.
 
     Raises UserError if it is not a regular file, cannot be read or cannot be decompressed.
     """
@@ -108,14 +115,15 @@ def opened(path: Path, *, seen: Seen) -> Iterator[BinaryIO]:
 def read_documents(source: Path, *, text_field: str, seen: Seen = lambda _: None) -> Iterator[Iterable[str]]:
     """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
 
-    A text file is one document. Each line of a ``.jsonl`` file and each row of a table is one document: the string in
-    its `text_field`. Blank lines and a byte-order mark are skipped.
+    A text file is one document. Each record of any other file is one document: the string in its `text_field`. Blank
+    lines and a byte-order mark are skipped.
 
-    Raises UserError with file and line for text that is not UTF-8, a line that is not a JSON object or longer than
-    `LINE_BYTES`, and a field that is missing or not a string.
+    Raises UserError with file and line for text that is not UTF-8, a record that is not a JSON object or longer than
+    `LINE_BYTES`, a row of CSV without the header's number of fields, and a field that is missing or not a string.
     """
     if not holds_records(source):
-        yield _text_blocks(source, seen=seen)
+        with opened(source, seen=seen) as file:
+            yield _text_blocks(source, file)
         return
     for where, record in read_records(source, wanted=(text_field,), seen=seen):
         yield [text_in(record, text_field, where=where)]
@@ -134,17 +142,16 @@ def text_in(record: dict[str, Any], text_field: str, *, where: str) -> str:
     return string_in(record, text_field, where=where)
 
 
-def _text_blocks(source: Path, *, seen: Seen) -> Iterator[str]:
+def _text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    with opened(source, seen=seen) as file:
-        data = b"any"
-        while data:
-            data = file.read(_BLOCK)
-            try:
-                text = decoder.decode(data, final=not data)
-            except UnicodeDecodeError:
-                _refuse_not_utf8(source)
-            yield text
+    data = b"any"
+    while data:
+        data = file.read(_BLOCK)
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError:
+            _refuse_not_utf8(source)
+        yield text
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -153,44 +160,114 @@ def _text_blocks(source: Path, *, seen: Seen) -> Iterator[str]:
 def read_records(
     source: Path, *, wanted: Collection[str], strings: bool = False, seen: Seen = lambda _: None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a ``.jsonl`` file or the rows of a table, each as (file and line, object).
+    """Yield the objects of a file of JSON or the rows of a table, each as (file and line, object).
 
-    Of a table, the columns in `wanted` are read, and with `strings` those of strings; if there are none, all are read,
-    so that an error can list what is present. Nulls inside a column's values are left out. Raises UserError as
-    `read_documents`.
+    Fields of CSV are strings. Of a Parquet or Arrow table, the columns in `wanted` are read, and with `strings` those
+    of strings; if there are none, all are read, so that an error can list what is present. Nulls inside a column's
+    values are left out. Raises UserError as `read_documents`.
     """
     if source.suffix.lower() in TABLES:
         yield from _table_rows(source, wanted=wanted, strings=strings, seen=seen)
         return
-    number = 0
+    kind = kind_of(source)
     with opened(source, seen=seen) as file:
-        while raw := file.readline(LINE_BYTES + 1):
-            number += 1
-            where = f"{printable(source)}, line {number}"
-            if len(raw) > LINE_BYTES:
-                raise UserError(
-                    f"{where}: longer than {format_bytes(LINE_BYTES)}, and lines are read whole; "
-                    "split that document, or give it as a separate text file"
-                )
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError:
-                _refuse_not_utf8(source)
-            del raw
-            if not line.isspace():
-                yield where, _object(line, where=where)
+        if kind in (".csv", ".tsv"):
+            yield from _csv_rows(source, file, delimiter="\t" if kind == ".tsv" else ",")
+        elif kind == ".json" and file.peek(1).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
+            yield from _array_items(source, filter(None, _text_blocks(source, file)))
+        else:
+            for where, line in _lines(source, file):
+                if not line.isspace():
+                    with _json_errors(where):
+                        record = json.loads(line)
+                    yield where, _object(record, where=where)
 
 
-def _object(line: str, *, where: str) -> dict[str, Any]:
-    """Return the JSON object in a line. Raises UserError for anything else."""
+def _lines(source: Path, file: BinaryIO) -> Iterator[tuple[str, str]]:
+    number = 0
+    while raw := file.readline(LINE_BYTES + 1):
+        number += 1
+        where = f"{printable(source)}, line {number}"
+        if len(raw) > LINE_BYTES:
+            _refuse_long(where)
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            _refuse_not_utf8(source)
+        del raw
+        yield where, line
+
+
+def _csv_rows(source: Path, file: BinaryIO, *, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(LINE_BYTES)
+    rows = csv.reader((line for _, line in _lines(source, file)), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise UserError(f"{printable(source)}, line {rows.line_num}: cannot be read as CSV: {error}") from error
+        where = f"{printable(source)}, line {rows.line_num}"
+        if row is None:
+            return
+        if not names:
+            names = row
+            if len(set(names)) < len(names):
+                raise UserError(f"{where}: a name of a column occurs twice in {named_fields(dict.fromkeys(names))}")
+        elif row and len(row) != len(names):
+            raise UserError(f"{where}: {len(row)} fields, where the first row names {len(names)}; mend that row")
+        elif row:
+            yield where, dict(zip(names, row, strict=True))
+
+
+def _array_items(source: Path, blocks: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a JSON array, of which a few blocks are in memory at a time."""
+    decode = json.JSONDecoder().raw_decode
+    text, place, number = next(blocks).lstrip()[1:], 0, 1
+    while True:
+        where = f"{printable(source)}, record {number}"
+        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+        if text.startswith("]", place):
+            break
+        try:
+            with _json_errors(where):
+                record, place = decode(text, place)
+        except UserError:
+            text, place = text[place:], 0
+            if len(text) > LINE_BYTES:
+                _refuse_long(where)
+            more = "".join(islice(blocks, 1 + len(text) // _BLOCK))
+            if not more:
+                raise
+            text += more
+            continue
+        yield where, _object(record, where=where)
+        number += 1
+    if any(map(str.strip, chain([text[place + 1 :]], blocks))):
+        raise UserError(f"{where}: the array has ended, and more text follows; give one array a file")
+
+
+def _refuse_long(where: str) -> NoReturn:
+    raise UserError(
+        f"{where}: longer than {format_bytes(LINE_BYTES)}, and lines and records are read whole; split that document, "
+        "or give it as a separate text file"
+    )
+
+
+@contextmanager
+def _json_errors(where: str) -> Iterator[None]:
+    """Raise UserError for JSON that cannot be read inside this context."""
     try:
-        record = json.loads(line)
+        yield
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
     except ValueError as error:  # integers of thousands of digits
         raise UserError(f"{where}: JSON that cannot be read ({error})") from error
     except RecursionError as error:
         raise UserError(f"{where}: JSON that is nested too deeply to be read; leave that field out") from error
+
+
+def _object(record: Any, *, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f"{where}: {json_kind(record)}, where an object is needed")
     return record

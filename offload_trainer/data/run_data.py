@@ -88,11 +88,11 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
 
     _refuse_mixture(section)
     if section.streamed:
-        check_stream(section.path[0])
+        check_stream(section.path[0], say=say)
     else:
         find_sources(section.path, say=say)
     if section.validation_streamed:
-        check_stream(section.validation_path[0])
+        check_stream(section.validation_path[0], say=say)
     elif section.validation_path:
         find_sources(section.validation_path, say=say)
     if section.tokenizer == "auto":

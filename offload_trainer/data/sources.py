@@ -1,11 +1,15 @@
 """Resolution of the data paths that a user names to files; unsuitable files are refused with what to do.
 
+Of a directory with the splits of a data set, as a download from the hub leaves it, the files of the train split are
+read. The data set's card says which these are (`configs` in README.md), else the names of files and folders do.
+
 A path may also name a data set of the Hugging Face hub, which `datasets` downloads and whose Arrow
 files are read like local ones: hub:OWNER/NAME, hub:OWNER/NAME:SPLIT or hub:OWNER/NAME/CONFIGURATION:SPLIT.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -13,28 +17,21 @@ import stat
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from offload_trainer.data.documents import COMPRESSED, TABLES, kind_of, printable
+from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # also when compressed
+TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.\[\]%:+-]+))?")
 _HEAD = 1 << 16  # bytes by which a file's format is judged
 
 # Formats that are not read: the suffix, and what to do with such a file.
-_LINES = 'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {rows}]" < FILE > data.jsonl'
-_TABLE = "convert the table to lines of JSON: "
 _NAMED = "it is compressed: give it a name that shows its kind, such as NAME.txt{0} or NAME.jsonl{0}; or decompress it"
 _REFUSED = {
-    ".json": f"JSON is read line by line. Convert an array to lines with {_LINES.format(rows='json.load(sys.stdin)')}; "
-    "if each of its lines is an object already, rename it to .jsonl",
-    ".ndjson": "rename it to .jsonl",
-    ".csv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin)"),
-    ".tsv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin, dialect='excel-tab')"),
     ".parquet": "rename it to .parquet",
     ".arrow": "rename it to .arrow",
     **{suffix: _NAMED.format(suffix) for suffix in COMPRESSED},
@@ -55,23 +52,35 @@ _MAGIC = {
     b"%PDF-": ".pdf",
     b"\x93NUMPY": ".npy",
 }
+# The split that a word in the name of a file or folder means to `datasets`
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_CARD = "README.md"
+# Licences, descriptions of data sets as `datasets` skips them, and those of token files
+_ABOUT = re.compile(
+    r"(licen[cs]e|notice|citation)(\.txt|\.md)|(config|dataset_infos?|dataset_dict|.*\.bin)\.json", re.IGNORECASE
+)
 
 
 def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    ``builtin`` is the text that ships with the package. A directory stands for its .txt, .md and .jsonl files, also
-    compressed, and its tables (.parquet, .arrow), at any depth. Hidden files and linked directories are skipped. A
-    directory written by `datasets` stands for the files that it lists, and ``hub:NAME`` for those that are downloaded.
+    ``builtin`` is the text that ships with the package. A directory stands for its files of TEXT_SUFFIXES, also
+    compressed, and of TABLES, at any depth; if it has the splits of a data set, for those of the train split. Hidden
+    files, linked directories, licences and cards of data sets are skipped. A directory written by `datasets` stands
+    for the files that it lists, and ``hub:NAME`` for those that are downloaded. `say` is told of files that are left.
     A file that is named itself may have any suffix except that of another format. Either all are text, or all are
     ``.bin`` token files. A path that is named twice is read twice.
 
-    Raises UserError for paths that do not exist (naming all of them), a directory without text, .bin files mixed with
-    text, and a file that is not text.
+    Raises UserError for paths that do not exist (naming all of them), a directory without text or without a train
+    split among its splits, .bin files mixed with text, and a file that is not text.
     """
     if not paths:
         raise UserError(
-            "data.path is empty: name a text file, a jsonl file, a table, a directory, a .bin file, or builtin"
+            "data.path is empty: name a text file, lines of JSON, a table, a directory, a .bin file, or builtin"
         )
     named: list[Path] = []
     for entry in paths:
@@ -87,8 +96,8 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
     sources: list[Path] = []
     for path in named:
         if path.is_dir():
-            saved = _saved_by_datasets(path)
-            sources += _text_files(path, say=say) if saved is None else saved
+            saved = _saved_by_datasets(path, say=say)
+            sources += _files_inside(path, say=say) if saved is None else saved
         else:
             _refuse_other(path)
             sources.append(path)
@@ -144,7 +153,7 @@ def _is_read(path: Path) -> bool:
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 
-def _saved_by_datasets(directory: Path) -> list[Path] | None:
+def _saved_by_datasets(directory: Path, *, say: Callable[[str], None]) -> list[Path] | None:
     """Return the files of a directory written by `save_to_disk`, in their order, or None for any other directory."""
 
     def read(path: Path) -> dict[str, Any]:
@@ -155,6 +164,10 @@ def _saved_by_datasets(directory: Path) -> list[Path] | None:
 
     if (directory / "dataset_dict.json").is_file():
         splits = read(directory / "dataset_dict.json").get("splits")
+        if isinstance(splits, list) and "train" in splits:
+            if others := [str(name) for name in splits if name != "train"]:
+                say(f"data: {directory}: the split train is read, and not {', '.join(map(printable, others))}")
+            return _saved_by_datasets(directory / "train", say=say)
         choices = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
         raise UserError(f"{directory} holds several datasets: choose one, {choices}")
     state = directory / "state.json"
@@ -169,30 +182,101 @@ def _saved_by_datasets(directory: Path) -> list[Path] | None:
     return [directory / name for name in files]
 
 
-def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
-    """Return a directory's text files, sorted by their path inside it."""
+def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
+    """Return a directory's files of text and tables, sorted by path; of several splits those of train."""
 
-    def first(names: list[str]) -> str:
-        return ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
+    def first(paths: list[Path]) -> str:
+        names = [printable(path.relative_to(directory)) for path in paths[:3]]
+        return ", ".join(names) + (", ..." if len(paths) > 3 else "")
 
     inside = [
         path
         for path in sorted(directory.rglob("*"))
         if not any(part.startswith(".") for part in path.relative_to(directory).parts)
     ]
-    if linked := [str(path) for path in inside if path.is_symlink() and path.is_dir()]:
-        say(f"note: {len(linked)} linked directories are not followed ({first(linked)}); name them too if wanted")
-    files = [path for path in inside if _is_read(path) and path.is_file()]
-    if other := [
-        str(path) for path in inside if path.suffix.lower() in _REFUSED and not _is_read(path) and path.is_file()
-    ]:
-        say(f"note: {len(other)} files in {directory} are not read ({first(other)}); name one to see why")
+    if linked := [path for path in inside if path.is_symlink() and path.is_dir()]:
+        say(f"note: {len(linked)} linked directories in {directory} are not followed ({first(linked)}); name them too")
+    known = [path for path in inside if (_is_read(path) or path.suffix.lower() in _REFUSED) and path.is_file()]
+    files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
+    front = _front_matter(directory / _CARD)
+    cards = [path for path in files if path.name == _CARD]
+    if not any(map(holds_records, files)):  # a README.md next to records describes them; others may be the text
+        cards = [directory / _CARD] if front is not None else []
+    files = [path for path in files if path not in cards]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
         flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
         hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join((*TEXT_SUFFIXES, *TABLES))} file: {hint}")
-    return files
+    configured = _configured(directory, front or {}, files)
+    splits = {path: _split_of(path.relative_to(directory)) for path in files}
+    trained, unnamed = ([path for path in files if splits[path] == name] for name in ("train", ""))
+    chosen = configured or trained or unnamed
+    if not chosen:
+        raise UserError(
+            f"{directory} holds no training files, only files named {' and '.join(sorted(set(splits.values())))} "
+            f"({first(files)}): name the files themselves to train on them"
+        )
+    taken = set(chosen)
+    if left := [path for path in known if path not in taken]:
+        what = ", the train split" if configured or trained else ""
+        say(
+            f"data: {directory}: {len(chosen)} of {len(known)} files are read{what} ({first(chosen)}), and not "
+            f"{first(left)}; name one of those to read it too, with --data or --validation-data"
+        )
+    return chosen
+
+
+def _split_of(path: Path) -> str:
+    """Return the split that the folders or the name of a file mean, "" if they mean none."""
+    # Pages of documentation have such names too, and a data set's text is never in .md.
+    words = [] if kind_of(path) == ".md" else [word for part in path.parts for word in re.split(r"[-._ 0-9]+", part)]
+    return next((_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS), "")
+
+
+def _front_matter(card: Path) -> dict[str, Any] | None:
+    """Return the YAML at the beginning of a data set's card; None if there is no such card."""
+    try:
+        found = re.match(rb"---\s*\n(.*?\n)---\s", file_bytes(card, links=True), re.DOTALL)
+        front = parsed_yaml(found[1]) if found else None
+    except (FileNotFoundError, ValueError):  # it then says nothing that could be read
+        return None
+    return front if isinstance(front, dict) else None
+
+
+def _configured(directory: Path, front: dict[str, Any], files: list[Path]) -> list[Path]:
+    """Return those of `files` that a card's front matter names as the training data of its default configuration.
+
+    Returns none if the card names none. Raises UserError if it leaves a choice, and if no file that it names is there.
+    """
+
+    def refuse(what: str, names: list[str]) -> NoReturn:
+        listing = ", ".join(map(printable, names[:20]))
+        raise UserError(f"{directory / _CARD} lists {what} {listing}: name the files or the folder to train on instead")
+
+    listed = front.get("configs")
+    configs = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    names = [str(one.get("config_name", "default")) for one in configs]
+    default = [one for one, name in zip(configs, names, strict=True) if one.get("default") or name == "default"]
+    if len(configs) > 1 and not default:
+        refuse("the configurations", names)
+    config = (default or configs or [{}])[0]
+    if "data_dir" in config:
+        refuse("the folder", [str(config["data_dir"])])
+    named = config.get("data_files") or []
+    if isinstance(named, list) and all(isinstance(one, dict) for one in named):
+        named = {str(one.get("split")): one.get("path") for one in named}
+    splits = named if isinstance(named, dict) else {"train": named}
+    if not splits:
+        return []
+    if "train" not in splits:
+        refuse("the splits", list(splits))
+    patterns = splits["train"] if isinstance(splits["train"], list) else [splits["train"]]
+    found = {path for one in patterns for path in glob.glob(str(one), root_dir=directory, recursive=True)}
+    chosen = [path for path in files if str(path.relative_to(directory)) in found]
+    if not chosen:
+        refuse("as training data, of which no text or table is there,", list(map(str, patterns)))
+    return chosen
 
 
 def _refuse_other(path: Path) -> None:

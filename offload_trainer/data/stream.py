@@ -1,13 +1,14 @@
 """Streamed data sets: records are tokenized in the data set's order while the run reads them, without a token file.
 
-    stream:NAME ── datasets, streaming ── DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
+    stream:NAME ── datasets, streaming ─┬─ DocumentEncoder or RowEncoder ──> ids, or marked ids in rows, read on demand
+    stream:PATH ── LocalRecords ────────┘
 
-The ids are those of the token file that prepare.py would write; behind the last record the data set begins again. A row
-is found by its number, as in a token file, so the number of rows is all that a run needs to resume. To reach a row
-without tokenizing everything before it, the run directory has a list of seek points (stream.jsonl): ids before the
-point, the state of `datasets` there, and a checksum of the ids behind it. Without the list a resumed run tokenizes from
-the beginning. Packed conversations have seek points only where no row is open, which is where the data set begins
-again. Every rank reads the whole stream and takes its own rows.
+The records of a path are those of the same path prepared, and the ids are those of the token file that prepare.py would
+write; behind the last record the data set begins again. A row is found by its number, as in a token file, so the number
+of rows is all that a run needs to resume. To reach a row without tokenizing everything before it, the run directory has
+a list of seek points (stream.jsonl): ids before the point, the state of the data set there, and a checksum of the ids
+behind it. Without the list a resumed run tokenizes from the beginning. Packed conversations have seek points only where
+no row is open, which is where the data set begins again. Every rank reads the whole stream and takes its own rows.
 
 With data.shuffle_block_size=N each block of N consecutive rows is in memory while its rows are read in another order,
 which rows.py computes from the seed and the block's number: nothing else has to be saved.
@@ -21,10 +22,10 @@ import os
 import sys
 import zlib
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ from pydantic import with_config
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import STREAM, DataSection
-from offload_trainer.data.conversations import TEXT, Example, form_of_record
-from offload_trainer.data.documents import TABLES, kind_of, without_nulls
+from offload_trainer.data.conversations import COLUMNS, TEXT, Example, form_of_files, form_of_record
+from offload_trainer.data.documents import holds_records, read_records, without_nulls
 from offload_trainer.data.packing import RowEncoder, encoder_of
-from offload_trainer.data.sources import hub_name
+from offload_trainer.data.sources import find_sources, hub_name
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import known_ids
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
@@ -85,17 +86,22 @@ class StreamedTokens:
         Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
-        check_stream(wish)
+        self._files = check_stream(wish, say=say)
+        self._columns = (section.text_field, *COLUMNS)
         self.name, self.tokenizer, self._seq_len = wish, fingerprint, seq_len
         self.block = section.shuffle_block_size  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
         self._dataset: Any
-        self._records: Iterator[Any]
-        self._state: dict[str, Any] | None  # State of `datasets` after these ids; None: its beginning.
+        self._records: Iterator[tuple[str, dict[str, Any]]]  # each with its place
+        self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
-        form = self._form_of_first(section.text_field) if section.format == "auto" else section.format
+        form: str = section.format
+        if self._files:
+            form = form_of_files(self._files, form=form, text_field=section.text_field)
+        elif form == "auto":
+            form = self._form_of_first(section.text_field)
         self._encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
         self._known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=wish)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
@@ -187,17 +193,19 @@ class StreamedTokens:
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
-        return form_of_record(first, text_field=text_field, where=f"{self.name}, the first record")
+        return form_of_record(first[1], text_field=text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
-        """Begin to read the data set at a state of `datasets`."""
+        """Begin to read the data set at one of its states."""
         try:
-            self._dataset = _loaded(self.name)
+            self._dataset = LocalRecords(self._files, self._columns) if self._files else _of_the_hub(self.name)
             if state is not None:
                 self._dataset.load_state_dict(state)
         except Exception as error:  # the hub, the network and files fail in many ways
             raise self._failed(error) from error
         self._records, self._state = iter(self._dataset), state
+        if not self._files:
+            self._records = map(self._described, self._dataset)
 
     def _next_ids(self) -> np.ndarray:
         """Tokenize the next records, until there is an id or the data set ends."""
@@ -248,7 +256,7 @@ class StreamedTokens:
                 if record is None:
                     self._load(None)
                     return found
-                found.append(self._parsed(record))
+                found.append(self._parsed(*record))
                 size += _characters(found[-1])
             self._state = self._dataset.state_dict()
         except TrainerError:
@@ -257,9 +265,12 @@ class StreamedTokens:
             raise self._failed(error) from error
         return found
 
-    def _parsed(self, record: dict[str, Any]) -> Any:
+    def _described(self, record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         where = f"{self.name}, a record behind token {self._end}"
-        return self._encoder.parsed({name: without_nulls(value) for name, value in record.items()}, where=where)
+        return where, {name: without_nulls(value) for name, value in record.items()}
+
+    def _parsed(self, where: str, record: dict[str, Any]) -> Any:
+        return self._encoder.parsed(record, where=where)
 
     def _failed(self, error: Exception) -> TrainerError:
         rerun = f"; {RERUN_HINT}" if self._end else ""
@@ -318,38 +329,53 @@ def _place(point: Point) -> tuple[int, int]:
     return point.tokens, point.count
 
 
-def check_stream(wish: str) -> None:
-    """Raise UserError if a stream's name is malformed, names no file, or `datasets` is missing. Uses no network."""
-    if not is_installed("datasets"):
-        raise UserError(lacks(wish, "datasets"))
-    path = _local(wish)
-    if path is None:
-        hub_name(wish, prefix=STREAM)
-    elif path.is_file() and kind_of(path) != ".jsonl" and path.suffix.lower() not in TABLES:
-        raise UserError(f"{wish}: a stream is read from .jsonl, .parquet or .arrow files, or from a directory of these")
+class LocalRecords:
+    """The records of files, each with its file and line. Has the methods of an IterableDataset that streams use."""
+
+    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
+        self._files, self._columns, self._file, self._count = files, columns, 0, 0  # _count: records of _file so far
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": self._file, "records": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._file, self._count = state["file"], state["records"]
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number in range(self._file, len(self._files)):
+            self._count = self._count if number == self._file else 0
+            self._file = number
+            records = read_records(self._files[number], wanted=self._columns, strings=True)
+            for record in islice(records, self._count, None):
+                self._count += 1
+                yield record
 
 
-def _local(wish: str) -> Path | None:
-    """Return the file or directory that a stream names, or None for a data set of the hub."""
+def check_stream(wish: str, *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
+    """Return the files that a stream reads, none for a data set of the hub. Uses no network.
+
+    `say` is called as by `find_sources`. Raises UserError if the name is malformed, if the files do not exist or hold
+    other things than records, and if `datasets` is missing for a data set of the hub.
+    """
     name = wish.removeprefix(STREAM)
     path = Path(name).expanduser()
     if path.exists():
-        return path
+        files = find_sources([name], say=say)
+        if other := [str(file) for file in files if not holds_records(file)]:
+            raise UserError(f"{wish}: a stream is read from JSON, CSV or tables, and {other[0]} is none of them")
+        return files
     if name.startswith(("/", ".", "~")) or name.count("/") > 2:
         raise UserError(f"{wish}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
-    return None
+    hub_name(wish, prefix=STREAM)
+    if not is_installed("datasets"):
+        raise UserError(lacks(wish, "datasets"))
+    return []
 
 
-def _loaded(wish: str) -> Any:
-    """Return the IterableDataset that a stream names, before its first document."""
+def _of_the_hub(wish: str) -> Any:
+    """Return the IterableDataset of the hub that a stream names, before its first document."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     import datasets
 
-    path = _local(wish)
-    if path is None:
-        name, configuration, split = hub_name(wish, prefix=STREAM)
-        return datasets.load_dataset(name, configuration, split=split or "train", streaming=True)
-    if path.is_dir():
-        return datasets.load_dataset(str(path.absolute()), split="train", streaming=True)
-    kind = {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix.lower(), "json")
-    return datasets.load_dataset(kind, data_files=str(path.absolute()), split="train", streaming=True)
+    name, configuration, split = hub_name(wish, prefix=STREAM)
+    return datasets.load_dataset(name, configuration, split=split or "train", streaming=True)

@@ -6,20 +6,23 @@ import gzip
 import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import datasets
 import huggingface_hub
+import numpy as np
+import pyarrow
 import pytest
-from sample_chats import prepared
+import yaml
+from pyarrow import parquet
+from sample_chats import chat_tokenizer, chats, prepared
 
+from offload_trainer.config import DataSection
 from offload_trainer.data import sources, stream
-from offload_trainer.data.documents import read_records
+from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
-from offload_trainer.data.stream import check_stream
+from offload_trainer.data.stream import StreamedTokens, check_stream
 from offload_trainer.errors import UserError
 
 
@@ -57,11 +60,6 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[{"text": "a"}]', r"json\.load\(sys\.stdin\).*rename it to \.jsonl"),
-        ("a.JSON", b'{"text": "a"}\n{"text": "b"}', r"rename it to \.jsonl"),
-        ("a.ndjson", b'{"text": "a"}', r"rename it to \.jsonl"),
-        ("a.csv", b"text\na", r"csv\.DictReader"),
-        ("a.tsv", b"text\na", r"csv\.DictReader"),
         ("a.dump", b"PAR1 and more", r"rename it to \.parquet"),
         ("a.txt", gzip.compress(b"text", mtime=0), r"it is compressed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
         ("a.gz", gzip.compress(b"text", mtime=0), r"it is compressed: .*NAME\.txt\.gz or NAME\.jsonl\.gz"),
@@ -99,37 +97,177 @@ def test_files_of_a_directory_that_are_not_read_are_reported(tmp_path: Path) -> 
         (tmp_path / name / "a.txt").write_text("x")
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "b.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
-    for name in ("a.json", "b.csv", "c.py"):
+    for name in ("a.pdf", "b.zip", "c.py"):
         (tmp_path / "data" / name).write_text("x")
     messages: list[str] = []
     found = find_sources([str(tmp_path / "data")], say=messages.append)
     assert found == [tmp_path / "data" / "a.txt", tmp_path / "data" / "b.txt"]
     assert len(messages) == 2
-    assert "1 linked directories are not followed" in messages[0]
-    assert str(tmp_path / "data" / "linked") in messages[0]
-    assert "2 files" in messages[1]
-    assert str(tmp_path / "data" / "a.json") in messages[1]
+    assert "1 linked directories" in messages[0]
+    assert "(linked)" in messages[0]
+    assert "2 of 4 files are read (a.txt, b.txt), and not a.pdf, b.zip; name one" in messages[1]
+
+
+# -- directories of data sets, as a download from the hub leaves them --------------------------------------------------
+
+
+def card(**configurations: dict[str, object]) -> str:
+    """Return a data set's card that names the files of each split of each configuration."""
+    configs = [
+        {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
+        for name, splits in configurations.items()
+    ]
+    return f"---\nlicense: mit\n{yaml.safe_dump({'configs': configs})}---\n# A data set\n"
+
+
+PUSHED = card(default={"train": "data/train-*", "validation": "data/validation-*", "test": "data/test-*"})
+SHARDS = {"data/train-00000-of-00002.parquet": 1, "data/train-00001-of-00002.parquet": 1}
+SHARDS |= {"data/validation-00000-of-00001.parquet": 0, "data/test-00000-of-00001.parquet": 0}
+LEFTOVERS = {
+    ".gitattributes": 0,
+    ".cache/huggingface/download/data/train.jsonl": 0,
+    "dataset_infos.json": 0,
+    "a.bin.json": 0,
+}
+# Each layout: README.md, if not empty; the other files, with 1 for those to train on; whether `datasets` reads the same
+# rows. Where not, it drops files, takes lines of text for documents, or finds no split named train.
+LAYOUTS: dict[str, tuple[str, dict[str, int], bool]] = {
+    "pushed to the hub": (PUSHED, SHARDS | LEFTOVERS, True),
+    "without its card": ("", SHARDS | LEFTOVERS, True),
+    "a card without files": ("# A data set\n", SHARDS, True),
+    "one file": ("---\nlicense: mit\n---\n", {"data.jsonl": 1}, True),
+    "splits in the root": ("# A data set\n", {"train.jsonl": 1, "test.jsonl": 0}, True),
+    "words in names": ("", {"train_a.jsonl": 1, "test_b.jsonl": 0, "c.jsonl": 0}, True),
+    "arrays": ("", {"train-v2.0.json": 1, "dev-v2.0.json": 0}, True),
+    "comma-separated": ("", {"train.csv": 1, "my test 1.csv": 0, "LICENSE.txt": 0}, True),
+    "tab-separated": ("", {"x.training.tsv": 1, "x.eval.tsv": 0}, True),
+    "compressed": ("", {"train.jsonl.gz": 1, "valid.jsonl.gz": 0}, True),
+    "folders of splits": ("", {"train/a.jsonl": 1, "train/b.jsonl": 1, "test/a.jsonl": 0}, True),
+    "folders below data": ("", {"data/train/0.parquet": 1, "data/val/0.parquet": 0}, True),
+    "folders of parts": ("", {"en/train-0.jsonl": 1, "de/train-0.jsonl": 1, "en/test-0.jsonl": 0}, True),
+    "named by the card": (
+        card(all={"train": ["a.jsonl", "b/**"], "test": "held_out.jsonl"}),
+        {"a.jsonl": 1, "b/c/d.jsonl": 1, "held_out.jsonl": 0, "more.jsonl": 0},
+        True,
+    ),
+    "a default among several": (
+        card(small={"train": "small/train-*"}, default={"train": "large/train-*"}),
+        {"small/train-0.jsonl": 0, "large/train-0.jsonl": 1},
+        True,
+    ),
+    "several formats": ("# Data\n", {"a.jsonl": 1, "b.parquet": 1, "c.csv": 1, "d.json": 1, "e.ndjson": 1}, False),
+    "several formats of splits": ("", {"train.jsonl": 1, "train-2.parquet": 1, "test.csv": 0}, False),
+    "one split is named": ("", {"a.jsonl": 1, "test.jsonl": 0}, False),
+    "capitals": ("", {"Train.csv": 1, "Test.csv": 0}, False),
+    "splits of text": ("---\nlicense: mit\n---\n", {"x-train.txt": 1, "x-valid.txt": 0}, False),
+    "text with a card": ("---\nlicense: mit\n---\n", {"a.txt": 1, "b.txt": 1, "NOTICE": 0}, False),
+}
+
+
+def filled(directory: Path, files: Iterable[str], *, readme: str = "") -> Path:
+    """Write the files of a layout, of which each row or text has the name; return the directory."""
+    for name in files:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"id": number, "text": f"{name}, {number}"} for number in range(3)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        kind = Path(name.removesuffix(".gz")).suffix
+        if name == "dataset_infos.json":
+            path.write_text("{}")
+        elif kind == ".parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif kind in (".csv", ".tsv"):
+            comma = "," if kind == ".csv" else "\t"
+            path.write_text(
+                "".join(f'{row}{comma}"{text}"\n' for row, text in [("id", "text"), *map(dict.values, rows)])
+            )
+        elif kind in (".json", ".jsonl", ".ndjson"):
+            content = json.dumps(rows, indent=1) if kind == ".json" else lines
+            path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+        else:
+            path.write_text(f"{name}, 0")
+    if readme:
+        (directory / "README.md").write_text(readme)
+    return directory
+
+
+def read(files: Iterable[Path]) -> list[str]:
+    return [text for file in files for blocks in read_documents(file, text_field="text") for text in blocks if text]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> None:
+    """Both the prepared data and a stream read it, as `datasets` does where it does not drop files."""
+    readme, files, same = LAYOUTS[name]
+    directory, said = filled(tmp_path / "data", files, readme=readme), list[str]()
+    found = find_sources([str(directory)], say=said.append)
+    assert {str(path.relative_to(directory)) for path in found} == {name for name, is_read in files.items() if is_read}
+    left = [line for line in said if "and not" in line]
+    expects_line = not all(is_read for file, is_read in files.items() if not file.startswith(".")) or readme
+    assert bool(left) == bool(expects_line)
+    if all(path.suffix != ".txt" for path in found):
+        assert check_stream(f"stream:{directory}") == found
+    if same:
+        loaded = datasets.load_dataset(str(directory), split="train", streaming=True)
+        assert sorted(row["text"] for row in loaded) == sorted(read(found))
+
+
+def test_documentation_is_read_whole(tmp_path: Path) -> None:
+    """Its pages may be named like splits, and README.md is one of them."""
+    names = ["README.md", "dev/setup.md", "testing.md", "training.md"]
+    assert find_sources([str(filled(tmp_path, names))]) == [tmp_path / name for name in names]
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("readme", "files", "message"),
     [
-        ("a.json", '[{"text": "one\\ntwo", "x": 1}, {"text": "é"}]'),
-        ("a.csv", 'x,text\n1,"one\ntwo"\n2,é\n'),
-        ("a.tsv", 'x\ttext\n1\t"one\ntwo"\n2\té\n'),
+        ("", ["test-0.jsonl", "valid-0.jsonl"], r"no training files, only files named test and validation \(test-0"),
+        (
+            card(a={"train": "a/*"}, b={"train": "b/*"}),
+            ["a/0.jsonl", "b/0.jsonl"],
+            "lists the configurations a, b: name",
+        ),
+        (card(default={"sft": "a-*", "gen": "b-*"}), ["a-0.jsonl", "b-0.jsonl"], "lists the splits sft, gen: name"),
+        (card(default={"train": "../x/*"}), ["test.jsonl"], r"no text or table is there, \.\./x/\*: name the files"),
+        ("---\nconfigs:\n- data_dir: a\n---\n", ["a/test.jsonl"], "lists the folder a: name"),
     ],
 )
-def test_the_suggested_command_makes_lines_of_it(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        find_sources([str(tmp_path / name)])
-    command = re.search(r"python -c .*? > data\.jsonl", str(caught.value))
-    assert command
-    made = subprocess.run(["sh", "-c", command[0].replace("python", sys.executable, 1)], cwd=tmp_path, timeout=600)
-    assert made.returncode == 0
-    lines = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
-    assert [line["text"] for line in lines] == ["one\ntwo", "é"]
-    assert find_sources([str(tmp_path / "data.jsonl")])
+def test_a_directory_that_leaves_a_choice_is_refused(
+    readme: str, files: list[str], message: str, tmp_path: Path
+) -> None:
+    filled(tmp_path / "x", ["outside.jsonl"])
+    with pytest.raises(UserError, match=message):
+        find_sources([str(filled(tmp_path / "data", files, readme=readme))])
+
+
+def test_the_test_split_and_the_card_of_conversations_are_left(tmp_path: Path) -> None:
+    """The rows of a directory are those of its training file, prepared and streamed, and one line says so."""
+    directory = filled(tmp_path / "data", SHARDS, readme=PUSHED)
+    for number, name in enumerate(SHARDS):
+        talks = chats().select(range(number, 6, 3))
+        talks.to_parquet(directory / name)
+    said: list[str] = []
+    found = prepared(directory, say=said.append)
+    shards = [directory / name for name in SHARDS if "train" in name]
+    assert found.sums == prepared(*shards, cache=tmp_path / "other").sums
+    expected = (
+        f"data: {directory}: 2 of 5 files are read, the train split (data/train-00000-of-00002.parquet, "
+        "data/train-00001-of-00002.parquet), and not README.md, data/test-00000-of-00001.parquet, "
+        "data/validation-00000-of-00001.parquet; name one of those to read it too, with --data or --validation-data"
+    )
+    assert [line for line in said if str(directory) in line and "tokeni" not in line] == [expected]
+    stream = StreamedTokens(
+        f"stream:{directory}",
+        DataSection(),
+        tokenizer=chat_tokenizer(),
+        fingerprint="of this test",
+        vocabulary=300,
+        seq_len=64,
+        say=said.append,
+    )
+    assert said.count(expected) == 2
+    count = len(found) - 1
+    assert np.array_equal(stream.read(0, count), found.read(0, count))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst", "hub:a/b", "stream:a/b"])

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import sample_chats
@@ -96,6 +97,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_EVERY", 500)
 
 
+def of_the_hub(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every stream read the lines of `path` through `datasets`, as a data set of the hub."""
+    monkeypatch.setattr(stream, "check_stream", lambda wish, say: [])
+    dataset = partial(datasets.load_dataset, "json", data_files=str(path), split="train", streaming=True)
+    monkeypatch.setattr(stream, "_of_the_hub", lambda wish: dataset())
+
+
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with each record that a stream reads."""
@@ -150,16 +158,24 @@ CASES = [
     ("chat", ".jsonl", {"train_on": "all"}),
     ("chat", ".jsonl", {"packing": "on"}),
     ("pairs", ".parquet", {"packing": "on", "format": "pairs"}),
+    *((kind, "of the hub", {}) for kind in ("text", "weights")),
 ]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("kind", "suffix", "section"), CASES)
 def test_any_place_is_reached_from_the_nearest_seek_point(
-    kind: str, suffix: str, section: dict[str, Any], tmp_path: Path, parsed: list[int]
+    kind: str,
+    suffix: str,
+    section: dict[str, Any],
+    tmp_path: Path,
+    parsed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each pass has the prepared ids, and after a restart a row is read from the seek point before it."""
-    path = written(tmp_path / f"data{suffix}", kind)
+    path = written(tmp_path / f"data{suffix if suffix.startswith('.') or not suffix else '.jsonl'}", kind)
+    if suffix == "of the hub":
+        of_the_hub(path, monkeypatch)
     ids = ids_of(path, **section)
     count, packed = len(ids) // LENGTH, section.get("packing") == "on"
     assert kind == "text" or 10 < count <= len(RECORDS[kind])
@@ -286,7 +302,7 @@ def test_another_text_is_noticed(changed: int, data: Path, tmp_path: Path) -> No
     [
         ("stream:/nowhere/a.jsonl", "no such file or directory"),
         ("stream:corpus", "written stream:OWNER/NAME, with /CONFIGURATION"),
-        ("stream:{here}/text.txt", "a stream is read from .jsonl, .parquet or .arrow files"),
+        ("stream:{here}/text.txt", "a stream is read from JSON, CSV or tables, and"),
     ],
 )
 def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None:
@@ -301,9 +317,9 @@ def test_names_that_are_refused(wish: str, message: str, tmp_path: Path) -> None
         ([{"content": "a"}], TrainerError, "no field 'text'; there are: content. Set data.text_field=NAME to train on"),
         ([{"text": 5}], TrainerError, "field 'text' holds a number, where a string is needed"),
         ([{"text": ""}, {"text": ""}], TrainerError, "it contains no text"),
-        ([{"messages": "hello"}], TrainerError, "a record behind token 0: 'messages' holds a string"),
+        ([{"messages": "hello"}], TrainerError, "a.jsonl, line 1: 'messages' holds a string"),
         ([{"messages": [message("user", "a")]}] * 3, TrainerError, "of the conversations 3 have no answer to train on"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "the first record: 'chosen' and 'rejected'"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], UserError, "a.jsonl, line 1: 'chosen' and 'rejected'"),
     ],
 )
 def test_records_that_cannot_be_used(
@@ -312,6 +328,16 @@ def test_records_that_cannot_be_used(
     (tmp_path / "a.jsonl").write_text(lines(records))
     with pytest.raises(error, match=re.escape(told)):
         tokens(tmp_path / "a.jsonl").read(0, 1)
+
+
+def test_a_record_of_the_hub_is_named_by_the_tokens_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text(lines([{"text": "a"}, {"other": "b"}]))
+    of_the_hub(tmp_path / "a.jsonl", monkeypatch)
+    with pytest.raises(TrainerError, match="stream:someone/corpus, a record behind token 0: field 'text' holds null"):
+        tokens("someone/corpus").read(0, 3)
+    (tmp_path / "a.jsonl").write_text(lines([{"prompt": "a"}]))
+    with pytest.raises(UserError, match="the first record: 'prompt' hold prompts without answers"):
+        tokens("someone/corpus")
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
-"""Tests of compressed text, Parquet, Arrow and saved data sets: they give the ids and rows of the same plain lines."""
+"""Tests of compressed text, CSV, JSON arrays, Parquet, Arrow and saved data sets: they give what plain lines give."""
 
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
+from pyarrow import csv as arrow_csv
 from pyarrow import ipc, parquet
 from sample_chats import CHATS, prepared
 
@@ -79,6 +82,98 @@ def test_errors_in_packed_lines_name_their_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": 1}\n'))
     with pytest.raises(UserError, match=r"a\.jsonl\.gz, line 2: field 'text' holds a number"):
         prepared(tmp_path / "a.jsonl.gz")
+
+
+# Fields that are easily read wrong: a length beyond the csv module's limit, newlines, quotes, spelled nulls and numbers
+FIELDS = ["x" * 200_000, 'a "b"\r\nc\n\nd', "NA", "", "007", " é, ", "true", "\u2028 \x85 end"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz", "a.tsv.zst"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_rows_of_csv_are_those_that_pyarrow_reads(name: str, mark: str, end: str, tmp_path: Path) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter="\t" if ".tsv" in name else ",", lineterminator=end)
+    writer.writerows([["id", "text"], *enumerate(FIELDS)])
+    plain, kind = (mark + text.getvalue()).encode(), Path(name).suffix
+    (tmp_path / name).write_bytes(PACKERS[kind](plain) if kind in PACKERS else plain)
+    expected = arrow_csv.read_csv(
+        io.BytesIO(plain),
+        parse_options=arrow_csv.ParseOptions(delimiter=writer.dialect.delimiter, newlines_in_values=True),
+        convert_options=arrow_csv.ConvertOptions(column_types={"id": pyarrow.string(), "text": pyarrow.string()}),
+    ).to_pylist()
+    found = [row for _, row in documents.read_records(tmp_path / name, wanted=())]
+    assert found == expected
+    assert [row["text"] for row in found] == FIELDS
+
+
+@pytest.mark.parametrize("block", [7, 1000, 1 << 18])
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["a.json", "a.json.xz"])
+def test_an_array_gives_what_it_holds(
+    name: str, indent: int | None, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks may cut its records anywhere."""
+    records: list[Any] = [{"text": 'é€[]{},\\"' * n, "deep": [{"a": None}, 1.5]} for n in (0, 1, 2, 300, 1)]
+    content = b"\xef\xbb\xbf \n" + json.dumps(records, indent=indent, ensure_ascii=False).encode() + b"\n "
+    (tmp_path / name).write_bytes(lzma.compress(content) if name.endswith(".xz") else content)
+    monkeypatch.setattr(documents, "_BLOCK", block)
+    seen: list[bytes] = []
+    found = list(documents.read_records(tmp_path / name, wanted=(), seen=seen.append))
+    assert [record for _, record in found] == json.loads(content)
+    assert [where for where, _ in found] == [f"{tmp_path / name}, record {number}" for number in range(1, 6)]
+    assert b"".join(seen) == (tmp_path / name).read_bytes()
+
+
+def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(texts()))
+    (tmp_path / "lines.json").write_bytes(lines(texts()))
+    (tmp_path / "a.ndjson").write_bytes(lines(texts()))
+    (tmp_path / "array.json").write_text(json.dumps(texts()))
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(TEXTS)])
+    expected = ids_of(tmp_path / "a.jsonl")
+    for name in ("lines.json", "a.ndjson", "array.json", "a.csv"):
+        assert ids_of(tmp_path / name) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", 'text,x\n"a\nb",1\nc\n', r"a\.csv, line 4: 1 fields, where the first row names 2"),
+        ("a.csv", "text,x\na,1,2\n", r"a\.csv, line 2: 3 fields, where the first row names 2"),
+        ("a.csv", 'text\na\n"b" c\n', r"a\.csv, line 3: cannot be read as CSV: ',' expected after '\"'"),
+        ("a.tsv", 'text\n"a\n', r"a\.tsv, line 2: cannot be read as CSV: unexpected end of data"),
+        ("a.csv", "text,x,text\n", r"line 1: a name of a column occurs twice in text, x"),
+        ("a.csv", "text\na\n\udcff\n", r"a\.csv, line 3: not UTF-8"),
+        ("a.csv", "text;x\na;1\n", r"line 2: no field 'text'; there are: text;x"),
+        ("a.csv", 'messages\n"[{""role"": ""user""}]"\n', r"line 2: 'messages' holds a string, .*CSV has strings only"),
+        ("a.csv", "text\n", "it contains no text"),
+        ("a.json", '[{"text": "a"}, {"text": 1}]', r"a\.json, record 2: field 'text' holds a number"),
+        ("a.json", '[{"text": "a"}, {"text": "b', r"a\.json, record 2: not JSON \(Unterminated string"),
+        ("a.json", '[{"text": "a"}', r"a\.json, record 2: not JSON \(Expecting value"),
+        ("a.json", '[{"text": "a"}, "b"]', r"record 2: a string, where an object is needed"),
+        ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', r"the array has ended, and more text follows"),
+        ("a.json", '{\n "text": "a"\n}', r"a\.json, line 1: not JSON"),
+        ("a.json", '[{"text": "a", "x": ' + "7" * 5000 + "}]", r"record 1: JSON that cannot be read"),
+        ("a.json", "[]", "it contains no text"),
+    ],
+)
+def test_other_forms_that_are_refused_name_their_place(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=message):
+        prepared(tmp_path / name)
+
+
+def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LINE_BYTES", 50)
+    monkeypatch.setattr(documents, "_BLOCK", 16)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b" * 900}, {"text": "c"}]))
+    with pytest.raises(UserError, match=r"record 2: longer than 50 B"):
+        prepared(tmp_path / "a.json")
+    (tmp_path / "a.csv").write_text("text\n" + '"' + "a\n" * 60)
+    with pytest.raises(UserError, match=r"line \d+: cannot be read as CSV: field larger than field limit \(50\)"):
+        prepared(tmp_path / "a.csv")
 
 
 def tables_of(records: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
@@ -156,13 +251,15 @@ def test_a_table_is_found_again_and_seen_to_change(tmp_path: Path, monkeypatch: 
 
 
 def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
-    one = Dataset.from_list(texts()[:5])
-    DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
+    one, said = Dataset.from_list(texts()[:5]), list[str]()
+    DatasetDict({"a": one, "b": one}).save_to_disk(tmp_path / "neither")
     with pytest.raises(
-        UserError, match=r"holds several datasets: choose one, --data .*both/train or --data .*both/test"
+        UserError, match=r"holds several datasets: choose one, --data .*neither/a or --data .*neither/b"
     ):
-        prepared(tmp_path / "both")
-    assert len(prepared(tmp_path / "both" / "train")) > 5
+        prepared(tmp_path / "neither")
+    DatasetDict({"train": one, "test": Dataset.from_list(texts()[5:])}).save_to_disk(tmp_path / "both")
+    assert prepared(tmp_path / "both", say=said.append).sums == prepared(tmp_path / "neither" / "a").sums
+    assert f"data: {tmp_path / 'both'}: the split train is read, and not test" in said
     (tmp_path / "both/train/data-00000-of-00001.arrow").unlink()
     with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow does not exist, but .*state\.json names it"):
         prepared(tmp_path / "both" / "train")

@@ -6,6 +6,7 @@ docs/config.md take their text from the descriptions. `auto` means that the plan
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -14,6 +15,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 def _whole(value: Any) -> Any:
     """Return a float that is a whole number, such as 1e3, as an int; anything else unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _day(value: str) -> str:
+    return value if value == "auto" else date.fromisoformat(value).isoformat()
 
 
 PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
@@ -98,9 +103,9 @@ class DataSection(_Section):
 
     path: tuple[str, ...] = Field(
         ("builtin",),
-        description="files of text, jsonl (also .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; extra: tables), "
-        "directories of these or of datasets' save_to_disk, .bin token files; builtin: the text of "
-        "the package; hub:OWNER/NAME[/CONFIGURATION][:SPLIT] (extra: hub); stream:OWNER/NAME or "
+        description="files of text, JSON, CSV (also .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; extra: tables), "
+        "directories of these (of several splits train) or of datasets' save_to_disk, .bin token files; builtin: the "
+        "text of the package; hub:OWNER/NAME[/CONFIGURATION][:SPLIT] (extra: hub); stream:OWNER/NAME or "
         "stream:PATH: tokenized while the run reads it",
     )
     mixture: tuple[PositiveFloat, ...] = Field(
@@ -114,11 +119,11 @@ class DataSection(_Section):
         "stream: the first train.eval_rows rows",
     )
     text_field: str = Field(
-        "text", description="field of a jsonl line (at most 64 MiB) or table row that holds the text"
+        "text", description="field of a JSON record (at most 64 MiB) or table row that holds the text"
     )
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = Field(
         "auto",
-        description="what a jsonl line or table row holds. chat: messages with role and content; sharegpt: "
+        description="what a JSON record or table row holds. chat: messages with role and content; sharegpt: "
         "conversations with from and value; alpaca: instruction, input, output; pairs: prompt, "
         "completion; text: text_field; auto: by the keys of the first line",
     )
@@ -134,6 +139,11 @@ class DataSection(_Section):
     chat_template: str = Field(
         "auto",
         description="file with a Jinja template for conversations; auto: the tokenizer's, or a plain one",
+    )
+    template_date: Annotated[str, AfterValidator(_day)] = Field(
+        "auto",
+        description="day that a chat template prints which asks for today's (strftime_now), as 2026-01-31; auto: the "
+        "day of the first start, also when the run resumes",
     )
     tokenizer: str = Field(
         "auto",

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, datetime, time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
 from offload_trainer.data.chunked_tokenize import DocumentEncoder
@@ -36,6 +40,17 @@ _VERSION = 3
 _BATCH = 256  # conversations per tokenizer call
 _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
+
+
+@contextmanager
+def _today_is(day: date) -> Iterator[None]:
+    """Let chat templates print `day` where they ask for the date or, which is then midnight, for the time."""
+    then = SimpleNamespace(now=lambda: datetime.combine(day, time()))
+    real, chat_template_utils.datetime = chat_template_utils.datetime, then
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = real
 
 
 class RowEncoder:
@@ -63,9 +78,14 @@ class RowEncoder:
             say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
         everything = section.train_on == "all"
         self.row_length, self.packed, self._form = length, section.packing == "on", form
+        self._day = date.today() if section.template_date == "auto" else date.fromisoformat(section.template_date)
         self._answers = AnswerEncoder(tokenizer, everything=everything)
-        # 16 hex digits that differ whenever the templates do that render conversations
-        self.template = hashlib.blake2b(repr(self._answers.templates).encode(), digest_size=8).hexdigest()
+        rendered_by = repr(self._answers.templates)
+        if "strftime_now" in rendered_by:
+            rendered_by += str(self._day)
+            say(f"the chat template prints the date: {self._day} in the whole run (data.template_date)")
+        # 16 hex digits that differ whenever the templates that render conversations, or what they read, do
+        self.template = hashlib.blake2b(rendered_by.encode(), digest_size=8).hexdigest()
         # All that the rows depend on except the records and the tokenizer's ids
         self.key: list[Any] = [_VERSION, form, everything, length, self.packed, self.template]
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
@@ -95,7 +115,9 @@ class RowEncoder:
         """Yield the rows that these conversations complete. Raises UserError as `AnswerEncoder.encode`."""
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
-            for encoded in self._answers.encode(batch):
+            with _today_is(self._day):
+                rendered = list(self._answers.encode(batch))
+            for encoded in rendered:
                 row = self._maker.add(encoded)
                 if row is not None:
                     yield row

@@ -249,6 +249,7 @@ def check_export(directory: Path, source: Source, *, groups: Sequence[Group], en
 _SECTIONS = ("model", "data", "optim", "train")  # sections of the configuration on which the weights depend
 # keys of these sections on which the weights do not depend
 _ASIDE = {
+    "data.template_date",  # what a template printed is in the text
     *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
     "train.epochs",  # the run records the resulting steps
     "train.stop_within",

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -82,13 +83,13 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     """
     from offload_trainer.run.resume_point import config_to_resume
 
-    config = _with_resumed_copies(config, nodes=nodes)
+    before = config_to_resume(config.save)
+    config = _with_template_date(_with_resumed_copies(config, nodes=nodes), before)
     machine = again.machine if again else machine_here(config.placement, output=config.save.output)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
     source = again.source if again else model_of(config)
     models = MemoryFallbacks(lambda: source)
-    before = config_to_resume(config.save) if config.placement.engine_name != "deepspeed" else {}
     kept = _with_resumed_choices(config, before, models, world=world, on_gpu=machine.gpu is not None)
     found = planned(kept, models, machine, world=world, nodes=nodes)
     if kept is not config and not found.plan.fits:
@@ -378,6 +379,17 @@ def _tiled(source: Any) -> Any:
 
 
 # -- choices of the run that this one resumes --------------------------------------------------------------------------
+
+
+def _with_template_date(config: TrainConfig, before: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
+    """Return the configuration with today's date, or that of the run that it resumes, for chat templates."""
+    if config.data.template_date != "auto":
+        return config
+    try:
+        day = date.fromisoformat(before["data"]["template_date"])
+    except (KeyError, TypeError, ValueError):  # a new run, or one that was imported
+        day = date.today()
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_date": day.isoformat()})})
 
 
 def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:

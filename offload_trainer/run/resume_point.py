@@ -13,6 +13,7 @@ from typing import Any
 from offload_trainer.checkpoint import configuration_of, find_resume
 from offload_trainer.config import SaveSection
 from offload_trainer.errors import RERUN_HINT, UserError
+from offload_trainer.export.sources import final_export
 from offload_trainer.offloading.pages.manifest import files_of, read_description, read_newest
 from offload_trainer.retention import step_of
 from offload_trainer.settings import load_config
@@ -41,14 +42,17 @@ def resume_hint(words: Sequence[str]) -> str:
 
 
 def config_to_resume(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
-    """Return the resolved configuration of the run that this one would resume from; empty for a new run.
+    """Return the resolved configuration of the run that this one would resume from or has ended; empty for a new run.
 
     It is also empty if it cannot be read; the later check of the checkpoint or page files reports that error.
     """
     try:
         saved, kept = _newest_state(save)
         left = folders_in(Path(save.output) / PAGES)[0] if kept else saved
-        return configuration_of(left) if left else {}
+        if left:
+            return configuration_of(left)
+        ended = final_export(Path(save.output)) if save.resume == "auto" else None
+        return ended.run.config if ended else {}
     except (OSError, ValueError, UserError):
         return {}
 

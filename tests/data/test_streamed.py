@@ -6,9 +6,11 @@ import gzip
 import json
 import os
 import re
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -20,6 +22,8 @@ from commands import KILL, TINY, ask, call, call_and_kill, figures
 from forked_ranks import call_ranks
 from pyarrow import Table, parquet
 from sample_chats import chat_tokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import stream
@@ -123,8 +127,8 @@ def ids_of(path: Path, **section: Any) -> np.ndarray:
     return ids if file.row_length is None else ids[:-1]
 
 
-def tokens(path: object, **section: Any) -> StreamedTokens:
-    words: dict[str, Any] = {"tokenizer": chat_tokenizer(), "fingerprint": "of this test", "seq_len": LENGTH}
+def tokens(path: object, *, tokenizer: Any = None, **section: Any) -> StreamedTokens:
+    words = {"tokenizer": tokenizer or chat_tokenizer(), "fingerprint": "of this test", "seq_len": LENGTH}
     words["vocabulary"] = 300
     return StreamedTokens(f"stream:{path}", DataSection(**section), **words, say=print)
 
@@ -242,6 +246,33 @@ def test_the_summary_and_the_settings(tmp_path: Path) -> None:
     others = [{"train_on": "all"}, {"packing": "on"}, {"format": "text", "text_field": "id"}]
     assert len({found.identity, *(tokens(path, **other).identity for other in others)}) == 4
     assert len({found._key, *(tokens(path, **other)._key for other in others)}) == 4
+
+
+def dated(date: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose template prints a date, an expression of Jinja, in front of each conversation."""
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = f"{{{{ {date} }}}}|{sample_chats.TEMPLATE}"
+    return tokenizer
+
+
+def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have data.template_date, whatever day it is, so they are those of a template with that date in it."""
+    path = written(tmp_path / "data.jsonl", "chat")
+    now, fixed = dated('strftime_now("%d %b %Y")'), dated('"31 Jan 2026"')
+    expected = ids_of(path, tokenizer=fixed)
+    for days in (0, 1, 400):
+        moved = SimpleNamespace(now=lambda days=days: datetime.now() + timedelta(days))
+        monkeypatch.setattr(chat_template_utils, "datetime", moved)
+        file = prepared(path, tokenizer=now, template_date="2026-01-31", cache=tmp_path / str(days))
+        assert np.array_equal(file.read(0, len(expected)), expected)
+        found = tokens(path, tokenizer=now, template_date="2026-01-31")
+        assert np.array_equal(found.read(0, len(expected)), expected)
+        printed = now.apply_chat_template([message("user", "a")], tokenize=False)
+        assert printed.startswith(f"{datetime.now() + timedelta(days):%d %b %Y}|")  # other callers get today's
+    same, other = (tokens(path, tokenizer=now, template_date=f"2026-01-{day}") for day in (31, 30))
+    assert (same.identity, same._key) == (found.identity, found._key)
+    assert not {other.identity, other._key} & {found.identity, found._key}
+    assert tokens(path, template_date="2026-01-31")._key == tokens(path, template_date="2026-01-30")._key
 
 
 @pytest.mark.slow

@@ -194,6 +194,7 @@ def _become(wish: dict[str, Any]) -> list[str]:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.environ.clear()
     os.environ.update(wish["env"])
+    time.tzset()
     os.chdir(wish["cwd"])
     tempfile.tempdir = None
     random.seed()

@@ -7,17 +7,18 @@ import random
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from commands import TINY, ask, call, whole_and_resumed
+from commands import COMMAND, FAULTY, KILL, TINY, ask, call, run_script, whole_and_resumed
 from sample_chats import CHATS
 from small_architectures import ARCHITECTURES, reference
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer.data.loss_mask import Encoded
-from offload_trainer.data.packing import RowMaker
+from offload_trainer.data.packing import _PLAIN_TEMPLATE, RowMaker
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
@@ -48,6 +49,37 @@ def test_a_killed_run_resumes_bit_for_bit_with_its_rows(chat: Path, drive: Path,
     assert whole.losses[-1] < whole.losses[0]
     template = AutoTokenizer.from_pretrained(whole.output / "model").chat_template
     assert "Assistant:" in template
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_run_resumes_on_another_day_and_machine(stream: bool, chat: Path, drive: Path, tmp_path: Path) -> None:
+    """A template that prints today's date prints that of the first start: from a checkpoint, and from page files."""
+    template = tmp_path / "template.jinja"
+    template.write_text('{{ strftime_now("%d %b %Y") }}\n' + _PLAIN_TEMPLATE.read_text())
+    data = ["--data", f"stream:{chat}" if stream else chat, "--validation-data", chat, f"data.chat_template={template}"]
+    first, later = "Etc/GMT+12", "Etc/GMT-14"  # 26 hours apart
+
+    def run(name: str, *words: object, zone: str, fault: str = "none", code: int = 0) -> list[dict[str, Any]]:
+        words = (*WORDS, *data, f"data.cache={tmp_path / zone[-3:]}", *words, "--output", tmp_path / name)
+        done = run_script(FAULTY, fault, *words, TZ=zone)
+        assert done.returncode == code, done.stderr[-3000:]
+        steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [{key: step[key] for key in ("loss", "grad_norm", "tokens")} for step in steps]
+
+    whole = run("whole", zone=first)
+    assert run("other", zone=later) != whole
+    saved = tmp_path / "killed/checkpoints/step-00000002/MANIFEST.json"
+    run("killed", zone=first, fault=f"pause~{saved}+kill@line=3", code=-KILL)
+    assert run("killed", zone=later) == whole
+    name = "checkpoints/step-00000006/master.safetensors"
+    assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    pages = ["--nvme", drive, "--save-every", "0", "--ram-fraction", "0", "tiered.state_copies=2"]
+    run("pages", *pages, zone=first, fault="kill@line=3", code=-KILL)
+    assert run("pages", *pages, zone=later) == whole
+    done = run_script(COMMAND, *WORDS, *data, *pages, "--output", tmp_path / "pages", TZ=first)
+    assert "done before: 6 steps" in done.stdout + done.stderr
+    assert "strftime_now" in AutoTokenizer.from_pretrained(tmp_path / "pages/export").chat_template
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])

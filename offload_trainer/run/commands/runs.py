@@ -29,7 +29,8 @@ from offload_trainer.telemetry.report import Series, refuse_foreign, write_compa
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _ALWAYS = ("model.name", "model.dtype", "optim.name", "optim.moment_dtype", "optim.lr")  # settings shown if equal too
-_NEVER = ("save.output", "save.resume", "placement.nvme", "data.cache")  # paths do not affect results
+# settings that do not affect results, or with few templates
+_NEVER = ("save.output", "save.resume", "placement.nvme", "data.cache", "data.template_date")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -13,8 +13,8 @@
 
 Where a new format goes:
 
-    files of text or records       `documents.py` reads them; their suffix goes into TABLES, _DECOMPRESSORS or
-                                   `holds_records` there, or into TEXT_SUFFIXES of `sources.py`
+    files of text or records       `documents.py` reads them; their suffix goes into TABLES, RECORDS or _DECOMPRESSORS
+                                   there, or into TEXT_SUFFIXES of `sources.py`
     records of conversations       `conversations.py`: its fields in _KEYS, a branch in `example_of`; its name also in
                                    `data.format` of `config.py`
     files of ids                   `tokenfile.py`

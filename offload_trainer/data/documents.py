@@ -176,48 +176,47 @@ def read_records(
         elif kind == ".json" and file.peek(1).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
             yield from _array_items(source, filter(None, _text_blocks(source, file)))
         else:
-            for where, line in _lines(source, file):
+            for number, line in enumerate(_lines(source, file), 1):
                 if not line.isspace():
-                    with _json_errors(where):
+                    where = f"{printable(source)}, line {number}"
+                    try:
                         record = json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        raise _not_json(error, where=where) from error
                     yield where, _object(record, where=where)
 
 
-def _lines(source: Path, file: BinaryIO) -> Iterator[tuple[str, str]]:
+def _lines(source: Path, file: BinaryIO) -> Iterator[str]:
     number = 0
     while raw := file.readline(LINE_BYTES + 1):
         number += 1
-        where = f"{printable(source)}, line {number}"
         if len(raw) > LINE_BYTES:
-            _refuse_long(where)
+            raise _too_long(f"{printable(source)}, line {number}")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
             _refuse_not_utf8(source)
         del raw
-        yield where, line
+        yield line
 
 
 def _csv_rows(source: Path, file: BinaryIO, *, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(LINE_BYTES)
-    rows = csv.reader((line for _, line in _lines(source, file)), delimiter=delimiter, strict=True)
-    names: list[str] = []
-    while True:
-        try:
-            row = next(rows, None)
-        except csv.Error as error:
-            raise UserError(f"{printable(source)}, line {rows.line_num}: cannot be read as CSV: {error}") from error
-        where = f"{printable(source)}, line {rows.line_num}"
-        if row is None:
-            return
-        if not names:
-            names = row
-            if len(set(names)) < len(names):
-                raise UserError(f"{where}: a name of a column occurs twice in {named_fields(dict.fromkeys(names))}")
-        elif row and len(row) != len(names):
-            raise UserError(f"{where}: {len(row)} fields, where the first row names {len(names)}; mend that row")
-        elif row:
-            yield where, dict(zip(names, row, strict=True))
+    rows = csv.DictReader(_lines(source, file), delimiter=delimiter, strict=True)
+    try:
+        for row in rows:
+            where, names = f"{printable(source)}, line {rows.line_num}", rows.fieldnames or ()
+            if (
+                len(row) != len(names) or None in row.values()
+            ):  # None: too few; too many, or a name twice: another length
+                listing = named_fields(dict.fromkeys(names))
+                raise UserError(
+                    f"{where}: not one field for each of the {len(names)} names in the first row: {listing}"
+                )
+            yield where, row
+    except csv.Error as error:
+        where = f"{printable(source)}, line {rows.reader.line_num}"
+        raise UserError(f"{where}: cannot be read as CSV: {error}") from error
 
 
 def _array_items(source: Path, blocks: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -230,15 +229,14 @@ def _array_items(source: Path, blocks: Iterator[str]) -> Iterator[tuple[str, dic
         if text.startswith("]", place):
             break
         try:
-            with _json_errors(where):
-                record, place = decode(text, place)
-        except UserError:
+            record, place = decode(text, place)
+        except (ValueError, RecursionError) as error:
             text, place = text[place:], 0
             if len(text) > LINE_BYTES:
-                _refuse_long(where)
+                raise _too_long(where) from error
             more = "".join(islice(blocks, 1 + len(text) // _BLOCK))
             if not more:
-                raise
+                raise _not_json(error, where=where) from error
             text += more
             continue
         yield where, _object(record, where=where)
@@ -247,30 +245,24 @@ def _array_items(source: Path, blocks: Iterator[str]) -> Iterator[tuple[str, dic
         raise UserError(f"{where}: the array has ended, and more text follows; give one array a file")
 
 
-def _refuse_long(where: str) -> NoReturn:
-    raise UserError(
-        f"{where}: longer than {format_bytes(LINE_BYTES)}, and lines and records are read whole; split that document, "
-        "or give it as a separate text file"
-    )
-
-
-@contextmanager
-def _json_errors(where: str) -> Iterator[None]:
-    """Raise UserError for JSON that cannot be read inside this context."""
-    try:
-        yield
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
-    except ValueError as error:  # integers of thousands of digits
-        raise UserError(f"{where}: JSON that cannot be read ({error})") from error
-    except RecursionError as error:
-        raise UserError(f"{where}: JSON that is nested too deeply to be read; leave that field out") from error
-
-
 def _object(record: Any, *, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f"{where}: {json_kind(record)}, where an object is needed")
     return record
+
+
+def _not_json(error: Exception, *, where: str) -> UserError:
+    reason = f"JSON that cannot be read ({error})"  # integers of thousands of digits
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"not JSON ({error.msg}, column {error.colno})"
+    elif isinstance(error, RecursionError):
+        reason = "JSON that is nested too deeply to be read; leave that field out"
+    return UserError(f"{where}: {reason}")
+
+
+def _too_long(where: str) -> UserError:
+    limit = f"longer than {format_bytes(LINE_BYTES)}, and lines and records are read whole"
+    return UserError(f"{where}: {limit}; split that document, or give it as a separate text file")
 
 
 def _table_rows(

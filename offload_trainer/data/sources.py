@@ -14,8 +14,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,9 +60,9 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _CARD = "README.md"
-# Licences, descriptions of data sets as `datasets` skips them, and those of token files
+# Licences, what `datasets` writes beside its data, and descriptions of token files
 _ABOUT = re.compile(
-    r"(licen[cs]e|notice|citation)(\.txt|\.md)|(config|dataset_infos?|dataset_dict|.*\.bin)\.json", re.IGNORECASE
+    r"(licen[cs]e|notice|citation)\.(txt|md)|(config|state|dataset_(infos?|dict)|.*\.bin)\.json|cache-\w+\.arrow", re.I
 )
 
 
@@ -163,12 +164,11 @@ def _saved_by_datasets(directory: Path, *, say: Callable[[str], None]) -> list[P
             raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
     if (directory / "dataset_dict.json").is_file():
-        splits = read(directory / "dataset_dict.json").get("splits")
-        if isinstance(splits, list) and "train" in splits:
-            if others := [str(name) for name in splits if name != "train"]:
-                say(f"data: {directory}: the split train is read, and not {', '.join(map(printable, others))}")
+        splits = [str(name) for name in read(directory / "dataset_dict.json").get("splits") or ["SPLIT"]]
+        if "train" in splits:
+            say(f"data: {directory}: of its splits {', '.join(map(printable, splits))}, train is read")
             return _saved_by_datasets(directory / "train", say=say)
-        choices = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
+        choices = " or ".join(f"--data {printable(directory / name)}" for name in splits)
         raise UserError(f"{directory} holds several datasets: choose one, {choices}")
     state = directory / "state.json"
     if not state.is_file() or not (directory / "dataset_info.json").is_file():
@@ -199,16 +199,14 @@ def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
     known = [path for path in inside if (_is_read(path) or path.suffix.lower() in _REFUSED) and path.is_file()]
     files = [path for path in known if _is_read(path) and not _ABOUT.fullmatch(path.name)]
     front = _front_matter(directory / _CARD)
-    cards = [path for path in files if path.name == _CARD]
-    if not any(map(holds_records, files)):  # a README.md next to records describes them; others may be the text
-        cards = [directory / _CARD] if front is not None else []
-    files = [path for path in files if path not in cards]
+    has_records = any(map(holds_records, files))  # a README.md beside them describes them; others may be the text
+    files = [path for path in files if path.name != _CARD or not (has_records or (front and path == directory / _CARD))]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
         flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
         hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join((*TEXT_SUFFIXES, *TABLES))} file: {hint}")
-    configured = _configured(directory, front or {}, files)
+    configured = _configured(directory, front, files)
     splits = {path: _split_of(path.relative_to(directory)) for path in files}
     trained, unnamed = ([path for path in files if splits[path] == name] for name in ("train", ""))
     chosen = configured or trained or unnamed
@@ -234,14 +232,14 @@ def _split_of(path: Path) -> str:
     return next((_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS), "")
 
 
-def _front_matter(card: Path) -> dict[str, Any] | None:
-    """Return the YAML at the beginning of a data set's card; None if there is no such card."""
+def _front_matter(card: Path) -> dict[str, Any]:
+    """Return the YAML at the beginning of a data set's card; nothing if there is none that can be read."""
     try:
         found = re.match(rb"---\s*\n(.*?\n)---\s", file_bytes(card, links=True), re.DOTALL)
         front = parsed_yaml(found[1]) if found else None
-    except (FileNotFoundError, ValueError):  # it then says nothing that could be read
-        return None
-    return front if isinstance(front, dict) else None
+    except (FileNotFoundError, ValueError):
+        return {}
+    return front if isinstance(front, dict) else {}
 
 
 def _configured(directory: Path, front: dict[str, Any], files: list[Path]) -> list[Path]:
@@ -250,32 +248,26 @@ def _configured(directory: Path, front: dict[str, Any], files: list[Path]) -> li
     Returns none if the card names none. Raises UserError if it leaves a choice, and if no file that it names is there.
     """
 
-    def refuse(what: str, names: list[str]) -> NoReturn:
-        listing = ", ".join(map(printable, names[:20]))
+    def refuse(what: str, names: Iterable[object]) -> NoReturn:
+        listing = ", ".join(printable(str(name)) for name in islice(names, 20))
         raise UserError(f"{directory / _CARD} lists {what} {listing}: name the files or the folder to train on instead")
 
-    listed = front.get("configs")
-    configs = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    names = [str(one.get("config_name", "default")) for one in configs]
-    default = [one for one, name in zip(configs, names, strict=True) if one.get("default") or name == "default"]
-    if len(configs) > 1 and not default:
-        refuse("the configurations", names)
-    config = (default or configs or [{}])[0]
-    if "data_dir" in config:
-        refuse("the folder", [str(config["data_dir"])])
-    named = config.get("data_files") or []
+    listed = front["configs"] if isinstance(front.get("configs"), list) else []
+    configs = {str(one.get("config_name", "default")): one for one in listed if isinstance(one, dict)}
+    default = [one for name, one in configs.items() if one.get("default") or name == "default"] or [*configs.values()]
+    named = default[0].get("data_files") if len(default) == 1 else None
+    if len(configs) > 1 and not named:
+        refuse("the configurations", configs)
     if isinstance(named, list) and all(isinstance(one, dict) for one in named):
         named = {str(one.get("split")): one.get("path") for one in named}
     splits = named if isinstance(named, dict) else {"train": named}
-    if not splits:
-        return []
     if "train" not in splits:
-        refuse("the splits", list(splits))
-    patterns = splits["train"] if isinstance(splits["train"], list) else [splits["train"]]
+        refuse("the splits", splits)
+    patterns = splits["train"] if isinstance(splits["train"], list) else [splits["train"]] if named else []
     found = {path for one in patterns for path in glob.glob(str(one), root_dir=directory, recursive=True)}
     chosen = [path for path in files if str(path.relative_to(directory)) in found]
-    if not chosen:
-        refuse("as training data, of which no text or table is there,", list(map(str, patterns)))
+    if patterns and not chosen:
+        refuse("as training data, of which no text or table is there,", patterns)
     return chosen
 
 

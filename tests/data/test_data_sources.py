@@ -229,7 +229,11 @@ def test_documentation_is_read_whole(tmp_path: Path) -> None:
         ),
         (card(default={"sft": "a-*", "gen": "b-*"}), ["a-0.jsonl", "b-0.jsonl"], "lists the splits sft, gen: name"),
         (card(default={"train": "../x/*"}), ["test.jsonl"], r"no text or table is there, \.\./x/\*: name the files"),
-        ("---\nconfigs:\n- data_dir: a\n---\n", ["a/test.jsonl"], "lists the folder a: name"),
+        (
+            "---\nconfigs: [{data_dir: a}, {config_name: b}]\n---\n",
+            ["a/0.jsonl"],
+            "the configurations default, b: name",
+        ),
     ],
 )
 def test_a_directory_that_leaves_a_choice_is_refused(

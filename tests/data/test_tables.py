@@ -140,11 +140,15 @@ def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", 'text,x\n"a\nb",1\nc\n', r"a\.csv, line 4: 1 fields, where the first row names 2"),
-        ("a.csv", "text,x\na,1,2\n", r"a\.csv, line 2: 3 fields, where the first row names 2"),
+        (
+            "a.csv",
+            'text,x\n"a\nb",1\nc\n',
+            r"a\.csv, line 4: not one field for each of the 2 names in the first row: text, x",
+        ),
+        ("a.csv", "text,x\na,1,2\n", r"a\.csv, line 2: not one field for each of the 2 names"),
         ("a.csv", 'text\na\n"b" c\n', r"a\.csv, line 3: cannot be read as CSV: ',' expected after '\"'"),
         ("a.tsv", 'text\n"a\n', r"a\.tsv, line 2: cannot be read as CSV: unexpected end of data"),
-        ("a.csv", "text,x,text\n", r"line 1: a name of a column occurs twice in text, x"),
+        ("a.csv", "text,x,text\na,b,c\n", r"line 2: not one field for each of the 3 names in the first row: text, x"),
         ("a.csv", "text\na\n\udcff\n", r"a\.csv, line 3: not UTF-8"),
         ("a.csv", "text;x\na;1\n", r"line 2: no field 'text'; there are: text;x"),
         ("a.csv", 'messages\n"[{""role"": ""user""}]"\n', r"line 2: 'messages' holds a string, .*CSV has strings only"),
@@ -259,7 +263,7 @@ def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
         prepared(tmp_path / "neither")
     DatasetDict({"train": one, "test": Dataset.from_list(texts()[5:])}).save_to_disk(tmp_path / "both")
     assert prepared(tmp_path / "both", say=said.append).sums == prepared(tmp_path / "neither" / "a").sums
-    assert f"data: {tmp_path / 'both'}: the split train is read, and not test" in said
+    assert f"data: {tmp_path / 'both'}: of its splits train, test, train is read" in said
     (tmp_path / "both/train/data-00000-of-00001.arrow").unlink()
     with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow does not exist, but .*state\.json names it"):
         prepared(tmp_path / "both" / "train")

@@ -93,7 +93,7 @@ class StreamedTokens:
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
         self._end = 0  # number of the ids up to the last of them
         self._dataset: Any
-        self._records: Iterator[tuple[str, dict[str, Any]]]  # each with its place
+        self._records: Iterator[Any]
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
         self._load(None)
@@ -193,7 +193,7 @@ class StreamedTokens:
         if first is None:
             return TEXT
         self._records = chain([first], self._records)
-        return form_of_record(first[1], text_field=text_field, where=f"{self.name}, the first record")
+        return form_of_record(first, text_field=text_field, where=f"{self.name}, the first record")
 
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at one of its states."""
@@ -204,8 +204,6 @@ class StreamedTokens:
         except Exception as error:  # the hub, the network and files fail in many ways
             raise self._failed(error) from error
         self._records, self._state = iter(self._dataset), state
-        if not self._files:
-            self._records = map(self._described, self._dataset)
 
     def _next_ids(self) -> np.ndarray:
         """Tokenize the next records, until there is an id or the data set ends."""
@@ -256,7 +254,7 @@ class StreamedTokens:
                 if record is None:
                     self._load(None)
                     return found
-                found.append(self._parsed(*record))
+                found.append(self._parsed(record))
                 size += _characters(found[-1])
             self._state = self._dataset.state_dict()
         except TrainerError:
@@ -265,11 +263,12 @@ class StreamedTokens:
             raise self._failed(error) from error
         return found
 
-    def _described(self, record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        where = f"{self.name}, a record behind token {self._end}"
-        return where, {name: without_nulls(value) for name, value in record.items()}
-
-    def _parsed(self, where: str, record: dict[str, Any]) -> Any:
+    def _parsed(self, record: Any) -> Any:
+        if self._files:
+            where, record = record
+        else:
+            where = f"{self.name}, a record behind token {self._end}"
+            record = {name: without_nulls(value) for name, value in record.items()}
         return self._encoder.parsed(record, where=where)
 
     def _failed(self, error: Exception) -> TrainerError:
@@ -342,13 +341,12 @@ class LocalRecords:
         self._file, self._count = state["file"], state["records"]
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number in range(self._file, len(self._files)):
-            self._count = self._count if number == self._file else 0
-            self._file = number
-            records = read_records(self._files[number], wanted=self._columns, strings=True)
+        while self._file < len(self._files):
+            records = read_records(self._files[self._file], wanted=self._columns, strings=True)
             for record in islice(records, self._count, None):
                 self._count += 1
                 yield record
+            self._file, self._count = self._file + 1, 0
 
 
 def check_stream(wish: str, *, say: Callable[[str], None] = lambda _: None) -> list[Path]:

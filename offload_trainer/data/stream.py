@@ -34,9 +34,9 @@ from pydantic import with_config
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import STREAM, DataSection
-from offload_trainer.data.conversations import COLUMNS, TEXT, Example, form_of_files, form_of_record
-from offload_trainer.data.documents import holds_records, read_records, without_nulls
-from offload_trainer.data.packing import RowEncoder, encoder_of
+from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
+from offload_trainer.data.documents import holds_records, without_nulls
+from offload_trainer.data.packing import Encoder, RowEncoder, encoder_of
 from offload_trainer.data.sources import find_sources, hub_name
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import known_ids
@@ -87,7 +87,6 @@ class StreamedTokens:
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
         self._files = check_stream(wish, say=say)
-        self._columns = (section.text_field, *COLUMNS)
         self.name, self.tokenizer, self._seq_len = wish, fingerprint, seq_len
         self.block = section.shuffle_block_size  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
@@ -96,14 +95,15 @@ class StreamedTokens:
         self._records: Iterator[Any]
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
-        self._load(None)
-        form: str = section.format
         if self._files:
-            form = form_of_files(self._files, form=form, text_field=section.text_field)
-        elif form == "auto":
-            form = self._form_of_first(section.text_field)
+            form = form_of_files(self._files, form=section.format, text_field=section.text_field)
+        else:
+            self._load(None)
+            form = self._form_of_first(section.text_field) if section.format == "auto" else section.format
         self._encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
         self._known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=wish)
+        if self._files:
+            self._load(None)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
         content = [_FORMAT, wish, section.text_field, fingerprint, tokenizer.eos_token_id, *self._encoder.key]
         self.identity = wish if section.text_field == "text" else f"{wish}, field {section.text_field}"
@@ -198,7 +198,7 @@ class StreamedTokens:
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at one of its states."""
         try:
-            self._dataset = LocalRecords(self._files, self._columns) if self._files else _of_the_hub(self.name)
+            self._dataset = LocalRecords(self._files, self._encoder) if self._files else _of_the_hub(self.name)
             if state is not None:
                 self._dataset.load_state_dict(state)
         except Exception as error:  # the hub, the network and files fail in many ways
@@ -254,7 +254,7 @@ class StreamedTokens:
                 if record is None:
                     self._load(None)
                     return found
-                found.append(self._parsed(record))
+                found.append(record if self._files else self._parsed(record))
                 size += _characters(found[-1])
             self._state = self._dataset.state_dict()
         except TrainerError:
@@ -263,13 +263,9 @@ class StreamedTokens:
             raise self._failed(error) from error
         return found
 
-    def _parsed(self, record: Any) -> Any:
-        if self._files:
-            where, record = record
-        else:
-            where = f"{self.name}, a record behind token {self._end}"
-            record = {name: without_nulls(value) for name, value in record.items()}
-        return self._encoder.parsed(record, where=where)
+    def _parsed(self, record: dict[str, Any]) -> Any:
+        where = f"{self.name}, a record behind token {self._end}"
+        return self._encoder.parsed({name: without_nulls(value) for name, value in record.items()}, where=where)
 
     def _failed(self, error: Exception) -> TrainerError:
         rerun = f"; {RERUN_HINT}" if self._end else ""
@@ -329,10 +325,10 @@ def _place(point: Point) -> tuple[int, int]:
 
 
 class LocalRecords:
-    """The records of files, each with its file and line. Has the methods of an IterableDataset that streams use."""
+    """The documents or conversations of files. Has the methods of an IterableDataset that a stream uses."""
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
-        self._files, self._columns, self._file, self._count = files, columns, 0, 0  # _count: records of _file so far
+    def __init__(self, files: Sequence[Path], encoder: Encoder) -> None:
+        self._files, self._encoder, self._file, self._count = files, encoder, 0, 0  # _count: records of _file so far
 
     def state_dict(self) -> dict[str, Any]:
         return {"file": self._file, "records": self._count}
@@ -340,9 +336,9 @@ class LocalRecords:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._file, self._count = state["file"], state["records"]
 
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[Any]:
         while self._file < len(self._files):
-            records = read_records(self._files[self._file], wanted=self._columns, strings=True)
+            records: Iterator[Any] = self._encoder.read(self._files[self._file], seen=lambda _: None)
             for record in islice(records, self._count, None):
                 self._count += 1
                 yield record

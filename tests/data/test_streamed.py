@@ -112,8 +112,8 @@ def of_the_hub(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with each record that a stream reads."""
     read: list[int] = []
-    real = StreamedTokens._parsed
-    monkeypatch.setattr(StreamedTokens, "_parsed", lambda *given: read.append(0) or real(*given))
+    real = stream._characters
+    monkeypatch.setattr(stream, "_characters", lambda record: read.append(0) or real(record))
     return read
 
 

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date, datetime, time
+from datetime import date, datetime
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,10 +43,9 @@ _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
 @contextmanager
-def _today_is(day: date) -> Iterator[None]:
-    """Let chat templates print `day` where they ask for the date or, which is then midnight, for the time."""
-    then = SimpleNamespace(now=lambda: datetime.combine(day, time()))
-    real, chat_template_utils.datetime = chat_template_utils.datetime, then
+def _now_is(now: datetime) -> Iterator[None]:
+    """Let chat templates that ask for the date or the time print `now`."""
+    real, chat_template_utils.datetime = chat_template_utils.datetime, SimpleNamespace(now=lambda: now)
     try:
         yield
     finally:
@@ -78,14 +77,14 @@ class RowEncoder:
             say('note: the tokenizer has no chat template: turns become lines with "User: ..." and "Assistant: ..."')
         everything = section.train_on == "all"
         self.row_length, self.packed, self._form = length, section.packing == "on", form
-        self._day = date.today() if section.template_date == "auto" else date.fromisoformat(section.template_date)
-        self._answers = AnswerEncoder(tokenizer, everything=everything)
-        rendered_by = repr(self._answers.templates)
-        if "strftime_now" in rendered_by:
-            rendered_by += str(self._day)
-            say(f"the chat template prints the date: {self._day} in the whole run (data.template_date)")
-        # 16 hex digits that differ whenever the templates that render conversations, or what they read, do
-        self.template = hashlib.blake2b(rendered_by.encode(), digest_size=8).hexdigest()
+        day = date.today().isoformat() if section.template_date == "auto" else section.template_date
+        self._day, self._answers = datetime.fromisoformat(day), AnswerEncoder(tokenizer, everything=everything)
+        templates = repr(self._answers.templates)
+        # This text differs whenever the templates, or what they read, do.
+        self.template = hashlib.blake2b(templates.encode(), digest_size=8).hexdigest()
+        if "strftime_now" in templates:
+            self.template += f" on {day}"
+            say(f"the chat template prints the date: {day} in the whole run (data.template_date)")
         # All that the rows depend on except the records and the tokenizer's ids
         self.key: list[Any] = [_VERSION, form, everything, length, self.packed, self.template]
         # Padding is not learned, so any id serves that the model has. It may lack the tokenizer's pad token.
@@ -115,7 +114,7 @@ class RowEncoder:
         """Yield the rows that these conversations complete. Raises UserError as `AnswerEncoder.encode`."""
         left = iter(examples)
         while batch := list(islice(left, _BATCH)):
-            with _today_is(self._day):
+            with _now_is(self._day):
                 rendered = list(self._answers.encode(batch))
             for encoded in rendered:
                 row = self._maker.add(encoded)

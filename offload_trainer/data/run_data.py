@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.config import DataSection
+from offload_trainer.config import STREAM, DataSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.units import format_count
 
@@ -87,14 +87,11 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
     from offload_trainer.data.stream import check_stream
 
     _refuse_mixture(section)
-    if section.streamed:
-        check_stream(section.path[0], say=say)
-    else:
-        find_sources(section.path, say=say)
-    if section.validation_streamed:
-        check_stream(section.validation_path[0], say=say)
-    elif section.validation_path:
-        find_sources(section.validation_path, say=say)
+    for paths in filter(None, (section.path, section.validation_path)):
+        if paths[0].startswith(STREAM):
+            check_stream(paths[0], say=say)
+        else:
+            find_sources(paths, say=say)
     if section.tokenizer == "auto":
         _refuse_unknown_ids(section, source)
 

@@ -272,6 +272,7 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
     same, other = (tokens(path, tokenizer=now, template_date=f"2026-01-{day}") for day in (31, 30))
     assert (same.identity, same._key) == (found.identity, found._key)
     assert not {other.identity, other._key} & {found.identity, found._key}
+    assert found.identity.endswith(" on 2026-01-31")
     assert tokens(path, template_date="2026-01-31")._key == tokens(path, template_date="2026-01-30")._key
 
 

@@ -98,7 +98,7 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, text_field: str) -> None:
         self.splitter = TextSplitter(self._encode)
-        self.key: list[Any] = []
+        self.key: list[Any] = [text_field]
         self._tokenizer, self._field = tokenizer, text_field
 
     @property
@@ -108,7 +108,7 @@ class DocumentEncoder:
         without = "splits text that has no lines or words, so a few ids may differ from those of the unsplit text"
         return f"note: {inexact} {without}" if inexact else ""
 
-    def read(self, source: Path, *, seen: Seen) -> Iterator[Iterable[str]]:
+    def read(self, source: Path, *, seen: Seen | None = None) -> Iterator[Iterable[str]]:
         """Yield the documents of a file as `read_documents` does."""
         return read_documents(source, text_field=self._field, seen=seen)
 

@@ -37,6 +37,7 @@ RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # also when compressed
 LINE_BYTES = 1 << 26  # limit for a line or a record of text, which is in memory whole, several times over
 _BLOCK = 1 << 18
 _ROWS = 256  # rows of a table converted to records at a time
+_LITERAL = 16  # more characters than a JSON literal or escape that a block may cut
 _BETWEEN = re.compile(r"[\s,]*")  # what separates the items of a JSON array
 
 Seen = Callable[[bytes], object]
@@ -45,7 +46,7 @@ Seen = Callable[[bytes], object]
 class _Stream(io.RawIOBase):
     """A Python raw stream over an object with `read`, which passes all bytes to `seen`."""
 
-    def __init__(self, source: Any, seen: Seen = lambda _: None) -> None:
+    def __init__(self, source: Any, seen: Seen | None = None) -> None:
         self._source, self._seen = source, seen
 
     def readable(self) -> bool:
@@ -53,7 +54,8 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         data = self._source.read(len(buffer))
-        self._seen(data)
+        if self._seen:
+            self._seen(data)
         buffer[: len(data)] = data
         return len(data)
 
@@ -90,7 +92,7 @@ def printable(path: Path | str) -> str:
 
 
 @contextmanager
-def opened(path: Path, *, seen: Seen) -> Iterator[Any]:
+def opened(path: Path, *, seen: Seen | None = None) -> Iterator[Any]:
     """Open `path` for reading and peeking its decompressed bytes. On exit, `seen` has got every byte of the file.
 
     Raises UserError if it is not a regular file, cannot be read or cannot be decompressed.
@@ -112,7 +114,7 @@ def opened(path: Path, *, seen: Seen) -> Iterator[Any]:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def read_documents(source: Path, *, text_field: str, seen: Seen = lambda _: None) -> Iterator[Iterable[str]]:
+def read_documents(source: Path, *, text_field: str, seen: Seen | None = None) -> Iterator[Iterable[str]]:
     """Yield a file's documents, each as consecutive blocks of text that must be read before the next document.
 
     A text file is one document. Each record of any other file is one document: the string in its `text_field`. Blank
@@ -158,7 +160,7 @@ def _text_blocks(source: Path, file: BinaryIO) -> Iterator[str]:
 
 
 def read_records(
-    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Seen = lambda _: None
+    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Seen | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a file of JSON or the rows of a table, each as (file and line, object).
 
@@ -202,21 +204,20 @@ def _lines(source: Path, file: BinaryIO) -> Iterator[str]:
 
 def _csv_rows(source: Path, file: BinaryIO, *, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(LINE_BYTES)
-    rows = csv.DictReader(_lines(source, file), delimiter=delimiter, strict=True)
+    rows = csv.reader(_lines(source, file), delimiter=delimiter, strict=True)
     try:
-        for row in rows:
-            where, names = f"{printable(source)}, line {rows.line_num}", rows.fieldnames or ()
-            if (
-                len(row) != len(names) or None in row.values()
-            ):  # None: too few; too many, or a name twice: another length
+        names = next(rows, [])
+        for row in filter(None, rows):  # blank lines are empty rows
+            where = f"{printable(source)}, line {rows.line_num}"
+            record = dict(zip(names, row, strict=False))
+            if not len(record) == len(names) == len(row):
                 listing = named_fields(dict.fromkeys(names))
                 raise UserError(
                     f"{where}: not one field for each of the {len(names)} names in the first row: {listing}"
                 )
-            yield where, row
+            yield where, record
     except csv.Error as error:
-        where = f"{printable(source)}, line {rows.reader.line_num}"
-        raise UserError(f"{where}: cannot be read as CSV: {error}") from error
+        raise UserError(f"{printable(source)}, line {rows.line_num}: cannot be read as CSV: {error}") from error
 
 
 def _array_items(source: Path, blocks: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -231,16 +232,19 @@ def _array_items(source: Path, blocks: Iterator[str]) -> Iterator[tuple[str, dic
         try:
             record, place = decode(text, place)
         except (ValueError, RecursionError) as error:
-            text, place = text[place:], 0
-            if len(text) > LINE_BYTES:
+            # The end of the text may cut a record. More text does not mend an error far before that end.
+            unfinished = isinstance(error, json.JSONDecodeError) and (
+                error.msg.startswith("Unterminated") or error.pos > len(text) - _LITERAL
+            )
+            if unfinished and len(text) - place > LINE_BYTES:
                 raise _too_long(where) from error
-            more = "".join(islice(blocks, 1 + len(text) // _BLOCK))
+            more = "".join(islice(blocks, 1 + (len(text) - place) // _BLOCK)) if unfinished else ""
             if not more:
-                raise _not_json(error, where=where) from error
-            text += more
-            continue
-        yield where, _object(record, where=where)
-        number += 1
+                raise _not_json(error, where=where, start=place) from error
+            text, place = text[place:] + more, 0
+        else:
+            yield where, _object(record, where=where)
+            number += 1
     if any(map(str.strip, chain([text[place + 1 :]], blocks))):
         raise UserError(f"{where}: the array has ended, and more text follows; give one array a file")
 
@@ -251,10 +255,10 @@ def _object(record: Any, *, where: str) -> dict[str, Any]:
     return record
 
 
-def _not_json(error: Exception, *, where: str) -> UserError:
+def _not_json(error: Exception, *, where: str, start: int = 0) -> UserError:
     reason = f"JSON that cannot be read ({error})"  # integers of thousands of digits
     if isinstance(error, json.JSONDecodeError):
-        reason = f"not JSON ({error.msg}, column {error.colno})"
+        reason = f"not JSON ({error.msg}, character {error.pos - start + 1})"
     elif isinstance(error, RecursionError):
         reason = "JSON that is nested too deeply to be read; leave that field out"
     return UserError(f"{where}: {reason}")
@@ -266,9 +270,9 @@ def _too_long(where: str) -> UserError:
 
 
 def _table_rows(
-    source: Path, *, wanted: Collection[str], strings: bool, seen: Seen
+    source: Path, *, wanted: Collection[str], strings: bool, seen: Seen | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table as `read_records` does; `seen` is called at the end."""
+    """Yield the rows of a table as `read_records` does; `seen` is called at the end, when the file is read again."""
     import pyarrow
 
     number = 0
@@ -280,9 +284,10 @@ def _table_rows(
                     number += 1
                     where = f"{printable(source)}, row {number}"
                     yield where, {key: without_nulls(value) for key, value in record.items()}
-        with open_given(source) as file:
-            while block := file.read(_BLOCK):
-                seen(block)
+        if seen:
+            with open_given(source) as file:
+                while block := file.read(_BLOCK):
+                    seen(block)
     except pyarrow.ArrowException as error:
         kind = source.suffix.lower().removeprefix(".")
         raise UserError(f"{printable(source)} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
@@ -322,26 +327,24 @@ def without_nulls(value: Any) -> Any:
 
 def _refuse_not_utf8(source: Path) -> NoReturn:
     """Read a file that is not UTF-8 again, up to its first wrong byte, and raise the UserError that names it."""
-    line, before, column, rest = 1, 0, 0, b""  # `rest` may be the beginning of a character
-    with opened(source, seen=lambda _: None) as file:
-        while block := file.readline(_BLOCK):
-            rest += block
+    decoder, block = codecs.getincrementaldecoder("utf-8")(), b"any"
+    line, before, column = 1, 0, 0  # bytes before the block, in the text and in its line
+    with opened(source) as file:
+        while block:
+            block = file.readline(_BLOCK)
+            begun = len(decoder.getstate()[0])  # bytes of a character that the block before begins
             try:
-                rest.decode()
-                valid = len(rest)
+                decoder.decode(block, final=block[-1:] in (b"", b"\n"))
             except UnicodeDecodeError as error:
-                valid = error.start
-            before, column, rest = before + valid, column + valid, rest[valid:]
-            if len(rest) > 3 or (rest and block.endswith(b"\n")):
-                break
-            if block.endswith(b"\n"):
-                line, column = line + 1, 0
-        if not rest:
-            raise UserError(f"{printable(source)} was not UTF-8 and has changed since; start again")
-        raise UserError(
-            f"{printable(source)}, line {line}: not UTF-8: byte {column + 1} of the line, byte {before + 1} of the "
-            f"text, is 0x{rest[0]:02x}; convert the file (iconv -t UTF-8), or decompress it"
-        )
+                at = error.start - begun + 1
+                raise UserError(
+                    f"{printable(source)}, line {line}: not UTF-8: byte {column + at} of the line, byte {before + at} "
+                    f"of the text, is 0x{error.object[error.start]:02x}; convert the file (iconv -t UTF-8), or "
+                    "decompress it"
+                ) from error
+            before += len(block)
+            line, column = (line + 1, 0) if block.endswith(b"\n") else (line, column + len(block))
+    raise UserError(f"{printable(source)} was not UTF-8 and has changed since; start again")
 
 
 # -- fields of a record ------------------------------------------------------------------------------------------------

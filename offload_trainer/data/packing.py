@@ -80,8 +80,9 @@ class RowEncoder:
         day = date.today().isoformat() if section.template_date == "auto" else section.template_date
         self._day, self._answers = datetime.fromisoformat(day), AnswerEncoder(tokenizer, everything=everything)
         templates = repr(self._answers.templates)
+        tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if name in templates}
         # This text differs whenever the templates, or what they read, do.
-        self.template = hashlib.blake2b(templates.encode(), digest_size=8).hexdigest()
+        self.template = hashlib.blake2b((templates + repr(tokens)).encode(), digest_size=8).hexdigest()
         if "strftime_now" in templates:
             self.template += f" on {day}"
             say(f"the chat template prints the date: {day} in the whole run (data.template_date)")
@@ -101,7 +102,7 @@ class RowEncoder:
         told = self._maker.counts.told(rows=self._maker.complete + self.open_rows, length=self.row_length)
         return "; ".join([told, *self._answers.unsaid.told()])
 
-    def read(self, source: Path, *, seen: Seen) -> Iterator[Example]:
+    def read(self, source: Path, *, seen: Seen | None = None) -> Iterator[Example]:
         """Yield the conversations of a file. Raises UserError, with file and line, for other records."""
         for where, record in read_records(source, wanted=COLUMNS, strings=True, seen=seen):
             yield self.parsed(record, where=where)

@@ -72,19 +72,9 @@ def prepare_tokens(
     sources = find_sources(section.path, say=say)
     fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
-        files = []
-        for source in sources:
-            file = TokenFile.open(source)
-            _refuse_unfitting(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)
-            files.append(file)
-        packing = section.packing == "on"
+        files = [TokenFile.open(source) for source in sources]
         for file in files:
-            if file.row_length is not None and file.packed != packing:
-                holds, key = ("several in a row", "on") if file.packed else ("each in a separate row", "off")
-                raise UserError(
-                    f"{file.path} holds conversations, {holds}: use data.packing={key}, or give the conversations "
-                    "instead"
-                )
+            _refuse_unfitting(file, section, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)
         return joined(files)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
     if form == TEXT and tokenizer.eos_token_id is None:
@@ -114,10 +104,8 @@ def _tokenised(
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
     sums = source_sums(sources, memory=memory, say=say)
     # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
-    content = [section.text_field, fingerprint, separator, [source.suffix.lower() for source in sources]]
-    if encoder.row_length is not None:
-        content = [fingerprint, separator, *encoder.key]
-    target = cache / f"{name}-{_digest([FORMAT, sums, *content])}.bin"
+    content = [FORMAT, sums, fingerprint, separator, [source.suffix.lower() for source in sources], *encoder.key]
+    target = cache / f"{name}-{_digest(content)}.bin"
     refuse_not_owned(target)
     with nullcontext() if is_complete(target) else _only_writer(target, say=say):
         if is_complete(target):
@@ -182,14 +170,25 @@ def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _refuse_unfitting(
-    tokens: TokenFile, *, fingerprint: str, vocabulary: int, seq_len: int, say: Callable[[str], None]
+    tokens: TokenFile,
+    section: DataSection,
+    *,
+    fingerprint: str,
+    vocabulary: int,
+    seq_len: int,
+    say: Callable[[str], None],
 ) -> None:
-    """Raise UserError for a ``.bin`` file that does not fit the tokenizer, the model or the row length."""
+    """Raise UserError for a ``.bin`` file that does not fit the tokenizer, the model, the row length or the packing."""
     path = tokens.path
     if tokens.row_length not in (None, seq_len):
         raise UserError(
             f"{path} holds conversations in rows of {tokens.row_length}, and this run uses {seq_len}: use --seq-len "
             f"{tokens.row_length}, or give the conversations instead"
+        )
+    if tokens.row_length is not None and tokens.packed != (section.packing == "on"):
+        holds, key = ("several in a row", "on") if tokens.packed else ("each in a separate row", "off")
+        raise UserError(
+            f"{path} holds conversations, {holds}: use data.packing={key}, or give the conversations instead"
         )
     if tokens.tokenizer is not None and tokens.tokenizer != fingerprint:
         raise UserError(

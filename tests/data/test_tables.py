@@ -17,9 +17,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pyarrow import csv as arrow_csv
 from pyarrow import ipc, parquet
-from sample_chats import CHATS, prepared
+from sample_chats import CHATS, chat_tokenizer, prepared
 
 from offload_trainer.data import documents
+from offload_trainer.data.chunked_tokenize import DocumentEncoder
 from offload_trainer.errors import UserError
 
 
@@ -149,6 +150,7 @@ def test_other_forms_of_lines_give_what_the_lines_give(tmp_path: Path) -> None:
         ("a.csv", 'text\na\n"b" c\n', r"a\.csv, line 3: cannot be read as CSV: ',' expected after '\"'"),
         ("a.tsv", 'text\n"a\n', r"a\.tsv, line 2: cannot be read as CSV: unexpected end of data"),
         ("a.csv", "text,x,text\na,b,c\n", r"line 2: not one field for each of the 3 names in the first row: text, x"),
+        ("a.csv", "text,x,text\na,b,c,d\n", r"line 2: not one field for each of the 3 names in the first row: text, x"),
         ("a.csv", "text\na\n\udcff\n", r"a\.csv, line 3: not UTF-8"),
         ("a.csv", "text;x\na;1\n", r"line 2: no field 'text'; there are: text;x"),
         ("a.csv", 'messages\n"[{""role"": ""user""}]"\n', r"line 2: 'messages' holds a string, .*CSV has strings only"),
@@ -174,6 +176,9 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(documents, "_BLOCK", 16)
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b" * 900}, {"text": "c"}]))
     with pytest.raises(UserError, match=r"record 2: longer than 50 B"):
+        prepared(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('[{"text": "a"}, {"text": b}' + ', {"text": "c"}' * 60)
+    with pytest.raises(UserError, match=r"record 2: not JSON \(Expecting value, character 10\)"):
         prepared(tmp_path / "a.json")
     (tmp_path / "a.csv").write_text("text\n" + '"' + "a\n" * 60)
     with pytest.raises(UserError, match=r"line \d+: cannot be read as CSV: field larger than field limit \(50\)"):
@@ -203,6 +208,16 @@ def test_tables_of_text_give_what_their_lines_give(tmp_path: Path) -> None:
     expected = ids_of(tmp_path / "a.jsonl")
     for name, path in tables_of(texts(), tmp_path).items():
         assert ids_of(path) == expected, name
+
+
+def test_a_table_is_read_once_where_no_hash_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of large tables would otherwise read each of them twice."""
+    parquet.write_table(pyarrow.Table.from_pylist(texts()), tmp_path / "a.parquet")
+    read: list[Path] = []
+    monkeypatch.setattr(documents, "open_given", lambda path: read.append(path) or path.open("rb"))
+    encoder = DocumentEncoder(chat_tokenizer(), text_field="text")
+    assert len(list(encoder.read(tmp_path / "a.parquet"))) == len(TEXTS)
+    assert len(read) == 1  # to refuse a pipe
 
 
 def test_tables_of_conversations_give_what_their_lines_give(tmp_path: Path) -> None:

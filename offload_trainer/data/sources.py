@@ -120,14 +120,9 @@ def hub_files(entry: str) -> tuple[Path, ...]:
 
     Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
     """
-    name, configuration, split = hub_name(entry)
-    if not is_installed("datasets"):
-        raise UserError(lacks(entry, "datasets"))
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    import datasets
-
+    name = hub_name(entry)[0]
     try:
-        loaded = datasets.load_dataset(name, configuration, split=split or "train")
+        loaded = load_from_hub(entry)
     # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
     except Exception as error:
         raise UserError(
@@ -137,14 +132,29 @@ def hub_files(entry: str) -> tuple[Path, ...]:
     return tuple(Path(one["filename"]) for one in loaded.cache_files)
 
 
-def hub_name(entry: str, *, prefix: str = "hub:") -> tuple[str, str | None, str | None]:
-    """Return name, configuration and split of a dataset of the hub. Raises UserError if it is written otherwise."""
-    found = _HUB_NAME.fullmatch(entry.removeprefix(prefix))
+def load_from_hub(entry: str, *, streaming: bool = False) -> Any:
+    """Return a dataset of the hub as `datasets` loads it, downloaded unless it is `streaming`."""
+    name, configuration, split = hub_name(entry)
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    import datasets
+
+    return datasets.load_dataset(name, configuration, split=split or "train", streaming=streaming)
+
+
+def hub_name(entry: str) -> tuple[str, str | None, str | None]:
+    """Return name, configuration and split of a dataset of the hub, written behind ``hub:`` or ``stream:``.
+
+    Raises UserError if it is written otherwise, and if `datasets` is not installed.
+    """
+    prefix, _, written = entry.partition(":")
+    found = _HUB_NAME.fullmatch(written)
     if found is None:
         raise UserError(
-            f"{entry}: a dataset of the hub is written {prefix}OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
+            f"{entry}: a dataset of the hub is written {prefix}:OWNER/NAME, with /CONFIGURATION and :SPLIT if it has "
             "several"
         )
+    if not is_installed("datasets"):
+        raise UserError(lacks(entry, "datasets"))
     name, configuration, split = found.groups()
     return name, configuration, split
 
@@ -264,8 +274,8 @@ def _configured(directory: Path, front: dict[str, Any], files: list[Path]) -> li
     if "train" not in splits:
         refuse("the splits", splits)
     patterns = splits["train"] if isinstance(splits["train"], list) else [splits["train"]] if named else []
-    found = {path for one in patterns for path in glob.glob(str(one), root_dir=directory, recursive=True)}
-    chosen = [path for path in files if str(path.relative_to(directory)) in found]
+    found = {directory / path for one in patterns for path in glob.glob(str(one), root_dir=directory, recursive=True)}
+    chosen = [path for path in files if path in found]
     if patterns and not chosen:
         refuse("as training data, of which no text or table is there,", patterns)
     return chosen

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import zlib
 from bisect import bisect_right, insort
@@ -36,12 +35,11 @@ from transformers import PreTrainedTokenizerBase
 from offload_trainer.config import STREAM, DataSection
 from offload_trainer.data.conversations import TEXT, Example, form_of_files, form_of_record
 from offload_trainer.data.documents import holds_records, without_nulls
-from offload_trainer.data.packing import Encoder, RowEncoder, encoder_of
-from offload_trainer.data.sources import find_sources, hub_name
+from offload_trainer.data.packing import RowEncoder, encoder_of
+from offload_trainer.data.sources import find_sources, hub_name, load_from_hub
 from offload_trainer.data.tokenfile import NOT_LEARNED
 from offload_trainer.data.tokenizer import known_ids
 from offload_trainer.errors import RERUN_HINT, TrainerError, UserError
-from offload_trainer.packages import is_installed, lacks
 from offload_trainer.safe_files import EXACT, Count, Crc32, Line, file_bytes, one_line, parsed
 from offload_trainer.storage.atomic_io import open_to_append
 
@@ -95,17 +93,12 @@ class StreamedTokens:
         self._records: Iterator[Any]
         self._state: dict[str, Any] | None  # State of the data set after these ids; None: its beginning.
         self._expected: Point | None = None  # the point at which reading has begun, until its checksum is compared
-        if self._files:
-            form = form_of_files(self._files, form=section.format, text_field=section.text_field)
-        else:
-            self._load(None)
-            form = self._form_of_first(section.text_field) if section.format == "auto" else section.format
+        self._load(None)
+        form = self._form(section.format, section.text_field)
         self._encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
         self._known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=wish)
-        if self._files:
-            self._load(None)
         self.row_length, self.packed = self._encoder.row_length, self._encoder.packed
-        content = [_FORMAT, wish, section.text_field, fingerprint, tokenizer.eos_token_id, *self._encoder.key]
+        content = [_FORMAT, wish, fingerprint, tokenizer.eos_token_id, *self._encoder.key]
         self.identity = wish if section.text_field == "text" else f"{wish}, field {section.text_field}"
         if isinstance(self._encoder, RowEncoder):
             settings = f"train_on={section.train_on}, packing={section.packing}"
@@ -172,10 +165,8 @@ class StreamedTokens:
         ids = np.concatenate(parts)[:count]
         if self.row_length:  # The last row needs one id after it as its last target.
             ids = np.append(ids[: rows * self._seq_len], np.uint32(NOT_LEARNED))
-        first_row = zlib.crc32(ids[: self._seq_len].tobytes())
-        return FirstRows(
-            self.name, self.tokenizer, self.identity, self.row_length, self.packed, ids=ids, first_row=first_row
-        )
+        sums = self.identity, zlib.crc32(ids[: self._seq_len].tobytes())
+        return FirstRows(self.name, self.tokenizer, self.row_length, self.packed, ids, sums)
 
     def _open(self, point: Point) -> None:
         self._begin = self._end = point.tokens
@@ -184,8 +175,12 @@ class StreamedTokens:
         self._encoder.rest()
         self._load(point.state)
 
-    def _form_of_first(self, text_field: str) -> str:
-        """Return the form of the first record, which is read again afterwards."""
+    def _form(self, form: str, text_field: str) -> str:
+        """Return `form`, or if it is "auto" that of the first records, which are read again afterwards."""
+        if self._files:
+            return form_of_files(self._files, form=form, text_field=text_field)
+        if form != "auto":
+            return form
         try:
             first = next(self._records, None)
         except Exception as error:
@@ -198,7 +193,10 @@ class StreamedTokens:
     def _load(self, state: dict[str, Any] | None) -> None:
         """Begin to read the data set at one of its states."""
         try:
-            self._dataset = LocalRecords(self._files, self._encoder) if self._files else _of_the_hub(self.name)
+            if self._files:
+                self._dataset = LocalRecords(self._files, lambda file: self._encoder.read(file))
+            else:
+                self._dataset = load_from_hub(self.name, streaming=True)
             if state is not None:
                 self._dataset.load_state_dict(state)
         except Exception as error:  # the hub, the network and files fail in many ways
@@ -254,7 +252,10 @@ class StreamedTokens:
                 if record is None:
                     self._load(None)
                     return found
-                found.append(record if self._files else self._parsed(record))
+                if not self._files:
+                    record = {name: without_nulls(value) for name, value in record.items()}
+                    record = self._encoder.parsed(record, where=f"{self.name}, a record behind token {self._end}")
+                found.append(record)
                 size += _characters(found[-1])
             self._state = self._dataset.state_dict()
         except TrainerError:
@@ -262,10 +263,6 @@ class StreamedTokens:
         except Exception as error:
             raise self._failed(error) from error
         return found
-
-    def _parsed(self, record: dict[str, Any]) -> Any:
-        where = f"{self.name}, a record behind token {self._end}"
-        return self._encoder.parsed({name: without_nulls(value) for name, value in record.items()}, where=where)
 
     def _failed(self, error: Exception) -> TrainerError:
         rerun = f"; {RERUN_HINT}" if self._end else ""
@@ -281,17 +278,11 @@ class FirstRows:
 
     name: str
     tokenizer: str
-    identity: str
     row_length: int | None
     packed: bool
     ids: np.ndarray
-    first_row: int  # its checksum
+    sums: tuple[str, int]  # the stream's identity and the first row's checksum, the same for any number of rows
     summary, paths = None, ()
-
-    @property
-    def sums(self) -> tuple[str, int]:
-        """The stream's identity and the checksum of the first row, which are the same for any number of rows."""
-        return self.identity, self.first_row
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -327,8 +318,8 @@ def _place(point: Point) -> tuple[int, int]:
 class LocalRecords:
     """The documents or conversations of files. Has the methods of an IterableDataset that a stream uses."""
 
-    def __init__(self, files: Sequence[Path], encoder: Encoder) -> None:
-        self._files, self._encoder, self._file, self._count = files, encoder, 0, 0  # _count: records of _file so far
+    def __init__(self, files: Sequence[Path], read: Callable[[Path], Iterator[Any]]) -> None:
+        self._files, self._read, self._file, self._count = files, read, 0, 0  # _count: records of _file so far
 
     def state_dict(self) -> dict[str, Any]:
         return {"file": self._file, "records": self._count}
@@ -338,8 +329,7 @@ class LocalRecords:
 
     def __iter__(self) -> Iterator[Any]:
         while self._file < len(self._files):
-            records: Iterator[Any] = self._encoder.read(self._files[self._file], seen=lambda _: None)
-            for record in islice(records, self._count, None):
+            for record in islice(self._read(self._files[self._file]), self._count, None):
                 self._count += 1
                 yield record
             self._file, self._count = self._file + 1, 0
@@ -360,16 +350,5 @@ def check_stream(wish: str, *, say: Callable[[str], None] = lambda _: None) -> l
         return files
     if name.startswith(("/", ".", "~")) or name.count("/") > 2:
         raise UserError(f"{wish}: no such file or directory; correct the path, or name stream:OWNER/NAME of the hub")
-    hub_name(wish, prefix=STREAM)
-    if not is_installed("datasets"):
-        raise UserError(lacks(wish, "datasets"))
+    hub_name(wish)
     return []
-
-
-def _of_the_hub(wish: str) -> Any:
-    """Return the IterableDataset of the hub that a stream names, before its first document."""
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    import datasets
-
-    name, configuration, split = hub_name(wish, prefix=STREAM)
-    return datasets.load_dataset(name, configuration, split=split or "train", streaming=True)

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from sample_chats import chat_tokenizer, chats, prepared
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import sources, stream
+from offload_trainer.data import sources
 from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
 from offload_trainer.data.stream import StreamedTokens, check_stream
@@ -150,6 +150,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], bool]] = {
         {"a.jsonl": 1, "b/c/d.jsonl": 1, "held_out.jsonl": 0, "more.jsonl": 0},
         True,
     ),
+    "paths of the card from its folder": (card(default={"train": "./data/train-*"}), SHARDS, True),
     "a default among several": (
         card(small={"train": "small/train-*"}, default={"train": "large/train-*"}),
         {"small/train-0.jsonl": 0, "large/train-0.jsonl": 1},
@@ -279,8 +280,7 @@ def test_without_a_library_the_line_says_what_to_install(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = "datasets" if ":" in name else "pyarrow"
-    for module in (sources, stream):
-        monkeypatch.setattr(module, "is_installed", lambda wanted: wanted != library)
+    monkeypatch.setattr(sources, "is_installed", lambda wanted: wanted != library)
     if library == "pyarrow":
         name = str(tmp_path / name)
         Path(name).write_bytes(b"")

@@ -105,7 +105,7 @@ def of_the_hub(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every stream read the lines of `path` through `datasets`, as a data set of the hub."""
     monkeypatch.setattr(stream, "check_stream", lambda wish, say: [])
     dataset = partial(datasets.load_dataset, "json", data_files=str(path), split="train", streaming=True)
-    monkeypatch.setattr(stream, "_of_the_hub", lambda wish: dataset())
+    monkeypatch.setattr(stream, "load_from_hub", lambda wish, streaming: dataset())
 
 
 @pytest.fixture
@@ -274,6 +274,16 @@ def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pyte
     assert not {other.identity, other._key} & {found.identity, found._key}
     assert found.identity.endswith(" on 2026-01-31")
     assert tokens(path, template_date="2026-01-31")._key == tokens(path, template_date="2026-01-30")._key
+
+
+def test_another_token_in_the_template_makes_other_rows(tmp_path: Path) -> None:
+    """Prepared rows are made anew and a stream has another identity when the token that a template prints changes."""
+    path = written(tmp_path / "data.jsonl", "chat")
+    one, other = (chat_tokenizer(template="{{ bos_token }}" + sample_chats.TEMPLATE) for _ in range(2))
+    other.bos_token = "<user>"
+    files, streams = ([made(path, tokenizer=each) for each in (one, other)] for made in (prepared, tokens))
+    assert files[0].sums != files[1].sums
+    assert len({(found.identity, found._key) for found in streams}) == 2
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from offload_trainer.errors import UserError
 _ROUNDS = 8
 
 
-def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> int:
+def order(index: int, count: int, *, seed: int, epoch: int) -> int:
     """Return the row at place `index` of an epoch, by a permutation of range(count) determined by seed and epoch.
 
     It takes O(1) time and memory: a balanced Feistel network permutes the next power of four, and a value outside
@@ -37,8 +37,6 @@ def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> in
     Finite Domains", 2002), under 4 times on average. The result is the same on every machine and version.
     """
     assert 0 <= index < count
-    if not shuffle:
-        return index
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=16).digest()
@@ -100,14 +98,14 @@ class Shares:
     def row(self, position: int, *, seed: int) -> int:
         """Return the number, counted over all texts, of the row at this position of the run."""
         epoch, place = divmod(position, self._ends[-1])
-        place = order(place, self._ends[-1], seed=seed, epoch=epoch, shuffle=True)
+        place = order(place, self._ends[-1], seed=seed, epoch=epoch)
         text = bisect_right(self._ends, place)
         own = epoch * self.counts[text] + place - (self._ends[text] - self.counts[text])
         around, place = divmod(own, self.rows[text])
         # A separate shuffle for each text and each pass over it. Negative, so that it differs from every epoch of the
         # run.
         drawn = -1 - (around * len(self.rows) + text)
-        return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn, shuffle=True)
+        return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn)
 
     def told(self, names: Sequence[str]) -> str:
         """Describe each text's share of an epoch and how often its rows repeat."""
@@ -197,7 +195,7 @@ class TokenShards:
         train, validation = zip(*self.splits, strict=True)
         trained, held_out = (sum(map(len, parts)) for parts in (train, validation))
         if row >= trained:  # shuffled, so that the first rows, which evaluations use, come from all texts
-            row = trained + order(row - trained, held_out, seed=0, epoch=0, shuffle=True)
+            row = trained + order(row - trained, held_out, seed=0, epoch=0)
         for file, rows in zip(self.files * 2, (*train, *validation), strict=True):
             if row < len(rows):
                 return file.read(rows[row] * self.seq_len, count)

@@ -30,13 +30,6 @@ class DataState:
 
     position: int = 0
 
-    def to_json(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> DataState:
-        return cls(position=int(fields["position"]))
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -222,5 +215,6 @@ class RowReader:
             return self._shares.row(position, seed=self._seed)
         count = self._block or len(self._rows)  # Each block of a stream is shuffled as an epoch is.
         epoch, place = divmod(position, count)
-        place = order(place, count, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        if self._shuffle:
+            place = order(place, count, seed=self._seed, epoch=epoch)
         return self._rows[epoch * self._block + place]

@@ -116,24 +116,17 @@ def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str
     """
     found: dict[str, Path] = {}  # the first file of each form
     for source in sources:
-        found.setdefault(_form_of_file(source, form=form, text_field=text_field), source)
+        kind, is_records = form, holds_records(source)
+        if form not in ("auto", TEXT) and not is_records:
+            raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
+        if form == "auto":
+            records = read_records(source, wanted=(text_field, *COLUMNS), strings=True) if is_records else ()
+            kind = next((form_of_record(one, text_field=text_field, where=where) for where, one in records), TEXT)
+        found.setdefault(kind, source)
     if len(found) > 1:
         listing = ", ".join(f"{kind} in {source}" for kind, source in found.items())
         raise UserError(f"the files have different formats: {listing}; use files of one format, or set data.format")
     return next(iter(found))
-
-
-def _form_of_file(source: Path, *, form: str, text_field: str) -> str:
-    is_lines = holds_records(source)
-    if form == TEXT:
-        return TEXT
-    if form != "auto":
-        if not is_lines:
-            raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
-        return form
-    wanted = (text_field, *COLUMNS)
-    first = next(iter(read_records(source, wanted=wanted, strings=True)), None) if is_lines else None
-    return TEXT if first is None else form_of_record(first[1], text_field=text_field, where=first[0])
 
 
 def form_of_record(record: dict[str, Any], *, text_field: str, where: str) -> str:
@@ -259,7 +252,7 @@ def _messages(record: dict[str, Any], field: str, *, where: str) -> tuple[Messag
     value = record[field]
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else json_kind(value)
-        fix = "; CSV has strings only: write lines of JSON" * isinstance(value, str)
+        fix = "; a string is not parsed, and CSV has strings only: write lines of JSON" * isinstance(value, str)
         raise UserError(f"{where}: {field!r} holds {what}, where a list of messages is needed{fix}")
     return tuple(_message(message, number, where=where) for number, message in enumerate(value, 1))
 
@@ -318,9 +311,11 @@ def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:
         return None
     if not isinstance(tools, list):
         raise UserError(f"{where}: 'tools' holds {json_kind(tools)}, where a list is needed")
-    bare = [isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str) for tool in tools]
     return tuple(
-        {"type": "function", "function": tool} if is_bare else tool for tool, is_bare in zip(tools, bare, strict=True)
+        {"type": "function", "function": tool}
+        if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str)
+        else tool
+        for tool in tools
     )
 
 

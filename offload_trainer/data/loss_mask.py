@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -69,20 +70,20 @@ class _Turn(NamedTuple):
 class OmittedText:
     """Text of the lines that is in no row, and the numbers of learned answers that are empty or without an end."""
 
-    fields: dict[str, int] = field(default_factory=dict)  # number of conversations, by field
+    fields: Counter[str] = field(default_factory=Counter)  # number of conversations, by field
     first: dict[str, str] = field(default_factory=dict)  # file and line of the first of them, by field
     empty: int = 0  # number of empty learned answers
     endless: int = 0  # number of learned answers whose marks exclude the token that ends generation
 
     def add(self, fields: set[str], *, where: str) -> None:
-        for name in sorted(fields):
-            self.fields[name] = self.fields.get(name, 0) + 1
+        self.fields.update(sorted(fields))
+        for name in fields:
             self.first.setdefault(name, where)
 
     def told(self) -> list[str]:
         """Return one sentence for each finding, for a summary."""
-        named = sorted(self.fields, key=lambda name: -self.fields[name])[:_NAMED]
-        found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]
+        named = self.fields.most_common(_NAMED)
+        found = [f"{name[:60]!r} in {count} (first: {self.first[name][-_WHERE:]})" for name, count in named]
         more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
         sentences = [f"text that is missing from the rows: {', '.join(found + more)}"] if found else []
         sentences += [f"{self.empty} of the answers to train on are empty"] if self.empty else []

@@ -67,18 +67,12 @@ def unknown_identity(section: DataSection | None) -> dict[str, Any]:
 
     Without a section, return all keys that any section leads to.
     """
-    names = (
-        ["stream", "tokenizer"] if section and section.streamed else ["tokens", "training rows", "text", "tokenizer"]
-    )
-    if section is None:
-        names.append("stream")
-    if section is None or section.shuffle_block_size:
-        names.append("shuffled in blocks")
-    if section is None or section.mixture:
-        names.append("mixture")
-    if section is None or section.packing == "on":
-        names.append("documents apart")
-    return dict.fromkeys([*names, "validation text"] if section is None or section.validation_path else names)
+    depends: dict[str, object] = {"tokenizer": True, "shuffled in blocks": section and section.shuffle_block_size}
+    depends |= dict.fromkeys(("tokens", "training rows", "text"), section and not section.streamed)
+    depends |= {"stream": section and section.streamed, "mixture": section and section.mixture}
+    depends |= {"documents apart": section and section.packing == "on"}
+    depends |= {"validation text": section and section.validation_path}
+    return dict.fromkeys(name for name, is_known in depends.items() if section is None or is_known)
 
 
 def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:

@@ -262,35 +262,32 @@ def _message(message: Any, number: int, *, where: str) -> Message:
     role = its.get("role", its.get("from"))
     if not isinstance(role, str):
         raise UserError(f"{where}: message {number} is no object with a 'role' or a 'from'")
-    if "role" not in its:
-        if role.lower() == _CALL:
-            called = _called(its.get("value"), number, where=where)
-            marks: Message = {key: its[key] for key in ("weight", "train") if key in its}
-            return {"role": "assistant", "content": "", "tool_calls": called, **marks}
-        if role.lower() not in _ROLES:
-            known = ", ".join((*_ROLES, _CALL))
-            raise UserError(f"{where}: message {number} is from {role[:60]!r}; known are {known}")
-        rest = {key: value for key, value in its.items() if key not in ("from", "value")}
-        text = _text(its.get("value"), number, where=where)
-        return _checked(rest | {"role": _ROLES[role.lower()], "content": text}, number, where=where)
+    if "role" in its:
+        role = _ROLES.get(role.lower(), role)
+    elif role.lower() == _CALL:
+        called = _called(its.get("value"), number, where=where)
+        its = {key: its[key] for key in ("weight", "train") if key in its}
+        role, its = "assistant", {"role": role, "content": None, "tool_calls": called, **its}
+    elif role.lower() in _ROLES:
+        content = its.get("value")
+        its = {key: value for key, value in its.items() if key not in ("from", "value")}
+        role, its = _ROLES[role.lower()], its | {"role": role, "content": content}
+    else:
+        known = ", ".join((*_ROLES, _CALL))
+        raise UserError(f"{where}: message {number} is from {role[:60]!r}; known are {known}")
     calls, content = its.get("tool_calls"), its.get("content")
-    its = its | {"content": "" if content is None and calls else _text(content, number, where=where)}
     if calls and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
-    return _checked(its | {"role": _ROLES.get(role.lower(), role)}, number, where=where)
-
-
-def _checked(message: Message, number: int, *, where: str) -> Message:
     for key in _NO_LOSS_HERE:
-        if message.get(key):
+        if its.get(key):
             raise UserError(
                 f"{where}: message {number} has {key!r}: an answer is trained on whole, or not at all ('weight': 0)"
             )
-    if message.get("train") is True and message["role"] != "assistant":
+    if its.get("train") is True and role != "assistant":
         raise UserError(
             f"{where}: message {number} has 'train': true, and only messages of the assistant can be trained on"
         )
-    return message
+    return its | {"role": role, "content": "" if content is None and calls else _text(content, number, where=where)}
 
 
 def _called(value: Any, number: int, *, where: str) -> list[Any]:

@@ -138,6 +138,8 @@ def encoder_of(
 ) -> Encoder:
     """Return the encoder of records of `form`, for a token file or a stream that is read in rows of `length` tokens."""
     if form == TEXT:
+        if tokenizer.eos_token_id is None:
+            say("note: the tokenizer has no end-of-text: document boundaries are not marked")
         return DocumentEncoder(tokenizer, text_field=section.text_field)
     return RowEncoder(section, form, tokenizer=tokenizer, length=length, say=say)
 

@@ -27,7 +27,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.conversations import TEXT, form_of_files
+from offload_trainer.data.conversations import form_of_files
 from offload_trainer.data.mixture import Tokens, joined
 from offload_trainer.data.packing import Encoder, encoder_of
 from offload_trainer.data.sources import find_sources
@@ -77,8 +77,6 @@ def prepare_tokens(
             _refuse_unfitting(file, section, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say)
         return joined(files)
     form = form_of_files(sources, form=section.format, text_field=section.text_field)
-    if form == TEXT and tokenizer.eos_token_id is None:
-        say("note: the tokenizer has no end-of-text: document boundaries are not marked")
     encoder = encoder_of(section, form, tokenizer=tokenizer, length=seq_len, say=say)
     known = partial(known_ids, tokenizer=tokenizer, vocabulary=vocabulary, name=", ".join(section.path))
     found = _tokenised(section, sources, encoder, tokenizer=tokenizer, fingerprint=fingerprint, known=known, say=say)

@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from offload_trainer.data.documents import COMPRESSED, RECORDS, TABLES, holds_records, kind_of, printable
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed, parsed_yaml
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed_yaml, read_back
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", *RECORDS)  # also when compressed
@@ -166,13 +166,7 @@ def _is_read(path: Path) -> bool:
 
 def _saved_by_datasets(directory: Path, *, say: Callable[[str], None]) -> list[Path] | None:
     """Return the files of a directory written by `save_to_disk`, in their order, or None for any other directory."""
-
-    def read(path: Path) -> dict[str, Any]:
-        try:
-            return parsed(file_bytes(path, links=True), dict[str, Any])
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {one_line(error)}") from error
-
+    read = partial(read_back, kind=dict[str, Any], links=True, fix="Copy or save the data set again")
     if (directory / "dataset_dict.json").is_file():
         splits = [str(name) for name in read(directory / "dataset_dict.json").get("splits") or ["SPLIT"]]
         if "train" in splits:

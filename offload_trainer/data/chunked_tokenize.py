@@ -119,13 +119,16 @@ class DocumentEncoder:
     def encode(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
         """Yield the documents' ids as uint32, batch after batch."""
         (begin, end), begins_document = document_marks(self._tokenizer), True
+        last: list[int] = []  # as many of the document's last ids as there are in `end`
         for batch in _batches(piece for blocks in documents for piece in self.splitter.pieces(blocks)):
             ids: list[int] = []
             for piece, row in zip(batch, self._encode_all([one.before + one.text for one in batch]), strict=True):
                 if begins_document and row[: len(begin)] != begin:
                     ids += begin
-                ids += row[len(self._encode(piece.before)) :] if piece.before else row
-                if piece.ends_document and ids[len(ids) - len(end) :] != end:
+                own = row[len(self._encode(piece.before)) :] if piece.before else row
+                ids += own
+                last = [*([] if begins_document else last), *own][-len(end) :]
+                if piece.ends_document and last != end:
                     ids += end
                 begins_document = piece.ends_document
             yield np.array(ids, dtype=np.uint32)

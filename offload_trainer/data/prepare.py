@@ -58,18 +58,20 @@ def prepare_tokens(
     seq_len: int,
     say: Callable[[str], None],
     fingerprint: str | None = None,
+    validation: bool = False,
 ) -> Tokens:
     """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
 
     Text is tokenised into NAME-KEY.bin in the cache, unless that file exists. Each document, including the last, is
     between its `document_marks`. If several processes prepare the same text, one does the work and the others wait for
-    it; where the cache's filesystem has no locks, each does it. `fingerprint` is the tokenizer's.
+    it; where the cache's filesystem has no locks, each does it. `fingerprint` is the tokenizer's. `validation` is
+    as for `find_sources`.
 
     Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, for ids that the model does
     not have, and for token files that do not fit each other. Raises TrainerError if the drive is full or the text
     changed meanwhile.
     """
-    sources = find_sources(section.path, say=say)
+    sources = find_sources(section.path, say=say, validation=validation)
     fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
         files = [TokenFile.open(source) for source in sources]

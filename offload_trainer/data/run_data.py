@@ -81,11 +81,11 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
     from offload_trainer.data.stream import check_stream
 
     _refuse_mixture(section)
-    for paths in filter(None, (section.path, section.validation_path)):
-        if paths[0].startswith(STREAM):
-            check_stream(paths[0], say=say)
-        else:
-            find_sources(paths, say=say)
+    for paths, validation in ((section.path, False), (section.validation_path, True)):
+        if paths and paths[0].startswith(STREAM):
+            check_stream(paths[0], say=say, validation=validation)
+        elif paths:
+            find_sources(paths, say=say, validation=validation)
     if section.tokenizer == "auto":
         _refuse_unknown_ids(section, source)
 
@@ -120,7 +120,7 @@ def prepare_data(
         held_out = opened(section.validation_path[0], first=eval_rows)
     elif section.validation_path:
         wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
-        held_out = rank_zero_first(lambda: prepared(wish))
+        held_out = rank_zero_first(lambda: prepared(wish, validation=True))
     if held_out is not tokens and (held_out.sums == tokens.sums or section.validation_path == section.path):
         say("note: --validation-data is the text of --data: its loss says nothing about other text")
     split = _rows(section, tokens, held_out, seq_len=seq_len)
@@ -183,7 +183,7 @@ def _opened_stream(section: DataSection, name: str, *, first: int | None = None,
 
     def opened() -> Any:
         try:
-            tokens = StreamedTokens(name, section, **given)
+            tokens = StreamedTokens(name, section, validation=first is not None, **given)
             if first is not None:
                 return tokens.first(first)
             tokens.read(0, 1)

@@ -66,18 +66,21 @@ _ABOUT = re.compile(
 )
 
 
-def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
+def find_sources(
+    paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None, validation: bool = False
+) -> list[Path]:
     """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
     ``builtin`` is the text that ships with the package. A directory stands for its files of TEXT_SUFFIXES, also
-    compressed, and of TABLES, at any depth; if it has the splits of a data set, for those of the train split. Hidden
-    files, linked directories, licences and cards of data sets are skipped. A directory written by `datasets` stands
-    for the files that it lists, and ``hub:NAME`` for those that are downloaded. `say` is told of files that are left.
-    A file that is named itself may have any suffix except that of another format. Either all are text, or all are
-    ``.bin`` token files. A path that is named twice is read twice.
+    compressed, and of TABLES, at any depth; if it has the splits of a data set, for those of the train split, or with
+    `validation` of the validation or else the test split. Hidden files, linked directories, licences and cards of data
+    sets are skipped, and beside files of text those of JSON arrays and CSV, which describe it. A directory written by
+    `datasets` stands for the files that it lists, and ``hub:NAME`` for those that are downloaded. `say` is told of
+    files that are left. A file that is named itself may have any suffix except that of another format. Either all are
+    text, or all are ``.bin`` token files. A path that is named twice is read twice.
 
-    Raises UserError for paths that do not exist (naming all of them), a directory without text or without a train
-    split among its splits, .bin files mixed with text, and a file that is not text.
+    Raises UserError for paths that do not exist (naming all of them), a directory without text or without the split
+    among its splits, .bin files mixed with text, and a file that is not text.
     """
     if not paths:
         raise UserError(
@@ -95,10 +98,11 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
             fix += f"; for a dataset of the hub use --data hub:{name}"
         raise UserError(f"no such file or directory: {', '.join(missing)}; {fix}")
     sources: list[Path] = []
+    splits = ("validation", "test") if validation else ("train",)
     for path in named:
         if path.is_dir():
-            saved = _saved_by_datasets(path, say=say)
-            sources += _files_inside(path, say=say) if saved is None else saved
+            saved = _saved_by_datasets(path, splits, say=say)
+            sources += _files_inside(path, splits, say=say) if saved is None else saved
         else:
             _refuse_other(path)
             sources.append(path)
@@ -164,14 +168,17 @@ def _is_read(path: Path) -> bool:
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 
-def _saved_by_datasets(directory: Path, *, say: Callable[[str], None]) -> list[Path] | None:
-    """Return the files of a directory written by `save_to_disk`, in their order, or None for any other directory."""
+def _saved_by_datasets(directory: Path, wanted: Sequence[str], *, say: Callable[[str], None]) -> list[Path] | None:
+    """Return the files of a directory written by `save_to_disk`, in their order, or None for any other directory.
+
+    Of a directory of several splits, the first of the `wanted` ones is read.
+    """
     read = partial(read_back, kind=dict[str, Any], links=True, fix="Copy or save the data set again")
     if (directory / "dataset_dict.json").is_file():
         splits = [str(name) for name in read(directory / "dataset_dict.json").get("splits") or ["SPLIT"]]
-        if "train" in splits:
-            say(f"data: {directory}: of its splits {', '.join(map(printable, splits))}, train is read")
-            return _saved_by_datasets(directory / "train", say=say)
+        if split := next(filter(splits.__contains__, wanted), None):
+            say(f"data: {directory}: of its splits {', '.join(map(printable, splits))}, {split} is read")
+            return _saved_by_datasets(directory / split, wanted, say=say)
         choices = " or ".join(f"--data {printable(directory / name)}" for name in splits)
         raise UserError(f"{directory} holds several datasets: choose one, {choices}")
     state = directory / "state.json"
@@ -186,8 +193,8 @@ def _saved_by_datasets(directory: Path, *, say: Callable[[str], None]) -> list[P
     return [directory / name for name in files]
 
 
-def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
-    """Return a directory's files of text and tables, sorted by path; of several splits those of train."""
+def _files_inside(directory: Path, wanted: Sequence[str], *, say: Callable[[str], None]) -> list[Path]:
+    """Return a directory's files of text and tables, sorted by path; of several splits the first of `wanted`."""
 
     def first(paths: list[Path]) -> str:
         names = [printable(path.relative_to(directory)) for path in paths[:3]]
@@ -210,18 +217,28 @@ def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
         flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
         hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join((*TEXT_SUFFIXES, *TABLES))} file: {hint}")
-    configured = _configured(directory, front, files)
-    splits = {path: _split_of(path.relative_to(directory)) for path in files}
-    trained, unnamed = ([path for path in files if splits[path] == name] for name in ("train", ""))
-    chosen = configured or trained or unnamed
+    split, chosen = _configured(directory, front, files, wanted)
     if not chosen:
+        texts = [path for path in files if not holds_records(path)]
+        if texts:
+            files = [path for path in files if path in texts or kind_of(path) not in (".json", ".csv", ".tsv")]
+        splits = {path: _split_of(path.relative_to(directory)) for path in files}
+        if not front and not all(splits[path] for path in texts):  # pages and chapters may have such names too
+            splits |= dict.fromkeys(texts, "")
+        named = set(splits.values())
+        if "train" not in named:
+            wanted = (*wanted, "")  # files that are named like no split
+        split = next(filter(named.__contains__, wanted), None)
+        chosen = [path for path in files if splits[path] == split]
+    if not chosen:
+        there = " and ".join(sorted(named - {""}))
         raise UserError(
-            f"{directory} holds no training files, only files named {' and '.join(sorted(set(splits.values())))} "
-            f"({first(files)}): name the files themselves to train on them"
+            f"{directory} holds no {' or '.join(filter(None, wanted))} split, only files named {there} "
+            f"({first(files)}): name the files themselves to read them"
         )
     taken = set(chosen)
     if left := [path for path in known if path not in taken]:
-        what = ", the train split" if configured or trained else ""
+        what = f", the {split} split" if split else ""
         say(
             f"data: {directory}: {len(chosen)} of {len(known)} files are read{what} ({first(chosen)}), and not "
             f"{first(left)}; name one of those to read it too, with --data or --validation-data"
@@ -231,9 +248,9 @@ def _files_inside(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
 
 def _split_of(path: Path) -> str:
     """Return the split that the folders or the name of a file mean, "" if they mean none."""
-    # Pages of documentation have such names too, and a data set's text is never in .md.
-    words = [] if kind_of(path) == ".md" else [word for part in path.parts for word in re.split(r"[-._ 0-9]+", part)]
-    return next((_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS), "")
+    words = [word.lower() for part in path.parts for word in re.split(r"[-._ 0-9]+", part)]
+    # a data set's text is never in .md
+    return "" if kind_of(path) == ".md" else next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
 def _front_matter(card: Path) -> dict[str, Any]:
@@ -246,8 +263,10 @@ def _front_matter(card: Path) -> dict[str, Any]:
     return front if isinstance(front, dict) else {}
 
 
-def _configured(directory: Path, front: dict[str, Any], files: list[Path]) -> list[Path]:
-    """Return those of `files` that a card's front matter names as the training data of its default configuration.
+def _configured(
+    directory: Path, front: dict[str, Any], files: list[Path], wanted: Sequence[str]
+) -> tuple[str | None, list[Path]]:
+    """Return the first of the `wanted` splits that a card names in its default configuration, and those of its `files`.
 
     Returns none if the card names none. Raises UserError if it leaves a choice, and if no file that it names is there.
     """
@@ -264,15 +283,18 @@ def _configured(directory: Path, front: dict[str, Any], files: list[Path]) -> li
         refuse("the configurations", configs)
     if isinstance(named, list) and all(isinstance(one, dict) for one in named):
         named = {str(one.get("split")): one.get("path") for one in named}
+    if not named:
+        return None, []
     splits = named if isinstance(named, dict) else {"train": named}
-    if "train" not in splits:
+    split = next(filter(splits.__contains__, wanted), "")
+    if not split:
         refuse("the splits", splits)
-    patterns = splits["train"] if isinstance(splits["train"], list) else [splits["train"]] if named else []
+    patterns = splits[split] if isinstance(splits[split], list) else [splits[split]]
     found = {directory / path for one in patterns for path in glob.glob(str(one), root_dir=directory, recursive=True)}
     chosen = [path for path in files if path in found]
-    if patterns and not chosen:
-        refuse("as training data, of which no text or table is there,", patterns)
-    return chosen
+    if not chosen:
+        refuse(f"as its {split} split, of which no text or table is there,", patterns)
+    return split, chosen
 
 
 def _refuse_other(path: Path) -> None:

@@ -76,15 +76,17 @@ class StreamedTokens:
         vocabulary: int,
         seq_len: int,
         say: Callable[[str], None],
+        validation: bool = False,
     ) -> None:
         """Open the stream that `wish` names, which begins with ``stream:``, to be read in rows of `seq_len` ids.
 
         `section` says how it is read, `fingerprint` is the tokenizer's, and `vocabulary` the model's number of ids.
+        `validation`: read the split of a directory that is for validation.
 
         Raises UserError if it is malformed, no such file exists, `datasets` is not installed, or the first record has a
         form that is not trained on. Raises TrainerError if it cannot be read.
         """
-        self._files = check_stream(wish, say=say)
+        self._files = check_stream(wish, say=say, validation=validation)
         self.name, self.tokenizer, self._seq_len = wish, fingerprint, seq_len
         self.block = section.shuffle_block_size  # rows
         self._begin, self._ids = 0, np.empty(0, dtype=np.uint32)  # ids of the block that was read last, and some behind
@@ -335,16 +337,16 @@ class LocalRecords:
             self._file, self._count = self._file + 1, 0
 
 
-def check_stream(wish: str, *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
+def check_stream(wish: str, *, say: Callable[[str], None] = lambda _: None, validation: bool = False) -> list[Path]:
     """Return the files that a stream reads, none for a data set of the hub. Uses no network.
 
-    `say` is called as by `find_sources`. Raises UserError if the name is malformed, if the files do not exist or hold
-    other things than records, and if `datasets` is missing for a data set of the hub.
+    `say` and `validation` are as for `find_sources`. Raises UserError if the name is malformed, if the files do not
+    exist or hold other things than records, and if `datasets` is missing for a data set of the hub.
     """
     name = wish.removeprefix(STREAM)
     path = Path(name).expanduser()
     if path.exists():
-        files = find_sources([name], say=say)
+        files = find_sources([name], say=say, validation=validation)
         if other := [str(file) for file in files if not holds_records(file)]:
             raise UserError(f"{wish}: a stream is read from JSON, CSV or tables, and {other[0]} is none of them")
         return files

@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data import chunked_tokenize
-from offload_trainer.data.chunked_tokenize import TextSplitter
+from offload_trainer.data.chunked_tokenize import DocumentEncoder, TextSplitter
 from offload_trainer.data.conversations import example_of
 from offload_trainer.data.loss_mask import AnswerEncoder
 from offload_trainer.data.rows import RowReader
@@ -221,6 +221,15 @@ def test_documents_begin_and_end_as_the_tokenizer_marks_them(
     settings: dict[str, Any] = {"tokenizer": marked.tokenizer, "fingerprint": "f", "vocabulary": 4000, "seq_len": 8}
     stream = StreamedTokens(f"stream:{path}", DataSection(), **settings, say=print)
     assert stream.read(0, len(expected)).tolist() == expected
+
+
+def test_a_document_without_ids_ends_in_every_batch_alike() -> None:
+    tokenizer = trained(pre_tokenizers.ByteLevel(), normalizers.Strip())
+    encoder = DocumentEncoder(tokenizer, text_field="text")
+    documents = [["one"], [" \n"], ["two"]]
+    alone = [id_ for document in documents for ids in encoder.encode([document]) for id_ in ids.tolist()]
+    assert [id_ for ids in encoder.encode(documents) for id_ in ids.tolist()] == alone
+    assert alone.count(tokenizer.eos_token_id) == 3
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)

@@ -161,6 +161,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], bool]] = {
     "one split is named": ("", {"a.jsonl": 1, "test.jsonl": 0}, False),
     "capitals": ("", {"Train.csv": 1, "Test.csv": 0}, False),
     "splits of text": ("---\nlicense: mit\n---\n", {"x-train.txt": 1, "x-valid.txt": 0}, False),
+    "chapters": ("", {"01-introduction.txt": 1, "02-training.txt": 1, "dev_blog/a.txt": 1, "metadata.json": 0}, False),
     "text with a card": ("---\nlicense: mit\n---\n", {"a.txt": 1, "b.txt": 1, "NOTICE": 0}, False),
 }
 
@@ -213,6 +214,31 @@ def test_the_train_split_of_a_directory_is_read(name: str, tmp_path: Path) -> No
         assert sorted(row["text"] for row in loaded) == sorted(read(found))
 
 
+@pytest.mark.parametrize(
+    ("readme", "files", "split"),
+    [
+        (PUSHED, list(SHARDS), "validation"),
+        ("", ["train.jsonl", "test.jsonl", "more.jsonl"], "test"),
+        ("", ["valid-0.jsonl", "test-0.jsonl"], "valid"),
+        ("", ["held_out.jsonl"], "held_out"),
+        (card(default={"train": "a.jsonl", "test": "b-test.jsonl"}), ["a.jsonl", "b-test.jsonl"], "b-test"),
+    ],
+)
+def test_validation_reads_no_training_files(readme: str, files: list[str], split: str, tmp_path: Path) -> None:
+    directory = filled(tmp_path / "data", files, readme=readme)
+    expected = [path for path in sorted(directory.rglob("*")) if path.name.startswith(split)]
+    found = find_sources([str(directory)], validation=True)
+    assert found == expected
+    assert found == check_stream(f"stream:{directory}", validation=True)
+    datasets.DatasetDict({name: chats() for name in ("test", "train")}).save_to_disk(tmp_path / "saved")
+    assert {path.parent.name for path in find_sources([str(tmp_path / "saved")], validation=True)} == {"test"}
+
+
+def test_validation_is_not_computed_on_training_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no validation or test split, only files named train"):
+        find_sources([str(filled(tmp_path, ["train.jsonl"]))], validation=True)
+
+
 def test_documentation_is_read_whole(tmp_path: Path) -> None:
     """Its pages may be named like splits, and README.md is one of them."""
     names = ["README.md", "dev/setup.md", "testing.md", "training.md"]
@@ -222,7 +248,7 @@ def test_documentation_is_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("readme", "files", "message"),
     [
-        ("", ["test-0.jsonl", "valid-0.jsonl"], r"no training files, only files named test and validation \(test-0"),
+        ("", ["test-0.jsonl", "valid-0.jsonl"], r"no train split, only files named test and validation \(test-0"),
         (
             card(a={"train": "a/*"}, b={"train": "b/*"}),
             ["a/0.jsonl", "b/0.jsonl"],

@@ -46,6 +46,8 @@ _PIECES = re.compile(r"\n|</?\w+>")  # templates may change the text between the
 _NAMED, _WHERE = 12, 120  # number of fields named in a summary; characters shown of a file and line
 _OWN_TEMPLATE = "give data.chat_template=FILE with a template that prints"
 _TEXT = "\ufdd0"  # stands for the text of an answer; Unicode reserves it, so no template and no data contain it
+_ASKING = [{"role": "user", "content": "?"}]
+_QUESTIONS = (_ASKING, [{"role": "system", "content": "."}, *_ASKING])  # some templates require a system message
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
 Span = tuple[int, int]  # characters [from, to)
@@ -61,8 +63,9 @@ class Encoded(NamedTuple):
 class _Turn(NamedTuple):
     """The text that a template writes around the text of a single answer."""
 
+    asked: Sequence[Message]  # the messages before the answer
     prompt: str  # the generation prompt, or as much of it as is inside the marks
-    around: str  # all that depends on the answer's being there, with `_TEXT` as the answer
+    around: str  # all that depends on the answer's being there, with `_TEXT` as the answer; empty if it is not known
     ends: tuple[str, ...]  # tokens at which generation stops
 
 
@@ -136,7 +139,8 @@ class AnswerEncoder:
     @property
     def end_ids(self) -> list[int]:
         """The ids of the tokens that end answers, at which generation has to stop."""
-        return [int(self._tokenizer.convert_tokens_to_ids(token)) for token in self._turn.ends]
+        ends = dict.fromkeys(token for turn in self._turns for token in turn.ends)
+        return [int(self._tokenizer.convert_tokens_to_ids(token)) for token in ends]
 
     def encode(self, examples: Sequence[Example]) -> Iterator[Encoded]:
         """Yield the ids and the loss mask of each example. A pair of plain strings begins and ends as a document does.
@@ -188,50 +192,72 @@ class AnswerEncoder:
         self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in learned)
         if self._everything:
             return text, [(0, len(text))]
+        turn = self._turn_of(example)
         if not _MARKED.search(self.templates[example.tools is not None]):
-            return text, [self._searched(example, text, number) for number in answers]
-        others = set().union(*(self._marks_of(example, marked, n) for n in everyone if n not in answers))
+            return text, [self._searched(example, text, number, turn) for number in answers]
         one_each = len(marked) == len(everyone)
-        spans = [self._trimmed(text, span, one_each=one_each) for n, span in enumerate(marked) if n not in others]
+        owned: dict[int, set[int]] = {}  # the marked spans of each answer, where they have to be known
+        following = len(marked)  # the first marked span of the answer that follows, or 0 if it is not known
+        for n in reversed(everyone if answers != everyone or not one_each else []):
+            found = self._marks_of(example, marked, n, needed=n not in answers)
+            owned[n] = found | set(range(min(found, default=following), following))
+            following = min(found, default=0)
+        last = {max(spans) for spans in owned.values() if spans}
+        others = set().union(*(spans for n, spans in owned.items() if n not in answers))
+        spans = [
+            self._trimmed(text, span, turn, ends=one_each or n in last, final=n == len(marked) - 1)
+            for n, span in enumerate(marked)
+            if n not in others
+        ]
         return text, spans
 
-    def _marks_of(self, example: Example, marked: Sequence[Span], number: int) -> set[int]:
-        """Return which marked spans belong to message `number`: with `_TEXT` in the message, these contain it."""
+    def _marks_of(self, example: Example, marked: Sequence[Span], number: int, *, needed: bool) -> set[int]:
+        """Return which marked spans belong to message `number`: with `_TEXT` in the message, these contain it.
+
+        If that cannot be told, return none of them, or raise UserError if it is `needed`.
+        """
         messages = list(example.messages)
-        messages[number] = _with_functions(messages[number] | {"content": _TEXT}, lambda its: its | {"name": _TEXT})
-        text, spans = self._render(example, messages)
+        texts = {key: _TEXT for key, value in messages[number].items() if isinstance(value, str) and value}
+        messages[number] = messages[number] | texts | {"content": _TEXT, "role": messages[number]["role"]}
+        messages[number] = _with_functions(messages[number], lambda its: its | {"name": _TEXT})
+        text, spans = self._tried(example, messages)
         found = {n for n, span in enumerate(spans) if _TEXT in text[slice(*span)]}
         if found and len(spans) == len(marked):
             return found
+        if not needed:
+            return set()
         raise UserError(
             f"{example.where}: message {number + 1} is not to be learned, and it cannot be told which of the text that "
             "the chat template marks is that message's: leave the message or its 'weight' out"
         )
 
-    def _trimmed(self, text: str, span: Span, *, one_each: bool) -> Span:
-        """Exclude a generation prompt from a marked span, and if the span is an answer, an end that ends no generation.
+    def _trimmed(self, text: str, span: Span, turn: _Turn, *, ends: bool, final: bool) -> Span:
+        """Exclude a generation prompt from a marked span, and if it `ends` an answer, an end that ends no generation.
 
         gpt-oss marks its prompt, and writes <|end|> behind earlier answers: a model that learned this there would go on
-        to the next question. Answers that end without a special token are counted.
+        to the next question. Answers that end without a special token are counted, and a `final` one that is cut. If
+        the template's turns are not known, nothing is excluded.
         """
-        turn, (start, end) = self._turn, span
+        start, end = span
         start += len(turn.prompt) * text.startswith(turn.prompt, start)
         written = text[start:end].rstrip()
-        if one_each and not written.endswith(turn.ends):
+        if ends and not written.endswith(turn.ends):
             other = next(filter(written.endswith, self._special), None)
-            self.unsaid.endless += other is None
-            end = end if other is None else start + len(written) - len(other)
+            self.unsaid.endless += other is None or bool(final and turn.around)
+            end = start + len(written) - len(other) if other and turn.around else end
         return start, end
 
-    def _searched(self, example: Example, text: str, number: int) -> Span:
+    def _searched(self, example: Example, text: str, number: int, turn: _Turn) -> Span:
         """Return the span in `text` of the answer in message `number`, found without marks.
 
         The conversation is rendered with `_TEXT` in place of the answer. If nothing else differs than what the template
         writes around any answer, the span belongs to this message.
         """
-        turn, message, messages = self._turn, example.messages[number], list(example.messages)
+        if span := self._searched_calls(example, text, number, turn):
+            return span
+        message, messages = example.messages[number], list(example.messages)
         messages[number] = {"role": message["role"], "content": _TEXT}
-        other, _ = self._render(example, messages)
+        other, _ = self._tried(example, messages)
         start = _common(text, other)
         end = len(text) - _common(text[start:][::-1], other[start:][::-1])
         replaced = other[start : len(other) - len(text) + end]
@@ -246,6 +272,7 @@ class AnswerEncoder:
         if last and ends == 1 and _TEXT in replaced and replaced in turn.around:
             return begin, last
         reason = "does not show where it begins and ends" if last else "ends it with no token at which generation stops"
+        reason = reason if other else "refuses another text in its place, so where it begins and ends cannot be proven"
         install = "" if is_installed("trl") else f"{to_install('trl')}, which knows published templates, or "
         raise UserError(
             f"{example.where}: message {number + 1} is an answer to learn, and the chat template {reason}: {install}"
@@ -253,15 +280,52 @@ class AnswerEncoder:
             "ends it, or data.train_on=all"
         )
 
+    def _searched_calls(self, example: Example, text: str, number: int, turn: _Turn) -> Span | None:
+        """Return the span in `text` of the tool calls in message `number`, or nothing if it cannot be proven.
+
+        The conversation is rendered with `_TEXT` in the names of the functions. If nothing else differs, and it then
+        contains what the template writes for the same message behind a question, the span belongs to this message.
+        """
+        message, messages = example.messages[number], list(example.messages)
+        if not message.get("tool_calls") or not turn.around:
+            return None
+        messages[number] = _with_functions(message, lambda its: its | {"name": f"{_TEXT}{its.get('name')}"})
+        other, asked, written = (
+            self._tried(example, those)[0] for those in (messages, turn.asked, [*turn.asked, messages[number]])
+        )
+        written = written[_common(asked, written) :]
+        prompted = bool(turn.prompt) and written.startswith(turn.prompt)
+        written = written[len(turn.prompt) if prompted else _common(written, turn.around) :]
+        stops = [written.rfind(token) + len(token) for token in turn.ends if token in written]
+        written = written[: max(stops, default=0)]
+        ends = sum(written.count(token) - str(message).count(token) for token in turn.ends)
+        if ends != 1 or _TEXT not in written or other.count(written) != 1 or other.replace(_TEXT, "") != text:
+            return None
+        begin = len(other.partition(written)[0].replace(_TEXT, ""))
+        return begin, begin + len(written.replace(_TEXT, ""))
+
     @cached_property
-    def _turn(self) -> _Turn:
-        """What the template writes around an answer, found with a question and an answer."""
-        probe, eos = Example(""), self._tokenizer.eos_token
-        asked, prompted = (self._tried(probe, prompt=prompt)[0] for prompt in (False, True))
-        text, marked = self._tried(probe, {"role": "assistant", "content": _TEXT})
-        prompt, place = prompted[_common(asked, prompted) :], text.find(_TEXT)
-        if place < 0:
-            return _Turn("", "", (eos,) if eos else ())
+    def _turns(self) -> list[_Turn]:
+        """What the templates of conversations without and with tools write around an answer to a question."""
+        return [self._turn_behind(probe, *_QUESTIONS) for probe in (Example(""), Example("", tools=(_TOOL,)))]
+
+    def _turn_of(self, example: Example) -> _Turn:
+        """Return the turn of the example's template. If that refuses all questions, those of the example are tried."""
+        turn = self._turns[example.tools is not None]
+        roles = [message["role"] for message in (*example.messages, {"role": "assistant"})]
+        return turn if turn.around else self._turn_behind(example, example.messages[: roles.index("assistant")])
+
+    def _turn_behind(self, example: Example, *questions: Sequence[Message]) -> _Turn:
+        """Find what the template writes around an answer to the first of `questions` that it does not refuse."""
+        eos = self._tokenizer.eos_token
+        for asking in questions:
+            text, marked = self._tried(example, [*asking, {"role": "assistant", "content": _TEXT}])
+            if (place := text.find(_TEXT)) >= 0:
+                break
+        else:
+            return _Turn((), "", "", (eos,) if eos else ())
+        asked, prompted = (self._tried(example, asking, prompt=prompt)[0] for prompt in (False, True))
+        prompt = prompted[_common(asked, prompted) :]
         token = "|".join(map(re.escape, sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True))) or "(?!)"
         if marked:
             start, end = next((span for span in marked if span[0] <= place < span[1]), (place, place))
@@ -272,16 +336,17 @@ class AnswerEncoder:
             end = following.end() if following else len(text)
         found = re.findall(token, text[place:end])
         ends = [eos, *([eos] if eos in found else found[-1:])]
-        # With marks it is known that an answer that calls tools ends in another token.
-        called, marked = self._tried(probe, _calling({"a": "b"}))
-        written = called[slice(*marked[-1])].rstrip() if marked else ""
-        ends += [last for last in self._special if written.endswith(last)]
-        return _Turn(prompt, text[_common(asked, text) : end], tuple(dict.fromkeys(filter(None, ends))))
+        # An answer that calls tools may end in another token.
+        called, spans = self._tried(example, [*asking, _with_functions(_calling({"a": "b"}), self._printable)])
+        written = called[slice(*spans[-1]) if spans else slice(_common(asked, called), None)].rstrip()
+        if marked or not any(known and known in written for known in ends):
+            ends += [last for last in self._special if written.endswith(last)]
+        return _Turn(asking, prompt, text[_common(asked, text) : end], tuple(dict.fromkeys(filter(None, ends))))
 
-    def _tried(self, example: Example, *answers: Message, prompt: bool = False) -> tuple[str, list[Span]]:
-        """Render a question and answers as `_render` does, or return nothing if the template refuses that."""
+    def _tried(self, example: Example, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
+        """Render messages as `_render` does, or return nothing if the template refuses them."""
         try:
-            return self._render(example, [{"role": "user", "content": "?"}, *answers], prompt=prompt)
+            return self._render(example, messages, prompt=prompt)
         except UserError:
             return "", []
 
@@ -330,7 +395,10 @@ class AnswerEncoder:
         objects as Python does.
         """
         text, probe = '{"a": "b"}', Example("", tools=(_TOOL,))
-        as_text, as_object = (self._tried(probe, _calling(given))[0] for given in (text, {"a": "b"}))
+        as_text, as_object = (
+            "".join(self._tried(probe, [*asking, _calling(given)])[0] for asking in _QUESTIONS)
+            for given in (text, {"a": "b"})
+        )
         return text in as_text, "a" in as_object and "'a'" not in as_object
 
     def _count_omitted_text(self, example: Example, text: str) -> None:

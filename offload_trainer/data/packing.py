@@ -36,7 +36,7 @@ from offload_trainer.data.tokenizer import document_marks
 from offload_trainer.units import format_count
 
 # Increase it when the same conversations and template give other rows than before.
-_VERSION = 3
+_VERSION = 4
 _BATCH = 256  # conversations per tokenizer call
 _OPEN = 64  # rows being filled at the same time
 _PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"

@@ -193,6 +193,51 @@ def test_marks_without_the_end_are_followed_and_counted(tmp_path: Path) -> None:
     assert "; 2 of the answers to train on have no token that ends them" in prepared(file, tokenizer=tokenizer).summary
 
 
+_LACKS = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}"
+_SHORT = "{% if messages | length < 4 %}{{ raise_exception('a longer conversation is needed') }}{% endif %}"
+_STRICT = "{% if messages[0].content != 'Be brief.' %}{{ raise_exception('another system message') }}{% endif %}"
+_LAST = MARKED.replace("}}<end>{% endg", "}}{{ '<pad>' if loop.index == 5 else '<end>' }}{% endg")
+_NO_END = "of the answers to train on have no token that ends them"
+# Each template with generation marks: what is learned of `TALK`, whether <end> ends generation, what is told.
+MARKS = {
+    "a question without a system message is refused": (_LACKS + MARKED, ANSWERS, True, ""),
+    "only the system message of the conversation is accepted": (_STRICT + MARKED, ANSWERS, False, ""),
+    "short conversations are refused": (_SHORT + MARKED, ANSWERS, False, ""),
+    "a last answer that ends otherwise": (_LAST, [ANSWERS[0], " due "], True, f"1 {_NO_END}"),
+    "two marks of each answer, and none of its end": (
+        MARKED.replace("{% generation %}", "{% generation %}(so){% endgeneration %}|{% generation %}").replace(
+            "<end>{% endgeneration %}", "{% endgeneration %}<end>"
+        ),
+        ["(so)", "Uno é.\n\nSì.", "(so)", " due "],
+        False,
+        f"2 {_NO_END}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_the_ends_of_marked_answers(name: str) -> None:
+    """An end is cut off only if it is known how the template ends answers, and a last answer without it is counted."""
+    template, expected, ends, told = MARKS[name]
+    tokenizer = chat_tokenizer(template, eos="<eos>")
+    encoder = AnswerEncoder(tokenizer, everything=False)
+    (found,) = encoder.encode([example_of({"messages": TALK}, form="chat", where="here, line 1")])
+    assert learned(found, tokenizer=tokenizer) == expected
+    assert ("<end>" in tokenizer.convert_ids_to_tokens(encoder.end_ids)) == ends
+    assert [line[: len(told)] for line in encoder.unsaid.told()] == [told] * bool(told)
+
+
+def test_the_template_of_tools_ends_answers_in_its_own_token() -> None:
+    tokenizer = chat_tokenizer("", eos="<eos>", special=["<stop>"])
+    tokenizer.chat_template = {"default": MARKED, "tool_use": "{{ tools }}" + MARKED.replace("<end>", "<stop>")}
+    encoder = AnswerEncoder(tokenizer, everything=False)
+    record = {"messages": TALK, "tools": CONVERSATIONS["a call"]["tools"]}
+    (found,) = encoder.encode([example_of(record, form="chat", where="here, line 1")])
+    assert learned(found, tokenizer=tokenizer) == [answer.replace("<end>", "<stop>") for answer in ANSWERS]
+    assert tokenizer.convert_ids_to_tokens(encoder.end_ids) == ["<eos>", "<end>", "<stop>"]
+    assert encoder.unsaid.told() == []
+
+
 def test_several_marks_of_one_answer() -> None:
     """Reasoning and text are marked separately; which marks are of an answer not to learn is found by rendering."""
     marked = (
@@ -204,6 +249,8 @@ def test_several_marks_of_one_answer() -> None:
     assert learned(encoded({"messages": talk}, template=marked)) == ["(B)", "b<end>", "d<end>"]
     talk[3]["weight"] = 0
     assert learned(encoded({"messages": talk}, template=marked)) == ["(B)", "b<end>"]
+    talk[1]["weight"] = talk[3].pop("weight")
+    assert learned(encoded({"messages": talk}, template=marked)) == ["d<end>"]
     once = "{{ messages[1].content }}{% generation %}{{ messages[-1].content }}{% endgeneration %}" + TEMPLATE
     with pytest.raises(UserError, match="here, line 1: message 2 is not to be learned, and it cannot be told which"):
         encoded({"messages": [talk[0], talk[1] | {"weight": 0}, talk[2]]}, template=once)
@@ -289,7 +336,8 @@ def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: P
     section = DataSection(path=(str(file),), cache=str(tmp_path / "cache"), validation=0.0)
     shape = SimpleNamespace(vocabulary=400)
     source: Any = SimpleNamespace(directory=tmp_path / "model", shape=shape, section=ModelSection())
-    data = prepare_data(section, source, seq_len=96, say=lambda line: None)
+    said: list[str] = []
+    data = prepare_data(section, source, seq_len=96, say=said.append)
     ends = data.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
     assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
     assert data.tokenizer.chat_template == template("glm4moe")
@@ -336,6 +384,47 @@ def test_without_trl_the_answers_are_searched(monkeypatch: pytest.MonkeyPatch) -
         assert [("room_temperature" in text, "Nineteen" in text, "Welcome." in text) for text in texts] == [
             (n == 0, n == 1, n == 2) for n in range(3)
         ]
+
+
+# Roles must alternate, except around calls of tools, as in Mistral's templates.
+ALTERNATING = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}{{ tools }}{% for m in messages %}"
+    "{% if m.role == 'user' %}<user>{{ m.content }}<s>{% elif m.role == 'tool' %}<user>{{ m.content }}<s>"
+    "{% elif m.tool_calls %}(calls){% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}<end>"
+    "{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "case", ["a call", "a call, then a question", "two calls", "two calls in a row", "a call last"]
+)
+@pytest.mark.parametrize("name", ["alternating", "gemma4", "gemma4_v5"])
+def test_calls_of_tools_without_marks(name: str, case: str) -> None:
+    """Calls are found under templates that allow no other answer in their place."""
+    tokenizer = chat_tokenizer(ALTERNATING) if name == "alternating" else tokenizer_of(name)
+    encoder = AnswerEncoder(tokenizer, everything=False)
+    (found,) = encoder.encode([example_of(CONVERSATIONS[case], form="chat", where="here, line 1")])
+    arguments, call, stop, end = (
+        *('{{"name": "room_temperature", "arguments": {{"room": "{}"}}}}', "(calls){}<end>", "<end>", "<end>"),
+    )
+    if name != "alternating":
+        arguments = '<|tool_call>call:room_temperature{{room:<|"|>{}<|"|>}}<tool_call|>'
+        call, stop, end = "{}<|tool_response>", "<|tool_response>", "<turn|>"
+    expected = []
+    for answer in (one for one in CONVERSATIONS[case]["messages"] if one["role"] == "assistant"):
+        calls = [arguments.format(one["function"]["arguments"]["room"]) for one in answer.get("tool_calls", ())]
+        expected.append(call.format("".join(calls)) if calls else answer["content"] + end)
+    assert learned(found, tokenizer=tokenizer) == expected
+    assert {stop, end} <= set(tokenizer.convert_ids_to_tokens(encoder.end_ids))
+
+
+def test_a_template_that_refuses_the_search_is_not_said_to_refuse_the_conversation() -> None:
+    talk = [message("user", "Hi?"), message("assistant", "No")]
+    template = "{% if messages[-1].content not in ('Hi?', 'No') %}{{ raise_exception('x') }}{% endif %}" + TEMPLATE
+    with pytest.raises(UserError, match=r"message 2 is an answer .* cannot be proven: .*or data.train_on=all"):
+        encoded({"messages": talk}, template=template)
 
 
 AS_TEXT, AS_OBJECT = '{"city":"Ōsaka"}', {"city": "Ōsaka"}

@@ -29,6 +29,7 @@ _EOS = {
     "deepseekv3": _DEEPSEEK_END,
     "gemma": "<eos>",
     "gemma3": "<eos>",
+    **dict.fromkeys(("gemma4", "gemma4_v5"), "<eos>"),
     "glm4moe": "<|endoftext|>",
     "gptoss": "<|return|>",
     "llama3": "<|end_of_text|>",
@@ -36,7 +37,9 @@ _EOS = {
     "phi3": "<|endoftext|>",
     "phi3_5": "<|endoftext|>",
 }
-_TOKEN = re.compile(r"<[|\uff5c][^<>\s'{}]+?[|\uff5c]>|<(?:start|end)_of_turn>|</?think>|\[gMASK\]|<sop>")
+_TOKEN = re.compile(
+    r"<[|\uff5c][^<>\s'{}]+?[|\uff5c]>|<(?:start|end)_of_turn>|<\|\w+>|<\w+\|>|</?think>|\[gMASK\]|<sop>"
+)
 
 
 def template(name: str) -> str:

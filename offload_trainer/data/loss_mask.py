@@ -133,6 +133,7 @@ class AnswerEncoder:
             raise UserError(f"{tokenizer.name_or_path}: {error}: choose one with data.chat_template=FILE") from error
         # the templates of conversations without and with tools
         self.templates = given if everything else [training_variant(template) for template in given]
+        self.uses_variant = self.templates != given
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
 

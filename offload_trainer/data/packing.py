@@ -79,6 +79,8 @@ class RowEncoder:
         self.row_length, self.packed, self._form = length, section.packing == "on", form
         day = date.today().isoformat() if section.template_date == "auto" else section.template_date
         self._day, self._answers = datetime.fromisoformat(day), AnswerEncoder(tokenizer, everything=everything)
+        if self._answers.uses_variant:
+            say("conversations are rendered with trl's training variant of the chat template")
         templates = repr(self._answers.templates)
         tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if name in templates}
         # This text differs whenever the templates, or what they read, do.

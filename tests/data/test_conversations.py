@@ -341,6 +341,7 @@ def test_the_ends_of_answers_end_generation_and_the_template_is_kept(tmp_path: P
     ends = data.tokenizer.convert_ids_to_tokens(list(data.ends_of_answers))
     assert ends == ["<|endoftext|>", "<|user|>", "<|observation|>"]
     assert data.tokenizer.chat_template == template("glm4moe")
+    assert said.count("conversations are rendered with trl's training variant of the chat template") == 1
     shown = [line.strip() for line in first_row(data, seq_len=96)]
     assert r"learned  '\n<think></think>\nNineteen degrees.<|user|>'" in shown
 

@@ -66,6 +66,7 @@ from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup, with_steps
 from offload_trainer.run.checks import refuse, refuse_output
 from offload_trainer.run.directory import held
+from offload_trainer.run.resume_point import newest_state
 from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.storage.owned_dirs import ScratchDirectory, reason
@@ -128,11 +129,16 @@ class PageFiles:
 def all_steps_done(checkpoint: Path, save: SaveSection, *, steps: int, given: Settings) -> str | None:
     """Return a message if a checkpoint has all `steps` of the run that would resume from it, else None.
 
-    `given`: settings of the run; the message names those that differ from the checkpoint's. Raises UserError if the
-    run's output is another directory, in which nothing would be saved.
+    None also if page files are newer than it. `given`: settings of the run; the message names those that differ from
+    the checkpoint's. Raises UserError if the run's output is another directory, in which nothing would be saved.
     """
     step, output = read_state(checkpoint).step, Path(save.output)
     if step < steps:
+        return None
+    try:
+        if newest_state(save)[1]:
+            return None
+    except (OSError, ValueError, UserError):  # the later check of the page files reports this
         return None
     reached = f"{checkpoint} is already at step {step} of {steps}"
     if checkpoint.resolve().parent.parent != output.resolve():
@@ -142,8 +148,8 @@ def all_steps_done(checkpoint: Path, save: SaveSection, *, steps: int, given: Se
         )
     then = configuration_of(checkpoint)
     now = {section: {**keys, **given.get(section, {})} for section, keys in then.items()}
-    notes = [f"; {line}" for line in changed_settings(checkpoint.name, then, now) if " is auto; " not in line]
-    notes = [note for note in notes if not note.startswith("; train.steps")]
+    notes = [line for line in changed_settings(checkpoint.name, then, now) if " is auto; " not in line]
+    notes = [f"; {line}" for line in notes if not line.startswith("train.steps")]
     return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
 
 

@@ -31,7 +31,7 @@ def resume_hint(words: Sequence[str]) -> str:
     """Return a sentence on where the command `words` would resume from, without the step if it cannot be read."""
     try:
         save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
-        saved, kept = _newest_state(save)
+        saved, kept = newest_state(save)
     except (OSError, ValueError, UserError):
         return RERUN_HINT
     if kept:
@@ -47,7 +47,7 @@ def config_to_resume(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
     It is also empty if it cannot be read; the later check of the checkpoint or page files reports that error.
     """
     try:
-        saved, kept = _newest_state(save)
+        saved, kept = newest_state(save)
         left = folders_in(Path(save.output) / PAGES)[0] if kept else saved
         if left:
             return configuration_of(left)
@@ -57,7 +57,7 @@ def config_to_resume(save: SaveSection) -> Mapping[str, Mapping[str, Any]]:
         return {}
 
 
-def _newest_state(save: SaveSection) -> tuple[Path | None, int]:
+def newest_state(save: SaveSection) -> tuple[Path | None, int]:
     """Return (checkpoint or None, step of the page files); the step is 0 unless it is newer than the checkpoint.
 
     Raises ValueError or UserError if a run could not start from the page files.

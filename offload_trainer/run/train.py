@@ -76,6 +76,7 @@ def train_run(
         write_now(f"{log.clear}offload-train: {line}")
 
     with beating(nodes, rank=rank, say=tell):
+        on_rank_zero(lambda: refuse_second(Path(config.save.output)))
         if instead is None and (told := from_rank_zero(lambda: _ended_before(config), str | None)):
             log.say(told)
             return
@@ -122,10 +123,11 @@ def _ended_before(config: TrainConfig) -> str | None:
     They do not tell if the model, the data or the seed differ, which is refused later, and if there are page files to
     remove. Raises UserError as `all_steps_done` does.
     """
-    listed, given = Path(config.save.output) / PAGES, config.model_dump(mode="json", exclude_unset=True)
-    checkpoint = find_resume(config.save.resume, output=Path(config.save.output))
+    output = Path(config.save.output)
+    listed, checkpoint = output / PAGES, find_resume(config.save.resume, output=output)
     if checkpoint is None or config.train.epochs != "auto" or (os.path.lexists(listed) and listed.lstat().st_size):
         return None
+    given = config.model_dump(mode="json", exclude_unset=True)
     told = resume.all_steps_done(checkpoint, config.save, steps=config.train.steps, given=given)
     then, now = configuration_of(checkpoint), config.model_dump(mode="json")
     fixed = {(section, key) for section in ("model", "data") for key in now[section]} | {("train", "seed")}
@@ -140,11 +142,10 @@ def _ended_before(config: TrainConfig) -> str | None:
 def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
     """Return rank 0's plan on every rank, with the drives of each node. Collective.
 
-    Raises UserError if the ranks differ, if another run is using the run directory, if the plan must not start, or if
-    another node lacks memory or disk space for it.
+    Raises UserError if the ranks differ, if the plan must not start, or if another node lacks memory or disk space for
+    it.
     """
     refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # nodes may use other drives
-    on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     rank, found = place_here()[0], list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))

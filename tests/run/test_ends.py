@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 from pathlib import Path
 
@@ -118,6 +119,9 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     assert "so nothing would be trained or saved in" in refused.text
     refused = call(*words, "--seed", 5, output=output, check=False)
     assert (refused.code, "seed: it has 0, this run 5" in refused.text) == (2, True)
+    with open(output / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another run is using this directory" in call(*words, output=output, check=False).text
     assert everything(tmp_path) == before
 
 

@@ -95,7 +95,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False, agai
     if kept is not config and not found.plan.fits:
         found = planned(config, models, machine, world=world, nodes=nodes)
     if not found.plan.fits:
-        found = with_what_fits(found, config, models, here=True)
+        found = with_what_fits(found, config, models, here=True, resumes=bool(before))
     return with_longest_row(found, config, models) if longest else found
 
 
@@ -219,13 +219,16 @@ def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallback
     return replace(found, plan=replace(plan, longest_row=tokens))
 
 
-def with_what_fits(found: Planned, config: TrainConfig, models: MemoryFallbacks, *, here: bool) -> Planned:
+def with_what_fits(
+    found: Planned, config: TrainConfig, models: MemoryFallbacks, *, here: bool, resumes: bool = False
+) -> Planned:
     """Return a plan that does not fit with one or two sets of words for the command that make it fit, if there are any.
 
     Each set has the fewest changes that are enough. `here`: the plan is for this machine, which may have a drive.
+    `resumes`: the run resumes another, whose rows keep their length.
     """
     world, nodes, fitting = found.plan.world, found.plan.nodes, list[str]()
-    moves = list(_moves(found, config, here=here))
+    moves = [move for move in _moves(found, config, here=here) if not (resumes and move[1] == "data")]
     for count in range(1, _MOST_MOVES + 1):
         for several in combinations(moves, count):
             candidate, machine = config, found.machine
@@ -275,7 +278,7 @@ def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[tuple
     if rows > 1 and train.tokens_per_step == "auto":
         keys = {"micro_batch_size": 1, "gradient_accumulation_steps": rows * times}
         yield f"--micro-batch 1 --accumulate {rows * times}", "train", keys
-    for tokens in (plan.seq_len // 2, plan.seq_len // 8):
+    for tokens in filter(None, (plan.seq_len // 2, plan.seq_len // 8)):
         yield f"--seq-len {tokens}", "data", {"seq_len": tokens}
     if config.model.dtype == "fp32":
         yield "--dtype bf16", "model", {"dtype": "bf16"}

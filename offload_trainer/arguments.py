@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -316,7 +317,7 @@ def take_command(words: list[str]) -> str | None:
         return None
     if words[0] in COMMANDS:
         return words.pop(0)
-    if Path(words[0]).exists() or "." in words[0] or "/" in words[0]:
+    if os.path.exists(words[0]) or "." in words[0] or "/" in words[0]:
         return None
     raise UserError(f"{words[0]}: neither a command ({', '.join(COMMANDS)}) nor a configuration file{_hint(words[0])}")
 

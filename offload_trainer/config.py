@@ -18,7 +18,10 @@ def _whole(value: Any) -> Any:
 
 
 def _day(value: str) -> str:
-    return value if value == "auto" else date.fromisoformat(value).isoformat()
+    try:
+        return value if value == "auto" else date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError("a day, such as 2026-01-31, or auto") from None
 
 
 PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]

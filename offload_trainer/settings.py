@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -346,9 +347,9 @@ def _misplaced(word: str) -> str:
         return f"text to train on is named by a flag: --data {quote(word)}"
     if path.suffix == ".py":
         return "scripts are run by Python and use the library: docs/library.md"
-    if not path.exists() and "/" in word and path.suffix not in (".yaml", ".yml", ".json"):
+    if not os.path.exists(path) and "/" in word and path.suffix not in (".yaml", ".yml", ".json"):
         return "no such file; a model or text is named by a flag: --model NAME, --data PATH"
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return ""
     if (path / "config.yaml").exists():
         return f"a run's configuration is {path / 'config.yaml'}"
@@ -358,7 +359,7 @@ def _misplaced(word: str) -> str:
 
 def file_hint(path: Path) -> str:
     """Return a question that names the configuration whose name is closest to a missing one's; "" if none is."""
-    known = [] if path.exists() else [found.name for found in path.parent.glob("*.y*ml")]
+    known = [] if os.path.exists(path) else [found.name for found in path.parent.glob("*.y*ml")]
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
@@ -514,7 +515,7 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         if item["type"] == "extra_forbidden":
             yield _no_key(key, key, str(item["input"]))
             continue
-        complaint = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+        complaint = item["msg"].removeprefix("Input should be ").removeprefix("a valid ").removeprefix("Value error, ")
         complaint = _COMPLAINTS.get(complaint, complaint)
         seen.setdefault(key, []).append(complaint)
         given.setdefault(key, item["input"])
@@ -533,9 +534,9 @@ def load_config(words: list[str]) -> TrainConfig:
     refuse_unwritable(words)
     draft = _Draft()
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    if "--config" in rest[:-1]:  # as other trainers have it; here the file is the first word
-        rest.pop(place := rest.index("--config"))
-        rest.insert(0, rest.pop(place))
+    place = rest.index("--config") if "--config" in rest else len(rest)
+    if rest[place + 1 : place + 2] and not rest[place + 1].startswith("-"):  # other trainers' flag for the file
+        rest = [rest[place + 1], *rest[:place], *rest[place + 2 :]]
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
         path = rest.pop(0)
         if what := _misplaced(path):

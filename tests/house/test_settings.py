@@ -165,11 +165,21 @@ def test_the_file_may_be_named_by_a_flag(tmp_path: Path) -> None:
     assert f"No such file or directory; did you mean {file}?" in mistakes(str(tmp_path / "tiny.yml"))[0]
     with pytest.raises(UserError, match=r"tiny: neither a command .*; did you mean tiny.yaml\?"), chdir(tmp_path):
         take_command(["tiny"])
+    assert "--config: unknown flag" in mistakes("--config", "--steps", "3")[0]
+    for long in ("x" * 300, f"{'x' * 300}.yaml"):
+        assert f"{long}: File name too long" in mistakes(long)[0]
+        with pytest.raises(UserError, match="neither a command"):
+            take_command(["x" * 300])
 
 
 @pytest.mark.parametrize(
     ("word", "wanted"),
-    [("optim.lr=abc", "a number"), ("train.epochs=abc", "a number or 'auto'"), ("optim.betas=[0.9]", "a list of all")],
+    [
+        ("optim.lr=abc", "a number"),
+        ("train.epochs=abc", "a number or 'auto'"),
+        ("optim.betas=[0.9]", "a list of all"),
+        ("data.template_date=today", "a day, such as 2026-01-31, or auto"),
+    ],
 )
 def test_a_value_of_another_kind(word: str, wanted: str) -> None:
     assert f"is not allowed; it should be {wanted}" in mistakes(word)[0]

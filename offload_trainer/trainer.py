@@ -34,13 +34,7 @@ from offload_trainer.telemetry.meters import (
     peak_rss_bytes,
     read_io,
 )
-from offload_trainer.telemetry.metrics import (
-    EvalRecord,
-    StepRecord,
-    bits_per_byte,
-    mfu,
-    perplexity,
-)
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord, bits_per_byte, mfu, perplexity
 from offload_trainer.telemetry.sinks import Telemetry
 from offload_trainer.units import format_seconds
 
@@ -63,29 +57,22 @@ class TimeToSave:
         self._steps = deque[float](maxlen=_LATEST)
         self._validation = 0.0
         self._validates = False
-        self._now, self._since = "save", time.monotonic()
+        self._now: Literal["step", "validation", "save"] = "save"
+        self._since = time.monotonic()
 
-    def begin_step(self, *, validates: bool) -> None:
-        """Begin a step; `validates`: a validation follows it."""
-        self._validates = validates
-        self._begin("step")
+    def begin(self, phase: Literal["step", "validation", "save"], *, validates: bool = False) -> None:
+        """Begin a phase: a step, its validation, or the time in which it may be saved.
 
-    def begin_validation(self) -> None:
-        """Begin the validation after a step."""
-        self._steps.append(time.monotonic() - self._since)
-        self._begin("validation")
-
-    def begin_save(self) -> None:
-        """Begin the time in which this step may be saved."""
+        `validates`: a validation follows the step that begins.
+        """
         passed = time.monotonic() - self._since
-        if self._now == "validation":
-            self._validation = passed
-        else:
+        if self._now == "step":
             self._steps.append(passed)
-        self._begin("save")
-
-    def _begin(self, what: str) -> None:
-        self._now, self._since = what, time.monotonic()
+        elif self._now == "validation":
+            self._validation = passed
+        if phase == "step":
+            self._validates = validates
+        self._now, self._since = phase, time.monotonic()
 
     @property
     def seconds(self) -> float | None:
@@ -153,12 +140,12 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
         while state.step < job.train.steps:
             last = state.step + 1 == job.train.steps
             validates = _due(state.step + 1, job.train.eval_every) or last
-            job.to_save.begin_step(validates=validates)
+            job.to_save.begin("step", validates=validates)
             state = _step(job, state, batches)
             if validates:
-                job.to_save.begin_validation()
+                job.to_save.begin("validation")
                 _evaluate(job, state.step)
-            job.to_save.begin_save()
+            job.to_save.begin("save")
             stop, wished, ended = _agree(job, asked)
             _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:

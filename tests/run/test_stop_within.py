@@ -39,21 +39,21 @@ def test_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
     left = TimeToSave(step=None, save=4.0)
-    left.begin_step(validates=True)
+    left.begin("step", validates=True)
     assert left.seconds is None  # nobody knows the seconds of a first step
     now[0] = 10.0
-    left.begin_validation()
+    left.begin("validation")
     now[0] = 13.0
-    left.begin_save()
+    left.begin("save")
     assert left.seconds == 4.0
     now[0] = 15.0
     assert left.seconds == 2.0
-    left.begin_step(validates=True)
+    left.begin("step", validates=True)
     now[0] = 16.0
     assert left.seconds == 9 + 3 + 4
     left.save = 6.0
     now[0] = 26.0  # the step takes longer than the one before
     assert left.seconds == 0 + 3 + 6
-    left.begin_save()
-    left.begin_step(validates=False)
+    left.begin("save")
+    left.begin("step", validates=False)
     assert left.seconds == 11 + 6  # the longest of the latest steps

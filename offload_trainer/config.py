@@ -434,3 +434,7 @@ class TrainConfig(_Section):
     parallel: ParallelSection = ParallelSection()
     tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
+
+    def with_keys(self, section: str, **keys: Any) -> TrainConfig:
+        """Return the configuration with other values of some of a section's keys."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=keys)})

@@ -24,12 +24,7 @@ from offload_trainer.plan.defaults import (
     row_length,
     with_dtype_of_card,
 )
-from offload_trainer.plan.engines import (
-    Candidate,
-    Engine,
-    engine_of,
-    settings_of_others,
-)
+from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
 from offload_trainer.plan.images import image_note, with_rate
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, refuse_card
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
@@ -77,7 +72,7 @@ def resolve_and_plan(
     found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
     if chosen.checkpointed or not config.model.offload_activations:  # off would be refused with offload_activations
         found["activation_checkpointing"] = checkpointing_setting(chosen.checkpointed, shape)
-    return settled.model_copy(update={"model": settled.model.model_copy(update=found)}), chosen
+    return settled.with_keys("model", **found), chosen
 
 
 def make_plan(
@@ -240,17 +235,13 @@ def _best_schedule(engine: Tiered, work: Workload, machine: MachineProfile) -> P
     elif may_have_two_copies:
         plan = _best_placement(engine.with_setting(FULL), work, machine)
         tried.append(_schedule_of(FULL, plan))
-        if plan.fits and (not first.fits or _gains_enough(plan, first)):
+        step = plan.forecast.step
+        gains = step is not None and step <= (1 - WORTH) * _with_little_overlap_off(first)
+        if plan.fits and (gains or not first.fits):
             best, taken = plan, FULL
     if in_memory and best is first:
         return first
     return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
-
-
-def _gains_enough(plan: Plan, first: Plan) -> bool:
-    """Return whether another schedule is faster than the first by `WORTH`; both plans fit."""
-    step = plan.forecast.step
-    return step is not None and step <= (1 - WORTH) * _with_little_overlap_off(first)
 
 
 def _with_little_overlap_off(plan: Plan) -> float:
@@ -511,8 +502,8 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
     layouts = Layouts(workload(config, shape, world=world, nodes=nodes))
 
     def fits(seq_len: int) -> bool:
-        rows = config.data.model_copy(update={"seq_len": seq_len})
-        return any_placement_fits(config.model_copy(update={"data": rows}), layouts, machine, world=world, nodes=nodes)
+        rows = config.with_keys("data", seq_len=seq_len)
+        return any_placement_fits(rows, layouts, machine, world=world, nodes=nodes)
 
     return longest(shape.context, fits)
 
@@ -522,8 +513,7 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
     tiered = config.tiered
     is_set = config.placement.engine_name != "tiered" or "weight_buffers" in tiered.model_fields_set
     counts = [tiered.weight_buffers] if is_set else range(tiered.weight_buffers, 0, -1)
-    sections = [tiered.model_copy(update={"weight_buffers": count}) for count in counts]
-    return [config.model_copy(update={"tiered": section}) for section in sections]
+    return [config.with_keys("tiered", weight_buffers=count) for count in counts]
 
 
 def any_placement_fits(
@@ -532,7 +522,7 @@ def any_placement_fits(
     """Return whether the configuration fits in any placement that it allows, with MLPs whole or in chunks."""
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
-        config = config.model_copy(update={"placement": place.model_copy(update={"gpu_fraction": 0.0})})
+        config = config.with_keys("placement", gpu_fraction=0.0)
     engine = engine_of(config)
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts)

@@ -118,8 +118,8 @@ def with_steps(setup: Setup, begins: TrainState | None) -> Setup:
     steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
     if mistakes := mistakes_of_length(setup.config.optim, steps=steps):
         raise UserError("; ".join(mistakes))
-    train = train.model_copy(update={"steps": steps, "epochs": "auto"})
-    return replace(setup, planned=replace(planned, config=planned.config.model_copy(update={"train": train})))
+    config = planned.config.with_keys("train", steps=steps, epochs="auto")
+    return replace(setup, planned=replace(planned, config=config))
 
 
 Build = Callable[..., Engine]  # same signature as `build_engine`

@@ -26,13 +26,7 @@ from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.engines import combination_mistakes
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.planner import (
-    any_placement_fits,
-    longest_row,
-    resolve_and_plan,
-    with_fewer_buffers,
-    workload,
-)
+from offload_trainer.plan.planner import any_placement_fits, longest_row, resolve_and_plan, with_fewer_buffers, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.layout import is_divided, undivided
 from offload_trainer.plan.tiered.spec import Layouts
@@ -109,9 +103,8 @@ def shared_plan(own: Planned) -> Planned:
 
     config = TrainConfig.model_validate_json(broadcast_json(json.dumps(own.config.model_dump(exclude_unset=True))))
     plan, machine = broadcast_json((own.plan, own.machine), tuple[Plan, MachineProfile])
-    placement = config.placement.model_copy(update={"nvme": own.config.placement.nvme})
     source = as_wished(own.source, config)
-    return Planned(config.model_copy(update={"placement": placement}), plan, machine, source)
+    return Planned(config.with_keys("placement", nvme=own.config.placement.nvme), plan, machine, source)
 
 
 def machine_here(place: PlacementSection, *, output: str = ".") -> MachineProfile:
@@ -207,8 +200,7 @@ def planned(
 def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallbacks) -> Planned:
     """Return `found` with the longest row that fits in its plan, also with chunked MLPs if `config` allows them."""
     requested = {key: getattr(config.model, key) for key in ("mlp_chunk", "activation_checkpointing")}
-    model = found.config.model.model_copy(update=requested)
-    plan, candidate = found.plan, found.config.model_copy(update={"model": model})
+    plan, candidate = found.plan, found.config.with_keys("model", **requested)
 
     def longest(source: Any) -> int:
         return longest_row(candidate, source.shape, found.machine, world=plan.world, nodes=plan.nodes)
@@ -233,8 +225,7 @@ def with_what_fits(
         for several in combinations(moves, count):
             candidate, machine = config, found.machine
             for _, section, keys in several:
-                changed = getattr(candidate, section).model_copy(update=keys)
-                candidate = candidate.model_copy(update={section: changed})
+                candidate = candidate.with_keys(section, **keys)
             if combination_mistakes(candidate):
                 continue
             if candidate.placement.nvme != config.placement.nvme:
@@ -353,7 +344,7 @@ class MemoryFallbacks:
         left_open = left_open and config.model.compile == "off"
         for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) else (False,):
-                candidate = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
+                candidate = config.with_keys("tiered", fetch_granularity=fetch)
                 of = self.as_wished(candidate, pieces=pieces)
                 if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):
                     yield candidate, of
@@ -392,7 +383,7 @@ def _with_template_date(config: TrainConfig, before: Mapping[str, Mapping[str, A
         day = date.fromisoformat(before["data"]["template_date"])
     except (KeyError, TypeError, ValueError):  # a new run, or one that was imported
         day = date.today()
-    return config.model_copy(update={"data": config.data.model_copy(update={"template_date": day.isoformat()})})
+    return config.with_keys("data", template_date=day.isoformat())
 
 
 def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
@@ -415,7 +406,7 @@ def _with_resumed_copies(config: TrainConfig, *, nodes: int) -> TrainConfig:
         return config
     if manifest is None or manifest.places == 1:
         return config
-    return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": manifest.places})})
+    return config.with_keys("tiered", state_copies=manifest.places)
 
 
 def _with_resumed_choices(
@@ -439,9 +430,8 @@ def _with_resumed_choices(
     if engine == "deepspeed" or not left_open:
         return config
     if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # decides the layout of page files
-        count = (
-            tiered.weight_buffers if "weight_buffers" in tiered.model_fields_set else before["tiered"]["weight_buffers"]
-        )
+        is_set = "weight_buffers" in tiered.model_fields_set
+        count = tiered.weight_buffers if is_set else before["tiered"]["weight_buffers"]
         tiered = tiered.model_copy(update={"fetch_granularity": "module", "weight_buffers": count})
     chunk = before.get("model", {}).get("mlp_chunk")
     if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):

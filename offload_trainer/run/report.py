@@ -21,13 +21,7 @@ from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.run.build import Setup
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import bytes_below
-from offload_trainer.telemetry.metrics import (
-    StepRecord,
-    median_phases,
-    read_evaluations,
-    read_metrics,
-    steady,
-)
+from offload_trainer.telemetry.metrics import StepRecord, median_phases, read_evaluations, read_metrics, steady
 from offload_trainer.telemetry.report import predicted_row, report_page
 from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -167,8 +161,7 @@ def _changed(planned: Planned) -> Iterator[tuple[str, Plan]]:
     """
     now, shape, machine = planned.plan, planned.source.shape, planned.machine
     for words, section, keys in _changes(planned):
-        changed = getattr(planned.config, section).model_copy(update=keys)
-        config = planned.config.model_copy(update={section: changed})
+        config = planned.config.with_keys(section, **keys)
         if combination_mistakes(config):
             continue
         try:

@@ -276,11 +276,11 @@ def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
     term = term_of(word)
     if term is None:
         return ""
-    if term.key in _NOT_IMPLEMENTED:
-        return _NOT_IMPLEMENTED[term.key]
-    if not term.here:
-        return term.note
     key, fixed, value = term.here.partition("=")
+    if key in _NOT_IMPLEMENTED:
+        return _NOT_IMPLEMENTED[key]
+    if not key:
+        return term.note
     if fixed:
         off = text is not None and plain(text) in ("false", "no", "off", "0", "none")
         here = f"{key}=off" if off and value == "on" else f"{key}=false" if off and value == "true" else term.here
@@ -408,8 +408,7 @@ def _translated(trainer: str, content: dict[Any, Any]) -> str:
 def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each key."""
     for name, value in content.items():
-        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-        yield from inner
+        yield from _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
 
 
 def _no_section(path: Path, section: str, values: Any) -> list[str]:
@@ -498,12 +497,8 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
 
 
 _COMPLAINTS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-_COMPLAINTS |= {
-    "tuple": "a list",
-    "list": "a list",
-    "dictionary": "keys with values",
-    "Field required": "a list of all its values",
-}
+_COMPLAINTS |= {"tuple": "a list", "list": "a list", "Field required": "a list of all its values"}
+_COMPLAINTS |= {"dictionary": "keys with values"}
 
 
 def _validation_mistakes(error: ValidationError) -> Iterator[str]:
@@ -516,8 +511,7 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
             yield _no_key(key, key, str(item["input"]))
             continue
         complaint = item["msg"].removeprefix("Input should be ").removeprefix("a valid ").removeprefix("Value error, ")
-        complaint = _COMPLAINTS.get(complaint, complaint)
-        seen.setdefault(key, []).append(complaint)
+        seen.setdefault(key, []).append(_COMPLAINTS.get(complaint, complaint))
         given.setdefault(key, item["input"])
     for key, complaints in seen.items():
         wanted = " or ".join(dict.fromkeys(complaints))

@@ -50,11 +50,6 @@ class Term:
     here: str  # a key, a key with its value, or "" if there is no equivalent
     note: str = ""  # sentence that says what differs or what to do instead
 
-    @property
-    def key(self) -> str:
-        """The key without a value."""
-        return self.here.partition("=")[0]
-
 
 # (equivalent here, words of other trainers, note if the meaning differs)
 _TERMS: tuple[tuple[str, str, str], ...] = (

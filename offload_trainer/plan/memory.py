@@ -53,11 +53,9 @@ def cuda_process(*, has_gpu: bool) -> int:
     return CUDA_PROCESS if has_gpu else 0
 
 
-def process_items(
-    tiers: Tiers, *, here: int = 1, own: int = PROCESS, what: str = "torch and transformers"
-) -> list[Item]:
-    """Return the RAM of `here` processes on a machine; `own` is the bytes of a single one, shared pages included."""
-    each = own - LIBRARIES + cuda_process(has_gpu=tiers.has_gpu)
+def process_items(tiers: Tiers, *, here: int = 1, what: str = "torch and transformers") -> list[Item]:
+    """Return the RAM of `here` processes on a machine."""
+    each = PROCESS - LIBRARIES + cuda_process(has_gpu=tiers.has_gpu)
     return [
         tiers.ram.item("process", each * here, f"interpreter, {what}, in each process"),
         tiers.ram.item("libraries", LIBRARIES, "code of torch and other libraries, shared by all processes"),

@@ -35,14 +35,7 @@ from typing import Any
 
 from pydantic import with_config
 
-from offload_trainer.checkpoint import (
-    MADE,
-    TrainState,
-    changed_settings,
-    check_resume,
-    configuration_of,
-    read_state,
-)
+from offload_trainer.checkpoint import MADE, TrainState, changed_settings, check_resume, configuration_of, read_state
 from offload_trainer.config import SaveSection
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
@@ -82,8 +75,6 @@ from offload_trainer.storage.scratch_dir import (
 )
 from offload_trainer.storage.scratch_dir import take_over as taken_over
 from offload_trainer.trainer import Job
-
-Settings = Mapping[str, Mapping[str, Any]]  # by section and key
 
 
 @with_config(LENIENT)
@@ -126,7 +117,9 @@ class PageFiles:
 # -- checkpoints and the lock ------------------------------------------------------------------------------------------
 
 
-def all_steps_done(checkpoint: Path, save: SaveSection, *, steps: int, given: Settings) -> str | None:
+def all_steps_done(
+    checkpoint: Path, save: SaveSection, *, steps: int, given: Mapping[str, Mapping[str, Any]]
+) -> str | None:
     """Return a message if a checkpoint has all `steps` of the run that would resume from it, else None.
 
     None also if page files are newer than it. `given`: settings of the run; the message names those that differ from
@@ -198,13 +191,10 @@ def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | Non
 
     Raises UserError if it would overwrite the results of another run.
     """
-    at, restarts, exports = (
-        begins.step if begins else 0,
-        setup.config.save.resume == "never",
-        setup.config.save.every == 0,
-    )
+    save, at = setup.config.save, begins.step if begins else 0
 
     def told() -> str | None:
+        restarts, exports = save.resume == "never", save.every == 0
         ended = checkpoint and _is_done(setup, checkpoint)
         return ended or done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports)
 

@@ -222,10 +222,10 @@ class Screen:
 
     def above(self) -> AbstractContextManager[None]:
         """Return a context for printing lines above the live one, if there is one."""
-        found: AbstractContextManager[None] = (
-            nullcontext() if self._bar is None else tqdm.external_write_mode(file=sys.stderr)
-        )
-        return found
+        if self._bar is None:
+            return nullcontext()
+        live: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stderr)
+        return live
 
     def close(self) -> None:
         """Close the live line and leave it on the screen."""

@@ -20,14 +20,7 @@ from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.optim import cuda_adam
 from offload_trainer.plan.engines import engine_of
-from offload_trainer.plan.machine import (
-    MachineProfile,
-    Rate,
-    Rates,
-    card_mistakes,
-    read_machine,
-    runs,
-)
+from offload_trainer.plan.machine import MachineProfile, Rate, Rates, card_mistakes, read_machine, runs
 from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.plan.planner import make_plan, resolve_and_plan
 from offload_trainer.run import process_setup

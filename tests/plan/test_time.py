@@ -12,12 +12,7 @@ from sample_plans import GB, SHAPES, least_ram, machine, rate, timed, wish
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile, layer_key
 from offload_trainer.plan.planner import make_plan, resolve_and_plan
-from offload_trainer.plan.step_time import (
-    UPDATE_START,
-    Forecast,
-    correction,
-    steady_ratios,
-)
+from offload_trainer.plan.step_time import UPDATE_START, Forecast, correction, steady_ratios
 from offload_trainer.plan.tiered.spec import TierSizes
 
 

@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import (
-    INTERRUPT,
-    KILL,
-    TINY,
-    Run,
-    ask,
-    assert_same_run,
-    call,
-    call_and_kill,
-    in_turn,
-)
+from commands import INTERRUPT, KILL, TINY, Run, ask, assert_same_run, call, call_and_kill, in_turn
 from forked_ranks import call_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -30,13 +30,7 @@ from offload_trainer.telemetry.metrics import (
     read_evaluations,
     read_metrics,
 )
-from offload_trainer.telemetry.sinks import (
-    JsonLines,
-    Screen,
-    Telemetry,
-    is_live,
-    longest_phase,
-)
+from offload_trainer.telemetry.sinks import JsonLines, Screen, Telemetry, is_live, longest_phase
 
 CONTRACT = (
     "step tokens loss grad_norm lr loss_scale seconds tokens_per_second mfu phases nvme_read_bytes nvme_written_bytes "

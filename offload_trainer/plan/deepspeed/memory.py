@@ -123,7 +123,7 @@ class StockBytes:
 
     def _process(self) -> list[Item]:
         here, row = self.work.here, self.work.seq_len
-        items = process_items(self.tiers, here=here, own=PROCESS, what="torch, transformers and DeepSpeed")
+        items = process_items(self.tiers, here=here, what="torch, transformers and DeepSpeed")
         if not self.tiers.has_gpu and row >= LONG:
             why = f"measured: heap fragments of allocations below {format_bytes(mapped_from(row))}, in each process"
             items.append(self.tiers.ram.item("heap", _HOLES_OF_LONG_ROWS * here, why))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from offload_trainer.plan.machine import MachineProfile, layer_key
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.step_time import stands_for
@@ -26,23 +28,15 @@ def seconds_of(model: ModelShape, machine: MachineProfile) -> float | None:
     timed = rates.layers.get(RATE) or rates.matmul.get(stands_for("bf16", machine) or "")
     if timed is None:
         return None
-    matrices = [weight for weight in model.weights if weight.matrix]
-    seconds = 0.0
-    for weight in matrices:
-        assert weight.matrix is not None
-        count = weight.numel // (weight.matrix[0] * weight.matrix[1])
-        seconds += count * products_of(weight.matrix) / timed.value
+    matrices = [(weight.numel, weight.matrix) for weight in model.weights if weight.matrix]
+    seconds = sum((count // prod(shape) * products_of(shape) / timed.value for count, shape in matrices), start=0.0)
     if machine.gpu is not None and rates.to_device is not None and rates.from_device is not None:
-        moved = 2 * sum(weight.numel for weight in matrices)
+        moved = 2 * sum(count for count, _ in matrices)
         seconds += moved / rates.to_device.value + moved / rates.from_device.value
     return seconds
 
 
 def workspace_bytes(model: ModelShape, *, gpu: bool) -> int:
     """Return the bytes for the largest matrix in use: the iteration's matrices, and on a CPU an fp32 copy."""
-    most = 0
-    for weight in model.weights:
-        if weight.matrix:
-            elements, least = weight.matrix[0] * weight.matrix[1], min(weight.matrix)
-            most = max(most, (6 if gpu else 8) * elements + 4 * least * least)
-    return most
+    shapes = [weight.matrix for weight in model.weights if weight.matrix]
+    return max(((6 if gpu else 8) * prod(shape) + 4 * min(shape) ** 2 for shape in shapes), default=0)

@@ -29,6 +29,7 @@ from offload_trainer.units import format_bytes
 State = Literal["ok", "warning", "failure"]
 
 _LITTLE_RAM = 4_000_000_000
+_LIBAIO = ("/usr/include/libaio.h", "/usr/local/include/libaio.h")
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,9 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
         at = shutil.which(tool, path=path)
         yield Check(tool, "ok", at) if at else Check(tool, missing, f"not found{only}", fix)
     if drive or not needed:
-        header = next((p for p in map(Path, ("/usr/include", "/usr/local/include")) if (p / "libaio.h").exists()), None)
-        if header:
-            yield Check("libaio", "ok", str(header / "libaio.h"))
-        else:
-            yield Check("libaio", missing, f"libaio.h not found{only}", "apt-get install libaio-dev")
+        header = next((at for at in _LIBAIO if Path(at).exists()), None)
+        lacks = Check("libaio", missing, f"libaio.h not found{only}", "apt-get install libaio-dev")
+        yield Check("libaio", "ok", header) if header else lacks
     from offload_trainer.engine.op_builder import is_built, load_async_io, load_cpu_adam
 
     for name, load, wanted in (("cpu_adam", load_cpu_adam, needed), ("async_io", load_async_io, needed and drive)):

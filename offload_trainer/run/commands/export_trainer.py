@@ -49,7 +49,10 @@ def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: 
     read_manifest(checkpoint)
     state = read_engine_state(checkpoint, rule=ADAMW)
     with opened(checkpoint, mixed=False) as found:
-        _refuse_small_disk(checkpoint, destination, weights=sum(map(math.prod, found.shapes.values())))
+        with TensorFileReader(checkpoint / "master.safetensors") as masters:
+            trained = sum(entry.numel for entry in masters.entries.values())
+        weights = sum(map(math.prod, found.shapes.values()))
+        check_destination(destination.resolve(), 4 * weights + 2 * 4 * len(MOMENTS) * trained)  # moments: twice a while
         written = write_model(
             found,
             destination,
@@ -59,14 +62,6 @@ def export_trainer(source: Path, destination: Path, *, shard_bytes: int, check: 
             also=partial(_write_state, checkpoint=checkpoint, state=state),
         )
     return Exported(str(checkpoint), bytes_below(destination), written.compared)
-
-
-def _refuse_small_disk(checkpoint: Path, destination: Path, *, weights: int) -> None:
-    """Raise UserError if there is no room for the weights and, twice for a while, for the moments."""
-    with TensorFileReader(checkpoint / "master.safetensors") as masters:
-        trained = sum(entry.numel for entry in masters.entries.values())
-    moments = 4 * len(MOMENTS) * trained
-    check_destination(destination.resolve(), 4 * weights + 2 * moments)
 
 
 def _write_state(directory: Path, *, checkpoint: Path, state: EngineState) -> None:

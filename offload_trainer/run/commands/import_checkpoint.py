@@ -89,7 +89,13 @@ def import_checkpoint(
         raise UserError(f"optim.name={optim.name}: an import brings AdamW's moments, so its run updates by adamw")
     directories = _distributed(source)
     named = "name" in model.model_fields_set
-    model = model if named else _with_model(model, source)
+    if not named:
+        if not is_there(source / "config.json") or not any(source.glob("*.safetensors")):
+            raise UserError(
+                f"{source}: there is no config.json of a model with its weights in safetensors: name the model that it "
+                "trained: --model"
+            )
+        model = model.model_copy(update={"name": str(source)})
     of = resolve_model(model, seed=0)
     with _opened(source, directories, of) as state:
         buffers = [name for name, _ in of._meta().named_buffers()]
@@ -150,15 +156,6 @@ def _distributed(source: Path) -> list[Path]:
         f"{source}: no checkpoint that can be imported. A Trainer's has {STATE} and {OPTIMIZER}, or {_FSDP[0]} and "
         f"{_FSDP[1]} with FSDP; torch.distributed.checkpoint's has {METADATA}. It holds {held}"
     )
-
-
-def _with_model(model: ModelSection, source: Path) -> ModelSection:
-    if not is_there(source / "config.json") or not any(source.glob("*.safetensors")):
-        raise UserError(
-            f"{source}: there is no config.json of a model with its weights in safetensors: name the model that it "
-            "trained: --model"
-        )
-    return model.model_copy(update={"name": str(source)})
 
 
 @contextmanager

@@ -11,13 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from offload_trainer.config import (
-    DeepSpeedSection,
-    ModelSection,
-    ParallelSection,
-    TieredSection,
-    TrainConfig,
-)
+from offload_trainer.config import DeepSpeedSection, ModelSection, ParallelSection, TieredSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.defaults import micro_batches, with_dtype_of_card

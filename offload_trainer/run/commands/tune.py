@@ -97,16 +97,8 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
     start = time.perf_counter()
     with scratch("tune-") as folder:
         log = folder / "log"
-        command = [
-            sys.executable,
-            "-m",
-            "offload_trainer.run.commands.tune",
-            str(steps),
-            *words,
-            *_ALWAYS,
-            *added.split(),
-        ]
-        command += ["--output", f"{folder}/run"]
+        command = [sys.executable, "-m", "offload_trainer.run.commands.tune", str(steps), *words, *_ALWAYS]
+        command += [*added.split(), "--output", f"{folder}/run"]
         with log.open("w") as errors:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
         trial.steps = [

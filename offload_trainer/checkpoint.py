@@ -377,7 +377,12 @@ def find_resume(setting: str, *, output: Path) -> Path | None:
     Raises UserError if the named path holds no checkpoint. A dangling link on the path to the run's checkpoints is
     also a UserError: there may be checkpoints on a drive that is not mounted.
     """
-    _refuse_dangling(output / "checkpoints")
+    for place in (output / "checkpoints", output, *output.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            raise UserError(
+                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
+                "Mount it; to start from step 0, remove the link or name another --output"
+            )
     if setting == "never":
         return None
     if setting == "auto":
@@ -386,15 +391,6 @@ def find_resume(setting: str, *, output: Path) -> Path | None:
             raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start from step 0, move it away")
         return found[-1] if found else None
     return find_checkpoint(Path(setting))
-
-
-def _refuse_dangling(path: Path) -> None:
-    for place in (path, *path.parents):
-        if os.path.islink(place) and not os.path.exists(place):
-            raise UserError(
-                f"{place} is a link to {shown(os.readlink(place))}, which does not exist: is its drive not mounted? "
-                "Mount it; to start from step 0, remove the link or name another --output"
-            )
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -31,9 +31,7 @@ OPTIONAL = {
     "wandb": "0.22",
     "trackio": "0.41",
 }
-_MODULES = {
-    "yaml": "PyYAML",
-}  # modules whose name differs from the package's
+_MODULES = {"yaml": "PyYAML"}  # modules whose name differs from the package's
 
 
 def is_installed(module: str) -> bool:

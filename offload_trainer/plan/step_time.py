@@ -127,8 +127,11 @@ def forecast(work: Workload, machine: MachineProfile, costs: Costs, *, engine: s
     for phase in PHASES:
         longer = costs.stretch if phase == "update" else 1.0
         moving = _traffic_bounds([m for m in costs.traffic if m.phase == phase], machine, phase=phase, stretch=longer)
-        if phase != "update" and machine.gpu is None:
-            every = _lengthened(every, sum(bound.lost for bound in moving), phase=phase)
+        if phase != "update" and machine.gpu is None:  # computation takes longer by what it loses to drives
+            lost, computing = sum(bound.lost for bound in moving), (phase, "compute")
+            for number, bound in enumerate(every):
+                if (bound.phase, bound.kind) == computing:
+                    every[number] = replace(bound, seconds=bound.seconds and bound.seconds + lost)
             moving = [replace(bound, lost=0.0) for bound in moving]
         every += moving
     ratios = machine.rates.corrections
@@ -147,16 +150,6 @@ def forecast(work: Workload, machine: MachineProfile, costs: Costs, *, engine: s
             known += ratio(phase, found.kind(phase)) * costs.on_top.get(phase, 0.0)
         found.seconds[phase] = known
     return found
-
-
-def _lengthened(bounds: Sequence[Bound], lost: float, *, phase: str) -> list[Bound]:
-    """Return the bounds with the seconds that a phase's computation loses to drives."""
-    return [
-        replace(bound, seconds=bound.seconds and bound.seconds + lost)
-        if (bound.phase, bound.kind) == (phase, "compute")
-        else bound
-        for bound in bounds
-    ]
 
 
 def computing_bounds(work: Workload, machine: MachineProfile) -> list[Bound]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from offload_trainer.config import ModelSection, PlacementSection, TrainConfig
+from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.defaults import micro_batches, row_length
 from offload_trainer.plan.engines import combination_mistakes
@@ -139,27 +139,17 @@ def model_of(config: TrainConfig) -> Any:
     from offload_trainer.model.auto_class import refuse_other_losses
     from offload_trainer.model.loader import resolve_model
 
-    refuse_base(config.model)
+    if (base := config.model.base) != "model":
+        raise UserError(
+            f"model.base={base} is for adapters, which this command does not train: use the library "
+            f"(docs/library.md), ot.load(..., freeze=['.'], base={base!r}), or leave it out"
+        )
     packed, pieces = config.data.packing == "on", config.parallel.sequence > 1
     source = resolve_model(config.model, seed=config.train.seed, packed=packed, pieces=pieces)
-    refuse_nothing_trained(source.shape)
+    if not source.shape.trainable:
+        raise UserError("model.freeze leaves nothing to train")
     refuse_other_losses(source.config)
     return with_block_order(config, source)
-
-
-def refuse_nothing_trained(shape: ModelShape) -> None:
-    """Raise UserError if model.freeze freezes every weight. Adapter training needs the library, not this command."""
-    if not shape.trainable:
-        raise UserError("model.freeze leaves nothing to train")
-
-
-def refuse_base(section: ModelSection) -> None:
-    """Raise UserError for a quantised base, which is for adapters."""
-    if section.base != "model":
-        raise UserError(
-            f"model.base={section.base} is for adapters, which this command does not train: use the library "
-            f"(docs/library.md), ot.load(..., freeze=['.'], base={section.base!r}), or leave it out"
-        )
 
 
 def with_block_order(config: TrainConfig, source: Any) -> Any:

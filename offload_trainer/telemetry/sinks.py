@@ -222,10 +222,7 @@ class Screen:
 
     def above(self) -> AbstractContextManager[None]:
         """Return a context for printing lines above the live one, if there is one."""
-        if self._bar is None:
-            return nullcontext()
-        live: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stderr)
-        return live
+        return nullcontext() if self._bar is None else tqdm.external_write_mode(file=sys.stderr)
 
     def close(self) -> None:
         """Close the live line and leave it on the screen."""

@@ -120,10 +120,8 @@ def _is_running(directory: Path) -> bool:
         return False
     try:
         try_lock(lock, shared=True)
-    except BlockingIOError:
-        return True
-    except NoLocks:
-        return False
+    except (BlockingIOError, NoLocks) as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(lock)
     return False

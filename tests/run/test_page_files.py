@@ -206,10 +206,8 @@ def test_a_run_that_is_complete_keeps_its_page_files(place: Path, tmp_path: Path
         call(*words, "--steps", steps, output=tmp_path / "run")
         assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000004"]
     assert not list((place / "offload-trainer").iterdir())
-    words += [
-        "--save-every",
-        3,
-    ]  # the checkpoint has all steps that are requested, the page files have more
+    # The checkpoint has all steps that are requested, and the page files have more.
+    words += ["--save-every", 3]
     killed("record=5", *words, output=tmp_path / "other")
     assert gone_on(call(*words, "--steps", 3, output=tmp_path / "other")) == 5
     assert [path.name for path in complete_checkpoints(tmp_path / "other/checkpoints")][-1] == "step-00000005"

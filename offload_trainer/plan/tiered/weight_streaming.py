@@ -375,13 +375,10 @@ def _order(units: Sequence[Unit], shape: ModelShape) -> Order:
 
 def _registered(units: Sequence[Unit]) -> Order:
     first = next((place for place, unit in enumerate(units) if unit.within), len(units))
-    before, tied = [unit.name for unit in units[:first]], _tied(units[:first])
+    before = [unit.name for unit in units[:first]]
+    tied = [unit.name for unit in units[:first] if any(place.weight.uses > 1 for place in unit.places)]
     behind = list(dict.fromkeys(unit.within or unit.name for unit in units[first:]))
     return Order((*before, *behind, *tied), (*tied[::-1], *behind[::-1]))
-
-
-def _tied(units: Sequence[Unit]) -> list[str]:
-    return [unit.name for unit in units if not unit.within and any(place.weight.uses > 1 for place in unit.places)]
 
 
 def _inside(units: Sequence[Unit], shape: ModelShape) -> dict[str, list[int]]:

@@ -357,8 +357,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
-    finding = job.dynamic_loss_scale and result.loss_scale > 1  # dynamic loss scaling expects overflows
-    if finding:
+    if job.dynamic_loss_scale and result.loss_scale > 1:  # dynamic loss scaling expects overflows
         return
     if job.optim.on_nonfinite_grad == "stop":
         raise TrainerError(

@@ -37,11 +37,6 @@ def checkpointed_blocks(section: ModelSection, shape: ModelShape) -> int:
     return setting
 
 
-def checkpointing_setting(checkpointed: int, shape: ModelShape) -> int | Literal["on", "off"]:
-    """Return the value of model.activation_checkpointing that checkpoints the first `checkpointed` blocks."""
-    return "off" if checkpointed == 0 else "on" if checkpointed == shape.layers else checkpointed
-
-
 def row_length(setting: int | Literal["auto"], shape: ModelShape) -> int:
     """Return the row length in tokens; `auto` means the model's context, but at most 1024.
 

@@ -292,14 +292,11 @@ _CU126 = "pip install --force-reinstall 'torch<2.15' --index-url https://downloa
 _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 
 
-def refuse_card(machine: MachineProfile, *, dtype: str) -> None:
-    """Raise UserError if the GPU cannot train in `dtype`, or not with the installed torch."""
-    for wrong, fix in card_mistakes(machine, dtype=dtype):
-        raise UserError(f"{wrong}: {fix}")
-
-
 def card_mistakes(machine: MachineProfile, *, dtype: str) -> list[tuple[str, str]]:
-    """Return pairs (what is wrong, what to do); none if the capability is unknown."""
+    """Return why the GPU cannot train in `dtype` with the installed torch, as pairs (what is wrong, what to do).
+
+    There are none if the capability is unknown.
+    """
     capability, built = machine.capability, machine.built_for
     if machine.gpu is None or capability is None:
         return []

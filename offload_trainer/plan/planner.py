@@ -19,14 +19,13 @@ from offload_trainer.packages import lacks
 from offload_trainer.plan.deepspeed.engine import DeepSpeed
 from offload_trainer.plan.defaults import (
     checkpointed_blocks,
-    checkpointing_setting,
     micro_batches,
     row_length,
     with_dtype_of_card,
 )
 from offload_trainer.plan.engines import Candidate, Engine, engine_of, settings_of_others
 from offload_trainer.plan.images import image_note, with_rate
-from offload_trainer.plan.machine import DriveFacts, MachineProfile, has_bf16, refuse_card
+from offload_trainer.plan.machine import DriveFacts, MachineProfile, card_mistakes, has_bf16
 from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve, reserve_items, saved_items
 from offload_trainer.plan.plan import Plan, Shared, UpdateSchedule
 from offload_trainer.plan.shape import ModelShape
@@ -71,7 +70,8 @@ def resolve_and_plan(
     settled = next(one for one, plan in tried if plan is chosen)
     found: dict[str, object] = {"mlp_chunk": chosen.mlp_chunk or "off"}
     if chosen.checkpointed or not config.model.offload_activations:  # off would be refused with offload_activations
-        found["activation_checkpointing"] = checkpointing_setting(chosen.checkpointed, shape)
+        count = chosen.checkpointed
+        found["activation_checkpointing"] = "off" if not count else "on" if count == shape.layers else count
     return settled.with_keys("model", **found), chosen
 
 
@@ -103,7 +103,8 @@ def make_plan(
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts if layouts is not None else Layouts(work))
     machine = at_once(machine, ranks=work.here)
-    refuse_card(machine, dtype=work.dtype)
+    for wrong, fix in card_mistakes(machine, dtype=work.dtype):
+        raise UserError(f"{wrong}: {fix}")
     for setting, package in engine.packages():
         if machine.lacks(package):
             raise UserError(lacks(setting, package))
@@ -457,7 +458,8 @@ def room_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> d
     A directory that shares its filesystem with others has what the others leave.
     """
     tiers, drives = tiers_of(machine, here=work.here), _directories(work, machine)
-    have = tiers.capacities | {directory: drive.free_bytes for directory, drive in drives.items()}
+    have = {tier.name: tier.capacity for tier in (tiers.gpu, tiers.ram)}
+    have |= {directory: drive.free_bytes for directory, drive in drives.items()}
     need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
     for directory, drive in drives.items():
         if drive.device is not None:

@@ -93,11 +93,6 @@ class Tiers:
         """Return the tier of each home that a page or a unit can have on this machine."""
         return {DEVICE: self.device, RAM: self.ram, **dict(enumerate(self.drives))}
 
-    @property
-    def capacities(self) -> dict[str, int]:
-        """Return the bytes of each tier that is no drive, by its name; drives may share a filesystem."""
-        return {tier.name: tier.capacity for tier in (self.gpu, self.ram)}
-
 
 # Homes of pages and units. Drives are 0, 1, ...; ELSEWHERE means that another node has the page. Manifests of page
 # files store these numbers.

@@ -418,7 +418,7 @@ class TieredCandidate:
         rates = self.machine.rates
         added = added_bytes(self.work, self.units, self._laid_out, gpu=self.machine.gpu is not None)
         seconds = 0.0
-        for measured, moved in ((False, added.unmeasured), (True, added.measured)):
+        for measured, moved in added.items():
             keys = [sums_key(name, measured=measured) for name in kernels_of(self.work)]
             rate = next((rates.sums[key] for key in keys if key in rates.sums), rates.memory)
             seconds += moved / rate.value if rate is not None else 0.0

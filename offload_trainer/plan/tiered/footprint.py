@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from offload_trainer.plan.memory import activation_items, heap_holes, input_items, inputs_of, process_items
 from offload_trainer.plan.step_time import DEVICE_COPIES, Traffic
@@ -346,16 +346,10 @@ def gathered_weights(
     return found
 
 
-@dataclass(frozen=True)
-class AddedBytes:
-    """Bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step."""
+def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: bool) -> dict[bool, int]:
+    """Return the bytes of host memory that adding gradients to sums in RAM and on drives reads and writes in a step.
 
-    unmeasured: int
-    measured: int  # part of additions that also compute the norms of the new sums
-
-
-def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: bool) -> AddedBytes:
-    """Return the bytes of a step's additions in host memory.
+    Those of additions that also compute the norms of the new sums are under True, the others under False.
 
     Each gradient reads and writes the sum, and is itself read. A CPU copies a weight's first one, which moves as much,
     since it reads the memory that it overwrites into its caches. A GPU's first one needs no addition, and if it is the
@@ -364,7 +358,7 @@ def added_bytes(work: Workload, units: Sequence[Unit], homes: TierMap, *, gpu: b
     count = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
     added = work.item_bytes + 2 * work.gradient_bytes
     passes = [0 if gpu else added, *[added] * (work.added - 1)]
-    return AddedBytes(sum(passes[:-1]) * count, passes[-1] * count)
+    return {False: sum(passes[:-1]) * count, True: passes[-1] * count}
 
 
 def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int], *, times: int) -> Counter[int]:

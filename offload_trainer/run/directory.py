@@ -29,7 +29,7 @@ from offload_trainer.data.run_data import RunData
 from offload_trainer.errors import UserError, explain
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.run.planning import Planned
-from offload_trainer.safe_files import file_bytes, is_there, parsed
+from offload_trainer.safe_files import is_there, read_back
 from offload_trainer.settings import dump_config
 from offload_trainer.stdio import write_now
 from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
@@ -220,7 +220,8 @@ def write_known(planned: Planned, data: RunData) -> None:
 
 def stop_at(file: Path, ends: Iterable[int]) -> None:
     """Add ids to those at which generation stops: a chat template may end answers with others than the model's."""
-    settings = parsed(file_bytes(file), dict[str, Any])
+    fix = f"It is a copy of the model's {file.name}: mend that one"
+    settings = read_back(file, dict[str, Any], finite=False, fix=fix)
     known = settings.get("eos_token_id")
     known = known if isinstance(known, list) else [] if known is None else [known]
     if missing := [id_ for id_ in ends if id_ not in known]:

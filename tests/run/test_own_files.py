@@ -20,7 +20,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.manifest import crc32_of
 from offload_trainer.model.inference import empty_model
 from offload_trainer.run.commands.runs import runs_in
-from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory
+from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory, stop_at
 from offload_trainer.storage.atomic_io import copy_tree, open_to_append, sync_file
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.metrics import read_metrics
@@ -203,3 +203,13 @@ def test_tensors_behind_a_link_are_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("blob")
     with TensorFileReader(tmp_path / "model.safetensors") as file:
         assert file.read("a").tolist() == [1, 1]
+
+
+def test_a_generation_config_with_a_key_twice_is_named(tmp_path: Path) -> None:
+    """The model's own, which transformers reads, is copied to the run directory as it is."""
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": NaN}')
+    stop_at(file, (7,))
+    file.write_text('{"top_k": 1, "top_k": 2}')
+    with pytest.raises(UserError, match=r"generation_config.json cannot be read: it holds top_k twice. It is a copy"):
+        stop_at(file, (7,))

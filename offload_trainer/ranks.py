@@ -555,8 +555,7 @@ def from_rank_zero(work: Callable[[], T], kind: Any = Any) -> T:
     """Do `work` on rank 0 only and return its result, of type `kind`, on every rank. If it fails, all ranks raise."""
     results: list[T] = []
     on_rank_zero(lambda: results.append(work()))
-    result: T = broadcast_json(results, list[kind])[0]
-    return result
+    return broadcast_json(results, list[kind])[0]
 
 
 def on_some(work: Callable[[], object], *, mine: bool) -> None:

@@ -186,8 +186,7 @@ def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
 def as_kind(value: Any, kind: type[Kind]) -> Kind:
     """Validate a parsed JSON value as a `kind`. Raises ValueError that names the first mismatch."""
     try:
-        made: Kind = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
-        return made
+        return _adapter(kind).validate_python(value)  # type: ignore[arg-type]
     except ValidationError as error:
         raise ValueError(_complaint(error)) from error
 

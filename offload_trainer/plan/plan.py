@@ -146,9 +146,11 @@ class Plan:
 
     def describe(self) -> str:
         """Return the plan as text."""
+        count = self.checkpointed
+        some = "on" if count == self.layers else f"of the first {count} of {self.layers} blocks"
         lines = [
             f"plan: {self.title}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, "
-            f"micro-batches of {self.micro_batch} x {self.seq_len}; gradient checkpointing {self._checkpointing}"
+            f"micro-batches of {self.micro_batch} x {self.seq_len}; gradient checkpointing {some if count else 'off'}"
             + (f"; MLPs in chunks of {self.mlp_chunk} tokens" if self.mlp_chunk else "")
         ]
         lines += self._describe_tiers()
@@ -165,11 +167,6 @@ class Plan:
         lines += [f"  rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-    @property
-    def _checkpointing(self) -> str:
-        some = f"of the first {self.checkpointed} of {self.layers} blocks"
-        return "off" if self.checkpointed == 0 else "on" if self.checkpointed == self.layers else some
 
     def _describe_tiers(self) -> list[str]:
         """Return a line for each tier, followed by one for each of its items, with all bytes in one column."""

@@ -10,12 +10,12 @@ run that is being resumed. If a configuration does not fit, it tries settings th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,28 +209,28 @@ def with_what_fits(
     Each set has the fewest changes that are enough. `here`: the plan is for this machine, which may have a drive.
     `resumes`: the run resumes another, whose rows keep their length.
     """
-    world, nodes, fitting = found.plan.world, found.plan.nodes, list[str]()
+    world, nodes = found.plan.world, found.plan.nodes
     moves = [move for move in _moves(found, config, here=here) if not (resumes and move[1] == "data")]
+
+    def fits(several: Sequence[tuple[str, str, dict[str, Any]]]) -> bool:
+        candidate, machine = config, found.machine
+        for _, section, keys in several:
+            candidate = candidate.with_keys(section, **keys)
+        if combination_mistakes(candidate):
+            return False
+        if candidate.placement.nvme != config.placement.nvme:
+            machine = machine_here(candidate.placement, output=config.save.output)
+        layouts = Layouts(workload(candidate, models.as_wished(candidate).shape, world=world, nodes=nodes))
+        with suppress(UserError):  # a length that does not divide the tokens of a step
+            if any_placement_fits(candidate, layouts, machine, world=world, nodes=nodes):
+                return planned(candidate, models, machine, world=world, nodes=nodes).plan.fits
+        return False
+
     for count in range(1, _MOST_MOVES + 1):
-        for several in combinations(moves, count):
-            candidate, machine = config, found.machine
-            for _, section, keys in several:
-                candidate = candidate.with_keys(section, **keys)
-            if combination_mistakes(candidate):
-                continue
-            if candidate.placement.nvme != config.placement.nvme:
-                machine = machine_here(candidate.placement, output=config.save.output)
-            of = models.as_wished(candidate)
-            layouts = Layouts(workload(candidate, of.shape, world=world, nodes=nodes))
-            with suppress(UserError):  # a length that does not divide the tokens of a step
-                if any_placement_fits(candidate, layouts, machine, world=world, nodes=nodes):
-                    fits = planned(candidate, models, machine, world=world, nodes=nodes).plan.fits
-                    fitting += [" ".join(words for words, _, _ in several)] * fits
-            if len(fitting) == _MOST_FITTING:
-                break
-        if fitting:
-            break
-    return replace(found, plan=replace(found.plan, fits_with=tuple(fitting)))
+        if fitting := list(islice(filter(fits, combinations(moves, count)), _MOST_FITTING)):
+            words = tuple(" ".join(words for words, _, _ in several) for several in fitting)
+            return replace(found, plan=replace(found.plan, fits_with=words))
+    return replace(found, plan=replace(found.plan, fits_with=()))
 
 
 def _moves(found: Planned, config: TrainConfig, *, here: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -241,7 +241,10 @@ def pages_of(
     found: list[Page] = []
     for rank in range(ranks):
         stretches = [range_of_rank(unit, rank, ranks=ranks) for unit in units]
-        cuts = tuple(_cuts_within(unit, first, end) for unit, (first, end) in zip(units, stretches, strict=True))
+        cuts = tuple(  # the ends of the matrices in each range, and the range's end, counted from its start
+            (*(cut - first for cut in unit.cuts if first < cut <= end), end - first)
+            for unit, (first, end) in zip(units, stretches, strict=True)
+        )
         if cuts not in page_groups:
             page_groups[cuts] = _pages_of_rank(
                 [piece for unit, its in zip(units, cuts, strict=True) for piece in _cut(unit, its, page=page)],
@@ -259,11 +262,6 @@ def pages_of(
             else page_groups[cuts]
         )
     return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
-
-
-def _cuts_within(unit: Unit, first: int, end: int) -> tuple[int, ...]:
-    """Return the ends of the matrices in a range of the unit, and the range's end, counted from its start."""
-    return (*(cut - first for cut in unit.cuts if first < cut <= end), end - first)
 
 
 def _pages_of_rank(

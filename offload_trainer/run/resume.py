@@ -35,8 +35,15 @@ from typing import Any
 
 from pydantic import with_config
 
-from offload_trainer.checkpoint import MADE, TrainState, changed_settings, check_resume, configuration_of, read_state
-from offload_trainer.config import SaveSection
+from offload_trainer.checkpoint import (
+    MADE,
+    TrainState,
+    changed_settings,
+    check_identity,
+    check_resume,
+    configuration_of,
+    read_state,
+)
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
@@ -117,15 +124,13 @@ class PageFiles:
 # -- checkpoints and the lock ------------------------------------------------------------------------------------------
 
 
-def all_steps_done(
-    checkpoint: Path, save: SaveSection, *, steps: int, given: Mapping[str, Mapping[str, Any]]
-) -> str | None:
-    """Return a message if a checkpoint has all `steps` of the run that would resume from it, else None.
+def _all_steps_done(setup: Setup, checkpoint: Path) -> str | None:
+    """Return a message if a checkpoint has all steps of the run that would resume from it, else None.
 
-    None also if page files are newer than it. `given`: settings of the run; the message names those that differ from
-    the checkpoint's. Raises UserError if the run's output is another directory, in which nothing would be saved.
+    None also if page files are newer than it. The message names settings that differ from the checkpoint's. Raises
+    UserError if the run's output is another directory, in which nothing would be saved.
     """
-    step, output = read_state(checkpoint).step, Path(save.output)
+    save, steps, step, output = setup.config.save, setup.config.train.steps, read_state(checkpoint).step, setup.output
     if step < steps:
         return None
     try:
@@ -139,17 +144,11 @@ def all_steps_done(
             f"--resume {save.resume}: {reached}, so nothing would be trained or saved in {output}; --steps N trains "
             f"on, and this exports it: offload-train export {quote(str(checkpoint))} DEST"
         )
-    then = configuration_of(checkpoint)
+    given, then = setup.config.model_dump(mode="json", exclude_unset=True), configuration_of(checkpoint)
     now = {section: {**keys, **given.get(section, {})} for section, keys in then.items()}
     notes = [line for line in changed_settings(checkpoint.name, then, now) if " is auto; " not in line]
     notes = [f"; {line}" for line in notes if not line.startswith("train.steps")]
     return f"done: {reached}, so nothing is changed; --steps N extends it{''.join(notes)}"
-
-
-def _is_done(setup: Setup, checkpoint: Path) -> str | None:
-    config = setup.config
-    given = config.model_dump(mode="json", exclude_unset=True)
-    return all_steps_done(checkpoint, config.save, steps=config.train.steps, given=given)
 
 
 def verify(setup: Setup, checkpoint: Path) -> None:
@@ -157,7 +156,8 @@ def verify(setup: Setup, checkpoint: Path) -> None:
 
     Do neither if there are no steps left. Raises UserError if the checkpoint is damaged or of another run.
     """
-    if _is_done(with_steps(setup, read_state(checkpoint)), checkpoint):
+    if _all_steps_done(with_steps(setup, read_state(checkpoint)), checkpoint):
+        check_identity(checkpoint, setup.record.identity, setup.record.layout)
         return
     setup.log.say(f"checking {checkpoint}")
     for line in check_resume(checkpoint, setup.record):
@@ -195,7 +195,7 @@ def done_already(setup: Setup, checkpoint: Path | None, begins: TrainState | Non
 
     def told() -> str | None:
         restarts, exports = save.resume == "never", save.every == 0
-        ended = checkpoint and _is_done(setup, checkpoint)
+        ended = checkpoint and _all_steps_done(setup, checkpoint)
         return ended or done_before(setup.output, setup.record, begins_at=at, restarts=restarts, exports=exports)
 
     message = from_rank_zero(told, str | None)

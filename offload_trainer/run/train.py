@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from offload_trainer import trainer
-from offload_trainer.checkpoint import STEERING, TrainState, configuration_of, find_resume, read_state
+from offload_trainer.checkpoint import TrainState, read_state
 from offload_trainer.config import PlacementSection, TrainConfig
 from offload_trainer.data.run_data import RunData, epoch_line, first_row, prepare_data
 from offload_trainer.errors import Interrupted, PeerFailed, UserError
@@ -47,7 +47,6 @@ from offload_trainer.run.process_setup import ranks_of_environment
 from offload_trainer.run.report import report, run_page
 from offload_trainer.signals import waiting
 from offload_trainer.stdio import write_now
-from offload_trainer.storage.scratch_dir import PAGES
 from offload_trainer.telemetry.sinks import LiveReport
 from offload_trainer.trainer import Job
 
@@ -77,9 +76,6 @@ def train_run(
 
     with beating(nodes, rank=rank, say=tell):
         on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-        if instead is None and (told := from_rank_zero(lambda: _ended_before(config), str | None)):
-            log.say(told)
-            return
         planned = _plan_together(config, nodes=nodes, log=log)
         setup, checkpoint = _set_up(config, planned, log)
         _carry_out(setup, nodes=nodes, checkpoint=checkpoint, instead=instead, build=build)
@@ -115,25 +111,6 @@ def _join(place: PlacementSection, *, world: int) -> tuple[range, ...]:
 
         start_processes()
     return (range(world),)  # DeepSpeed handles several nodes itself; the plan sees one
-
-
-def _ended_before(config: TrainConfig) -> str | None:
-    """Return a message if the run has made all of its steps; None if not, or if its files alone do not tell.
-
-    They do not tell if the model, the data or the seed differ, which is refused later, and if there are page files to
-    remove. Raises UserError as `all_steps_done` does.
-    """
-    output = Path(config.save.output)
-    listed, checkpoint = output / PAGES, find_resume(config.save.resume, output=output)
-    if checkpoint is None or config.train.epochs != "auto" or (os.path.lexists(listed) and listed.lstat().st_size):
-        return None
-    given = config.model_dump(mode="json", exclude_unset=True)
-    told = resume.all_steps_done(checkpoint, config.save, steps=config.train.steps, given=given)
-    then, now = configuration_of(checkpoint), config.model_dump(mode="json")
-    fixed = {(section, key) for section in ("model", "data") for key in now[section]} | {("train", "seed")}
-    fixed -= {(section, key) for section, keys in STEERING.items() for key in keys}
-    differs = any(now[section][key] not in ("auto", then.get(section, {}).get(key)) for section, key in fixed)
-    return None if differs else told
 
 
 # -- probe, plan, check ------------------------------------------------------------------------------------------------

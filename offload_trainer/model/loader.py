@@ -323,44 +323,44 @@ def write_config(config: Any, directory: Path, *, source: Path | None = None) ->
     stay as they are there.
     """
     config.save_pretrained(directory)  # copies a model's own code, too
-    values = _with_old_keys(config)
+    values = _content(config)
     if source:
-        before = _with_old_keys(type(config).from_pretrained(source))
+        before = _content(type(config).from_pretrained(source))
         given = read_model_config(source).items()
         values |= {k: value for k, value in given if before.get(k) == values.get(k) and k not in _OF_WEIGHTS}
     write_text(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _with_old_keys(config: Any) -> dict[str, Any]:
-    """Return the content of config.json with keys that transformers 4 and llama.cpp read, also in its objects.
+def _content(config: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(config.to_json_string(), object_hook=with_old_keys)
+    return content
+
+
+def with_old_keys(values: dict[str, Any]) -> Any:
+    """Return an object of a config.json with the keys that transformers 4 and llama.cpp read.
 
     Of layers with different rotary embeddings, these are the values of full attention, and the base of the others.
     """
-
-    def with_old(values: dict[str, Any]) -> Any:
-        if values.keys() == {"__float__"}:  # how transformers 5 writes infinity
-            return float(values["__float__"])
-        values = {key: value for key, value in values.items() if key not in _OF_WEIGHTS}
-        kind, rope = values.get("model_type", ""), values.get("rope_parameters") or {}
-        if "dtype" in values:
-            values["torch_dtype"] = values["dtype"]
-        if kind == "gpt2":
-            values["n_ctx"] = values["n_positions"]
-        full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope
-        if "rope_theta" not in full:
-            return values
-        old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
-        names = _OLD_NAMES.get(kind, {})
-        # Phi-3 accepts no further key in `rope_scaling`.
-        elsewhere = {*old, *({"original_max_position_embeddings"} & values.keys())}
-        scaling = {names.get(key, key): value for key, value in full.items() if key not in elsewhere}
-        old["rope_scaling"] = scaling if list(scaling.values()) != ["default"] else None
-        if "sliding_attention" in rope:
-            old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        return values | {names.get(key, key): value for key, value in old.items() if names.get(key, key)}
-
-    content: dict[str, Any] = json.loads(config.to_json_string(), object_hook=with_old)
-    return content
+    if values.keys() == {"__float__"}:  # how transformers 5 writes infinity
+        return float(values["__float__"])
+    values = {key: value for key, value in values.items() if key not in _OF_WEIGHTS}
+    kind, rope = values.get("model_type", ""), values.get("rope_parameters") or {}
+    if "dtype" in values:
+        values["torch_dtype"] = values["dtype"]
+    if kind == "gpt2" and "n_positions" in values:
+        values["n_ctx"] = values["n_positions"]
+    full = rope.get("full_attention", rope) if kind in _OLD_NAMES else rope
+    if "rope_theta" not in full:
+        return values
+    old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+    names = _OLD_NAMES.get(kind, {})
+    # Phi-3 accepts no further key in `rope_scaling`.
+    elsewhere = {*old, *({"original_max_position_embeddings"} & values.keys())}
+    scaling = {names.get(key, key): value for key, value in full.items() if key not in elsewhere}
+    old["rope_scaling"] = scaling if list(scaling.values()) != ["default"] else None
+    if "sliding_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    return values | {names.get(key, key): value for key, value in old.items() if names.get(key, key)}
 
 
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pydantic import with_config
+from pydantic import TypeAdapter, with_config
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -38,12 +38,17 @@ class ShardIndex:
     weight_map: dict[str, FileName]
 
 
-def checkpoint_files(directory: Path, named: str | None = None) -> list[Path]:
+def checkpoint_files(directory: Path, named: Any = None) -> list[Path]:
     """Return the safetensors files that transformers would read: the single file, else the shards that an index names.
 
     `named`: a file or index that config.json names instead (`transformers_weights`). Raises UserError if there is none
-    of these, or a shard is missing.
+    of these, it is outside the directory, or a shard is missing.
     """
+    try:
+        TypeAdapter(FileName | None).validate_python(named)
+    except ValueError as error:
+        told = shown(str(named))
+        raise UserError(f"{directory}: config.json's transformers_weights is {told}, no file in there") from error
     for name in (named,) if named else (SINGLE, INDEX):
         path = directory / name
         if not is_there(path):

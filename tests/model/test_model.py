@@ -250,6 +250,10 @@ def test_weights_in_the_file_that_the_configuration_names(tmp_path: Path) -> Non
     assert torch.equal(expected["lm_head.weight"], model.lm_head.weight * 2)
     given = dict(resolve_model(ModelSection(name=str(tmp_path)), seed=0).weights())
     assert all(torch.equal(value, expected[key]) for key, value in given.items())
+    for wrong in ("../second.safetensors", 5):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": wrong}))
+        with pytest.raises(UserError, match="transformers_weights"):
+            resolve_model(ModelSection(name=str(tmp_path)), seed=0)
 
 
 @pytest.mark.parametrize("kind", ["integers", "scales of a quantization_config"])

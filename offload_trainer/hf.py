@@ -332,6 +332,8 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     """Return one message for each training argument that cannot work with offloaded weights, with the remedy."""
     mistakes = [f"{name}={value}: {why}" for name, why in _REFUSED.items() if (value := getattr(args, name, None))]
     mistakes += _hub_mistakes(args, session) + _generation_mistakes(args, session)
+    if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
+        mistakes.append(f"ACCELERATE_MIXED_PRECISION={args.mixed_precision}: {_AUTOCAST}: set it to no")
     if session.trained and args.optim not in _ADAMW:
         mistakes.append(f"optim={str(getattr(args.optim, 'value', args.optim))!r}: AdamW alone, {' or '.join(_ADAMW)}")
     if args.n_gpu > 1:

@@ -15,7 +15,7 @@ from offload_trainer.hf import Offloaded, load, save_merged
 SETTINGS = {"output_dir": "runs/qlora", "max_steps": 300, "save_steps": 100, "save_total_limit": 2, "logging_steps": 1}
 SETTINGS |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "learning_rate": 2e-4}
 SETTINGS |= {"lr_scheduler_type": "cosine", "warmup_steps": 0.1, "report_to": "none"}
-SETTINGS |= {"bf16": False}  # True would mean autocast; the weights are already in their dtype
+SETTINGS |= {"bf16": False}  # with TRL's own True, dtype="fp32" would mean autocast
 
 
 class Trainer(Offloaded, SFTTrainer):

@@ -253,6 +253,15 @@ def test_wrong_arguments_are_refused(
         ours(model, tmp_path, **words)
 
 
+def test_mixed_precision_of_the_environment_is_refused(
+    folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --mixed_precision bf16` sets the variable, and the arguments' bf16 stays False."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with loaded(folder, drive) as model, pytest.raises(UserError, match=r"ACCELERATE_MIXED_PRECISION=bf16: .*autocast"):
+        ours(model, tmp_path, use_cpu=True)
+
+
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
 def test_bf16_is_the_dtype_of_the_weights(folder: Path, drive: Path, tmp_path: Path) -> None:
     """With a model in bf16, bf16=True has the logs of bf16=False, and a warning says that it changes nothing."""

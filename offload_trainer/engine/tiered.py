@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.build_tiered import Say, open_parts
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.breadth_first import BreadthFirst
-from offload_trainer.model.init_weights import parameters_without_memory, set_buffer
+from offload_trainer.model.init_weights import parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.model.ulysses import DividedAttention, share_rows
+from offload_trainer.model.ulysses import DividedAttention, SharedRows, share_rows
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients.norms import clip_factor
 from offload_trainer.offloading.model import OffloadedModel
@@ -81,7 +80,7 @@ class TieredEngine:
             self._module = source.build(
                 dtype=self._dtype, context=context, checkpointed=work.checkpointed, mlp_chunk=work.mlp_chunk
             )
-            parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
+            parameters = without_values(self._module.model, dtype=self._dtype, place=self._place, separate=True)
             self._module.to(self._place)
             for name, value in source.buffers().items():
                 set_buffer(self._module.model, name, value.to(self._place))
@@ -102,8 +101,8 @@ class TieredEngine:
         """Set up sequence parallelism between neighbouring ranks, which share rows. All ranks call it."""
         groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
         group = group_of(groups, gpus=self._place.type == "cuda")
-        send = partial(all_to_all, group=group)
-        return share_rows(self._module.model, send=send, count=self._together)
+        rows = SharedRows(partial(all_to_all, group=group), count=self._together)
+        return share_rows(self._module.model, rows)
 
     def _piece(self, batch: Batch) -> Batch:
         """Return this rank's piece of a batch that its group shares."""
@@ -268,20 +267,3 @@ class TieredEngine:
 
     def close(self) -> None:
         self._open.close()
-
-
-def _one_for_each_use(model: nn.Module, *, dtype: torch.dtype, place: torch.device) -> dict[str, list[nn.Parameter]]:
-    """Replace the model's parameters by parameters without memory, and return them by weight name.
-
-    A tied weight gets a separate parameter in each module that uses it, so that its gradients arrive one by one.
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    made: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}
-    for module in model.modules():
-        for key, old in module._parameters.items():
-            if old is None:
-                continue
-            empty = torch.empty((), dtype=dtype, device=place).expand(old.shape)
-            made[names[old]].append(nn.Parameter(empty, requires_grad=old.requires_grad))
-            module._parameters[key] = made[names[old]][-1]
-    return made

@@ -6,7 +6,6 @@ Some configurations stand for both (Qwen3.5, Llama 4): with and without the part
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any, Literal
 
@@ -86,11 +85,3 @@ def refuse_other_losses(config: Any) -> None:
         f"{image}: {why}, and this command trains models that predict the next token of each row. offload_trainer.load "
         "trains it with a loop of your own (docs/library.md)"
     )
-
-
-def named_after(config: Any, module: Any) -> Any:
-    """Return a copy of `config` that names the module's class, if that is one of the two that transformers builds."""
-    kept = copy.deepcopy(config)
-    if type(module).__name__ in class_names(config):
-        kept.architectures = [type(module).__name__]
-    return kept

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.auto_class import auto_class
-from offload_trainer.model.init_weights import parameters_without_memory
+from offload_trainer.model.init_weights import parameters_without_memory, without_values
 from offload_trainer.safe_files import one_line, refuse_pipes
 
 _LIKELIEST = 50  # top_k for sampling
@@ -68,8 +68,7 @@ class InferenceModel:
 def empty_model(directory: Path) -> Any:
     """Build a model from its configuration without memory for weights.
 
-    Each parameter is a single NaN expanded to its shape, tied ones are the same parameter, and buffers have the values
-    that transformers computes.
+    Parameters are NaN, tied ones are the same parameter, and buffers have the values that transformers computes.
     """
     refuse_pipes(directory)
     try:
@@ -79,18 +78,10 @@ def empty_model(directory: Path) -> Any:
     with no_init_weights(), parameters_without_memory():
         model = auto_class(config).from_config(config, dtype=torch.float32)
     model.tie_weights()
-    placeholders: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[key] = placeholders.setdefault(parameter, _placeholder(parameter.shape))
+    without_values(model, dtype=torch.float32, place=torch.device("cpu"))
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.eval()
-
-
-def _placeholder(shape: torch.Size) -> nn.Parameter:
-    return nn.Parameter(torch.full((1,), torch.nan).expand(shape), requires_grad=False)
 
 
 def set_weight(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -113,15 +104,14 @@ def read_as_called(model: Any, names: Container[str], read: Callable[[str], torc
 
 
 def _watch(module: nn.Module, wanted: dict[str, str], read: Callable[[str], torch.Tensor]) -> None:
-    shapes = {key: module.get_parameter(key).shape for key in wanted}
+    empty = {key: module.get_parameter(key) for key in wanted}
 
     def fetch(*_: Any) -> None:
         for key, name in wanted.items():
             module._parameters[key] = nn.Parameter(read(name).float(), requires_grad=False)
 
     def let_go(*_: Any) -> None:
-        for key, shape in shapes.items():
-            module._parameters[key] = _placeholder(shape)
+        module._parameters |= empty
 
     module.register_forward_pre_hook(fetch)
     module.register_forward_hook(let_go, always_call=True)

@@ -219,6 +219,28 @@ def parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def without_values(
+    model: nn.Module, *, dtype: torch.dtype, place: torch.device, separate: bool = False
+) -> dict[str, list[nn.Parameter]]:
+    """Replace the model's parameters by NaN that takes no memory, and return them by weight name.
+
+    A tied weight stays one parameter. If they are `separate`, it gets one in each module that uses it, so that its
+    gradients arrive one by one.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    made: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for key, old in module._parameters.items():
+            if old is None:
+                continue
+            uses = made[names[old]]
+            if separate or not uses:
+                empty = torch.full((), torch.nan, dtype=dtype, device=place).expand(old.shape)
+                uses.append(nn.Parameter(empty, requires_grad=old.requires_grad))
+            module._parameters[key] = uses[-1]
+    return made
+
+
 def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Replace one of the model's registered buffers."""
     owner, _, leaf = name.rpartition(".")

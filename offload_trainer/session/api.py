@@ -7,6 +7,7 @@ The plan is made as for the command line, printed, and refused with UserError if
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import zlib
@@ -26,8 +27,8 @@ from torch.nn.parameter import is_lazy
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.build_tiered import open_parts
 from offload_trainer.errors import UserError
-from offload_trainer.model.auto_class import named_after
-from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer
+from offload_trainer.model.auto_class import class_names
+from offload_trainer.model.init_weights import meta_model, parameters_without_memory, set_buffer, without_values
 from offload_trainer.model.loader import resolve_model, save_model_config, write_config
 from offload_trainer.offloading.allocation import EngineParts
 from offload_trainer.offloading.model import OffloadedModel
@@ -95,7 +96,7 @@ def load(
             parts, work = _opened(planned, stack, say=say)
             without = parameters_without_memory()
             model = source.build(dtype=parts.layout.dtype, context=without, checkpointed=work.checkpointed).model
-            parameters = _with_memory(model, parts)
+            parameters = without_values(model, dtype=parts.layout.dtype, place=parts.device.place)
             for key, value in source.buffers().items():
                 set_buffer(model, key, value.to(parts.device.place))
             folder = _folder(stack)
@@ -367,23 +368,6 @@ def _offloaded(
     return offloaded
 
 
-def _with_memory(model: nn.Module, parts: EngineParts) -> dict[str, list[nn.Parameter]]:
-    """Replace the model's meta parameters by ones that can be given memory; return them by name.
-
-    Tied parameters stay one object.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        for key, old in module._parameters.items():
-            if old is not None:
-                if old not in made:
-                    empty = torch.empty((), dtype=parts.layout.dtype, device=parts.device.place).expand(old.shape)
-                    made[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
-                module._parameters[key] = made[old]
-    return {name: [made[old]] for old, name in names.items()}
-
-
 def _refuse_unusable(module: nn.Module) -> None:
     """Raise UserError for what cannot be offloaded: max_norm, torch.compile, and tensors without shape or values."""
     for name, part in module.named_modules():
@@ -437,7 +421,9 @@ def _keep_configuration(module: nn.Module, folder: Path) -> bool:
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return False
-    config = named_after(config, module)
+    config = copy.deepcopy(config)
+    if type(module).__name__ in class_names(config):
+        config.architectures = [type(module).__name__]
     write_config(config, folder)
     try:
         built = meta_model(config, trust_remote_code=False)
